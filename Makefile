@@ -1,0 +1,49 @@
+# Two commands for a new user: `make demo` and `make test`. Both make .venv and install everything first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test gpu-test lint format docs-figures clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
+	@echo "make test      all tests that need no GPU"
+	@echo "make lint      formatting, linter, types, import layers"
+	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a machine with GPUs)"
+
+demo: $(VENV)/.installed
+	$(BIN)/stretto demo
+
+test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu
+
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Rebuilt when the dependencies change. Debian and Ubuntu ship Python without its venv module.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Stretto needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+		rm -rf $(VENV); \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv --clear $(VENV); \
+		else \
+			echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; \
+		fi; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info

@@ -1,0 +1,32 @@
+"""Stretto overlaps communication with computation in distributed deep learning.
+
+The front door is four names: `Cluster` (what the machine is), `Grid` (how its ranks are laid out),
+`parallelize` (put a model on a grid) and the command `stretto`. They are imported on first use, so that
+`import stretto` costs nothing and parts that need no GPU library stay free of it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.cluster import Cluster
+    from stretto.parallel import Grid, parallelize
+
+__version__ = "0.1.0"
+__all__ = ["Cluster", "Grid", "__version__", "parallelize"]
+
+_HOMES = {
+    "Cluster": "stretto.cluster",
+    "Grid": "stretto.parallel",
+    "parallelize": "stretto.parallel",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
