@@ -1,0 +1,285 @@
+"""What a training run is, as one typed value: read from TOML, checked, and written back as it was resolved.
+
+Sections and names are those of the file: `grid.x` is `TrainConfig.grid.x`. Nothing here imports torch, so that
+a mistake in a file is reported at once. What needs data, model or machine is checked by `train.preflight`.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+if TYPE_CHECKING:
+    from stretto.models import GPTConfig
+
+MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
+
+
+def option(default: Any, description: str, *, unit: str = "", **rules: Any) -> Any:
+    """A field with the text and unit that docs/configuration.md shows; `...` as default makes it required."""
+    return Field(default, description=description, json_schema_extra={"unit": unit}, **rules)
+
+
+def _none_from_text(value: Any) -> Any:
+    """TOML has no null: the text "none" stands for it in options that can be switched off."""
+    return None if value == "none" else value
+
+
+CanBeNone = BeforeValidator(_none_from_text)
+
+
+def _ranks_of_grid(value: Any, info: ValidationInfo) -> Any:
+    """Without `ranks`, the grid says how many there are. An invalid grid is reported by its own rules."""
+    if value is None or value == "none":
+        return info.data["grid"].ranks if "grid" in info.data else 1
+    return value
+
+
+class Section(BaseModel):
+    """A table of the file: unknown options, values of another type, infinities and NaN are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class GridConfig(Section):
+    """How the ranks are laid out; their number is the product."""
+
+    data: int = option(
+        1, "copies of the model, each on its part of the batch", unit="ranks", ge=1, le=MAX_RANKS
+    )
+    x: int = option(1, "parts of each linear's first matrix dimension, heads and vocabulary; innermost",
+                    unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
+    y: int = option(1, "parts of each linear's second matrix dimension and of the hidden size",
+                    unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
+    z: int = option(1, "parts that each weight is stored in and gathered from; splits the batch too",
+                    unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.x * self.y * self.z
+
+    @property
+    def batch_parts(self) -> int:
+        """How many parts the global batch is cut into: data and z both split it."""
+        return self.data * self.z
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={size}" for axis, size in self.sizes().items())
+
+    def sizes(self) -> dict[str, int]:
+        """The axes' sizes by name, as `stretto.parallel.validate` takes them."""
+        return {"data": self.data, "x": self.x, "y": self.y, "z": self.z}
+
+
+class ModelConfig(Section):
+    """The GPT to train: a preset's name, its numbers, or a preset with some of them replaced."""
+
+    name: Annotated[str | None, CanBeNone] = option(
+        None,
+        "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b",
+    )
+    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks; the preset's", ge=1)
+    hidden: Annotated[int | None, CanBeNone] = option(None, "width of a token's vector; the preset's", ge=1)
+    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads; the preset's", ge=1)
+    kv_heads: Annotated[int | None, CanBeNone] = option(
+        None,
+        "heads of keys and values, fewer than `heads` for grouped-query attention; as many as `heads`",
+        ge=1,
+    )
+    ffn: Annotated[int | None, CanBeNone] = option(None, "inner width of the MLP; 4 x hidden", ge=1)
+    vocab: Annotated[int | None, CanBeNone] = option(
+        None, "vocabulary; the preset's, and without a preset the data's", unit="tokens", ge=1
+    )
+    max_seq_len: Annotated[int | None, CanBeNone] = option(
+        None, "longest sequence; the preset's, and without a preset train.seq_len", unit="tokens", ge=1
+    )
+    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
+        None, "kind of positions; learned"
+    )
+    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(
+        None, "the MLP's activation; gelu"
+    )
+    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(
+        None, "kind of norm; layernorm"
+    )
+    bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases; true")
+    tie_embeddings: Annotated[bool | None, CanBeNone] = option(
+        None, "whether the output layer shares the embedding's weights; true"
+    )
+    dropout: Annotated[float | None, CanBeNone] = option(
+        None, "part of activations set to zero; 0", ge=0, lt=1
+    )
+
+    def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
+        """The model's shape; the data's vocabulary and `seq_len` fill in where neither file nor preset says.
+
+        Raises ValueError when the numbers do not fit together.
+        """
+        from stretto.models import GPTConfig  # torch is imported here and not when a file is read
+
+        given = {name: value for name, value in self if value is not None and name != "name"}
+        if self.name is not None:
+            return GPTConfig.preset(self.name, **given)
+        return GPTConfig(**{"vocab": data_vocab, "max_seq_len": seq_len} | given)
+
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> "ModelConfig":
+        missing = [name for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
+        if self.name is None and missing:
+            raise ValueError(
+                f"model.{missing[0]} is missing: give model.layers, model.hidden and model.heads, "
+                "or a preset such as model.name='gpt2-small'"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """What to train on."""
+
+    path: str | list[str] = option(
+        ..., "a file, a folder, or several; `python-docs` is the text that Python ships"
+    )
+    format: Literal["auto", "text", "nanogpt", "megatron"] = option(
+        "auto",
+        "text, or tokens as nanoGPT (.bin) or Megatron (.bin with .idx) write them; auto looks at the files",
+    )
+    tokenizer: str = option("bytes", "for text: bytes, or the path of a `tokenizers` tokenizer.json")
+
+
+class RunConfig(Section):
+    """How to train."""
+
+    steps: int = option(..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1)
+    batch: int = option(
+        ..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1
+    )
+    seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=1 << 24)
+    seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
+    dtype: Literal["fp32", "bf16", "fp64"] = option(
+        "fp32", "dtype of the computation; bf16 keeps fp32 master weights"
+    )
+    micro_batch: Annotated[int | None, CanBeNone] = option(
+        None,
+        "sequences that a rank takes at once, accumulating gradients over the rest; none: all",
+        unit="sequences",
+        ge=1,
+    )
+    optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
+    lr: float = option(3e-4, "learning rate after warm-up", gt=0)
+    min_lr: float = option(0.0, "learning rate that the cosine ends at", ge=0)
+    warmup_steps: int = option(
+        0, "steps over which the learning rate rises linearly to lr", unit="steps", ge=0
+    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", ge=0)
+    beta1: float = option(0.9, "adamw: decay of the gradient's mean", ge=0, lt=1)
+    beta2: float = option(0.95, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
+    eps: float = option(1e-8, "adamw: added to the denominator", gt=0)
+    momentum: float = option(0.0, "sgd: momentum", ge=0, lt=1)
+    clip: Annotated[float | None, CanBeNone] = option(
+        1.0, "largest global norm of the gradient; none: no limit", gt=0
+    )
+    checkpoint_activations: bool = option(
+        False, "recompute each block in the backward pass instead of keeping it"
+    )
+    keep_gathered: bool = option(
+        True, "keep the weights gathered over z for the backward pass, instead of gathering them again"
+    )
+    checkpoint_every: Annotated[int | None, CanBeNone] = option(
+        None, "steps between checkpoints; none: only when training ends or is stopped", unit="steps", ge=1
+    )
+    keep_checkpoints: int = option(2, "newest checkpoints to keep", unit="checkpoints", ge=1)
+    resume: Annotated[str | None, CanBeNone] = option(
+        None, "latest (of the run in `out`), or a run's or checkpoint's folder; the grid may be another"
+    )
+    log_every: int = option(10, "steps between lines of text where there is no terminal", unit="steps", ge=1)
+    tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
+
+
+class TrainConfig(Section):
+    """A training run. Immutable; `model_copy(update=...)` makes another."""
+
+    out: Annotated[Path, Field(strict=False)] = option(..., "the run's folder")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "cuda has NCCL between GPUs, cpu has gloo; auto takes cuda where there is a GPU for each rank"
+    )
+    grid: GridConfig = GridConfig()
+    ranks: Annotated[int, BeforeValidator(_ranks_of_grid)] = option(
+        None, "processes; must be the grid's product, which is the default", unit="ranks",
+        ge=1, le=MAX_RANKS, validate_default=True,
+    )  # fmt: skip
+    model: ModelConfig
+    data: DataConfig
+    train: RunConfig
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainConfig":
+        if problems := list(_contradictions(self)):
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _contradictions(config: TrainConfig) -> list[str]:
+    """A message for each rule between options that does not hold."""
+    grid, run, problems = config.grid, config.train, []
+    parts = grid.batch_parts
+    if grid.ranks != config.ranks:
+        problems.append(
+            f"ranks is {config.ranks}, but the grid {grid} has {grid.ranks}; "
+            f"the grid {nearest_grid(grid, config.ranks)} would do, or ranks={grid.ranks}"
+        )
+    if run.batch % parts:
+        problems.append(
+            f"train.batch is {run.batch}, but grid.data x grid.z = {parts} must divide it; "
+            f"the nearest batch that would do is {nearest_multiple(run.batch, parts)}"
+        )
+    elif run.micro_batch is not None and run.batch // parts % run.micro_batch:
+        local, wanted = run.batch // parts, run.micro_batch
+        problems.append(
+            f"train.micro_batch is {wanted}, but must divide a rank's {local} sequences "
+            f"(train.batch {run.batch} / (grid.data x grid.z = {parts})); the nearest that would do is "
+            f"{min(divisors(local), key=lambda n: abs(n - wanted))}, "
+            f"or a train.batch of {nearest_multiple(run.batch, parts * wanted)}"
+        )
+    if run.warmup_steps > run.steps:
+        problems.append(
+            f"train.warmup_steps is {run.warmup_steps}, but must be at most train.steps; {run.steps} would do"
+        )
+    if run.min_lr > run.lr:
+        problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
+    if run.optimizer != "sgd" and run.momentum:
+        problems.append(
+            f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
+            "or take train.optimizer='sgd'"
+        )
+    if isinstance(config.data.path, list) and not config.data.path:
+        problems.append("data.path is [], but must name at least one file or folder")
+    return problems
+
+
+def nearest_multiple(number: int, divisor: int) -> int:
+    """The multiple of `divisor`, at least once, that is closest to `number`."""
+    return max(1, round(number / divisor)) * divisor
+
+
+def nearest_grid(grid: GridConfig, ranks: int) -> GridConfig:
+    """The grid of `ranks` that is closest to `grid`: the fewest axes changed, then the smallest ratios."""
+
+    def distance(sizes: tuple[int, int, int, int]) -> tuple[int, float]:
+        ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, grid.sizes().values(), strict=True)]
+        return sum(ratio > 0 for ratio in ratios), sum(ratios)
+
+    grids = [
+        (ranks // (x * y * z), x, y, z)
+        for z in divisors(ranks)
+        for y in divisors(ranks // z)
+        for x in divisors(ranks // (z * y))
+    ]
+    data, x, y, z = min(grids, key=distance)
+    return GridConfig(data=data, x=x, y=y, z=z)
+
+
+def divisors(number: int) -> list[int]:
+    """All whole numbers that divide `number`, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
