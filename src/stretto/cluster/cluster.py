@@ -1,0 +1,138 @@
+"""A cluster: what a machine is, as far as anyone who plans or simulates work on it has to know."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stretto.cluster import detection, files
+from stretto.cluster.description import describe
+from stretto.cluster.model import GPU, InNodeBandwidth, NetworkLink, NodeLink
+from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A machine: nodes of equal GPUs, the links inside a node and those between nodes.
+
+    Bytes, bytes/s in one direction, seconds and FLOP/s throughout. A figure that is not known is `None`; ask
+    for one that must be there with `require`. `sources` says, by dotted key, where a figure comes from.
+    Raises ValueError for a value that breaks its rule.
+    """
+
+    name: str = field(metadata=figure(Kind.TEXT))
+    description: str | None = field(default=None, metadata=figure(Kind.TEXT))
+    nodes: int | None = field(default=None, metadata=figure(Kind.COUNT))  # None: as many as one buys or rents
+    gpus_per_node: int = field(metadata=figure(Kind.COUNT))
+    nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
+    in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
+    gpu: GPU = field(metadata=figure(Kind.TABLE, of=GPU))
+    in_node: NodeLink = field(default=NodeLink(), metadata=figure(Kind.TABLE, of=NodeLink))
+    between_nodes: NetworkLink = field(default=NetworkLink(), metadata=figure(Kind.TABLE, of=NetworkLink))
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, metadata=figure(Kind.NOTES))
+
+    def __post_init__(self) -> None:
+        check(self)
+        self._check_bandwidths()
+        keys = list(dotted_keys(Cluster))
+        for key in self.sources:
+            if key not in keys:
+                raise ValueError(f"sources names an unknown figure {key!r}; {suggest(key, keys)}")
+
+    @classmethod
+    def presets(cls) -> tuple[str, ...]:
+        """The names that `preset` knows, sorted."""
+        return files.preset_names()
+
+    @classmethod
+    def preset(cls, name: str) -> "Cluster":
+        """A machine whose figures come with Stretto. Raises ValueError for a name not in `presets()`."""
+        if name not in cls.presets():
+            raise ValueError(f"unknown cluster {name!r}; {suggest(name, cls.presets())}")
+        return cls._from_toml(files.read_preset(name), f"preset {name}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Cluster":
+        """Read a cluster file (docs/cluster.md says what is in one).
+
+        Raises ValueError that names the file, the key, the value and the rule: for a path that is no file, a
+        file that is too large or no TOML, a missing or unknown key, and a value that breaks its rule.
+        """
+        return cls._from_toml(files.read(Path(path), cls.presets()), str(path))
+
+    @classmethod
+    def detect(cls) -> "Cluster":
+        """The machine that this process runs on, as one node: its CUDA or ROCm GPUs, else its CPU.
+
+        A CPU counts as one GPU for each core that the process may use, with an equal share of the memory.
+        Memory is read from the machine, and peak FLOP/s are those of a known GPU's datasheet; links are left
+        unknown, since only a measurement tells them. Starts CUDA in this process, so do not fork after it.
+        """
+        count, gpu, sources = detection.detect()
+        return cls(name="detected", nodes=1, gpus_per_node=count, gpu=gpu, sources=sources)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that `load` turns into an equal cluster. Raises OSError where it cannot be written."""
+        Path(path).write_text(to_toml(self), encoding="utf-8")
+
+    def describe(self) -> str:
+        """A plain-text table for people: every figure with its unit, what is unknown, and the sources."""
+        return describe(self)
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs in the whole machine; None where the number of nodes is open."""
+        return None if self.nodes is None else self.nodes * self.gpus_per_node
+
+    @property
+    def inter_node_bandwidth(self) -> float | None:
+        """Bytes/s in one direction between two nodes, all NICs together: beta_inter in Singh's eq. 5.7."""
+        if self.nics_per_node is None or self.between_nodes.bandwidth is None:
+            return None
+        return self.nics_per_node * self.between_nodes.bandwidth
+
+    def measured_in_node_bandwidth(self, preceding: int, size: int) -> float | None:
+        """The measured bytes/s of groups of `size` GPUs that lie `preceding` apart; None if not measured."""
+        for row in self.in_node_bandwidths:
+            if (row.preceding, row.size) == (preceding, size):
+                return row.bandwidth
+        return None
+
+    def require(self, key: str) -> float:
+        """The figure with a dotted key such as "between_nodes.bandwidth".
+
+        Raises ValueError where the cluster does not know it, or where no figure has this key.
+        """
+        keys = list(dotted_keys(Cluster))
+        if key not in keys:
+            raise ValueError(f"no figure of a cluster is called {key!r}; {suggest(key, keys)}")
+        value: object = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value is None:
+            raise ValueError(
+                f"cluster {self.name!r} does not say {key}, which is needed here; save it to a file "
+                f"(Cluster.save), add the figure there and use that file"
+            )
+        if not isinstance(value, int | float):
+            raise ValueError(f"{key} of a cluster is not one number")
+        return value
+
+    @classmethod
+    def _from_toml(cls, text: str, where: str) -> "Cluster":
+        return build(cls, files.parse(text, where), where)
+
+    def _check_bandwidths(self) -> None:
+        seen = set()
+        for i, row in enumerate(self.in_node_bandwidths):
+            place, pair = f"in_node_bandwidths[{i}]", (row.preceding, row.size)
+            if row.size < 2:
+                raise ValueError(f"{place}.size = {row.size}: must be 2 or more; one GPU sends nothing")
+            if row.preceding * row.size > self.gpus_per_node:
+                fitting = self.gpus_per_node // row.preceding
+                raise ValueError(
+                    f"{place}: preceding {row.preceding} x size {row.size} is more than the node's "
+                    f"{self.gpus_per_node} GPUs" + (f"; size {fitting} would do" if fitting > 1 else "")
+                )
+            if pair in seen:
+                raise ValueError(f"{place}: preceding {row.preceding}, size {row.size} is there twice; keep one")
+            seen.add(pair)

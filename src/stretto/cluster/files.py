@@ -1,0 +1,45 @@
+"""Reads cluster files and presets. Files are untrusted: their size is bounded before they are parsed."""
+
+import tomllib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+LARGEST_FILE = 256 * 1024  # bytes; a preset has about 3 KB
+
+
+def preset_names() -> tuple[str, ...]:
+    """The presets that ship with the package, sorted."""
+    entries = files("stretto.cluster").joinpath("presets").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml")))
+
+
+def read_preset(name: str) -> str:
+    """The text of a preset that `preset_names` lists."""
+    return files("stretto.cluster").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
+
+
+def read(path: Path, presets: Sequence[str]) -> str:
+    """The text of a cluster file. Raises ValueError for no file, one too large, and one that is not UTF-8."""
+    if not path.is_file():  # also says no to pipes and devices, which may never end
+        hint = f'; Cluster.preset("{path}") is the preset of that name' if str(path) in presets else ""
+        raise ValueError(f"{path}: there is no such file{hint}")
+    with path.open("rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"{path}: is larger than {LARGEST_FILE} bytes, the most a cluster file may have")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML. Raises ValueError that names the file and, where the parser knows it, the line."""
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, and what int() says of thousands of digits
+        raise ValueError(f"{where}: is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: is nested too deeply for a cluster file") from None

@@ -1,0 +1,100 @@
+"""The parts of a cluster: GPU, links, measured bandwidths. Values only; `cluster.py` puts them together.
+
+Bandwidths are bytes a second in one direction, never bits and never both directions added. `None` means that
+the figure is not known.
+"""
+
+from dataclasses import dataclass, field
+
+from stretto.cluster.schema import Kind, check, figure
+
+_FLOP_RATE = figure(Kind.QUANTITY, "FLOP/s")
+
+
+@dataclass(frozen=True)
+class FlopRates:
+    """Floating-point operations a second of one GPU by dtype, dense (no structured sparsity).
+
+    For matrix products, on tensor or matrix cores where the dtype has them; `None` where the dtype does not
+    exist on the GPU or its rate is not known.
+    """
+
+    fp64: float | None = field(default=None, metadata=_FLOP_RATE)
+    fp32: float | None = field(default=None, metadata=_FLOP_RATE)
+    tf32: float | None = field(default=None, metadata=_FLOP_RATE)
+    bf16: float | None = field(default=None, metadata=_FLOP_RATE)
+    fp16: float | None = field(default=None, metadata=_FLOP_RATE)
+    fp8: float | None = field(default=None, metadata=_FLOP_RATE)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What one rank computes on: a GPU, a die of one where each die is a device, or a core of a CPU."""
+
+    name: str = field(metadata=figure(Kind.TEXT))  # as torch.cuda.get_device_name gives it
+    memory: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes"))
+    memory_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
+    )
+    # As its vendor says, and the best that a matmul was measured at.
+    peak_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
+    empirical_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class NodeLink:
+    """The links between the GPUs of one node.
+
+    `bandwidth` is what one GPU sends to all others of its node at once, all its links together;
+    `pair_bandwidth` what it sends to one peer that it is linked to directly (the slowest such peer). Behind a
+    switch the two are equal.
+    """
+
+    bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, one GPU to all")
+    )
+    pair_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, to one peer")
+    )
+    latency: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.bandwidth and self.pair_bandwidth and self.pair_bandwidth > self.bandwidth:
+            rule = f"must be at most bandwidth; {self.bandwidth:g} would do"
+            raise ValueError(f"pair_bandwidth = {self.pair_bandwidth:g}: {rule}")
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """The link between nodes, of one network interface (NIC)."""
+
+    bandwidth: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, one NIC"))
+    latency: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class InNodeBandwidth:
+    """A measured bandwidth of groups of `size` GPUs of one node, all such groups of the node busy at once.
+
+    `preceding` is the product of the sizes of the grid's axes inside this one: the group's GPUs are that many
+    device numbers apart. `bandwidth` is per GPU: the bytes that a ring algorithm sends from one GPU, over the
+    time that the collective took (what nccl-tests calls bus bandwidth). It is case 1 of section 5.1.2 in
+    Singh, "Optimizing communication in parallel deep learning on exascale-class machines".
+    """
+
+    preceding: int = field(metadata=figure(Kind.COUNT))
+    size: int = field(metadata=figure(Kind.COUNT))
+    bandwidth: float = field(metadata=figure(Kind.QUANTITY, "bytes/s"))
+
+    def __post_init__(self) -> None:
+        check(self)
