@@ -1,0 +1,37 @@
+"""Fixtures for every test: ranks, from one pool of processes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+
+
+class Ranks:
+    """So many ranks of the session's pool."""
+
+    def __init__(self, pool: Pool, count: int) -> None:
+        self._pool = pool
+        self._count = count
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Run a module-level function on every rank, in a process group of their own; results in rank order.
+
+        `timeout` is in seconds. Raises what the first failing rank raised; RankError for a dead or hanging rank.
+        """
+        return self._pool.run(self._count, function, *args, timeout=timeout, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The session's worker processes, started by the first test that uses them."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(pool: Pool) -> Callable[[int], Ranks]:
+    """`ranks(4).run(function, *args)` runs a module-level function on 4 ranks."""
+    return lambda count: Ranks(pool, count)

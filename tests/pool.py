@@ -1,0 +1,314 @@
+"""One pool of worker processes for a whole test session, so that a test of several ranks costs milliseconds.
+
+The workers are forked, once, from a server that has imported torch. A job sends every rank a function's name and
+arguments; each rank joins a fresh default process group (gloo), runs the function and leaves the group again. A rank
+that raises costs its own test only. A rank that dies or hangs takes the pool with it: the next job gets a new one.
+
+Who waits for whom: the parent waits for all ranks' outcomes, then tells those that returned to leave the group, so that
+no rank closes its sockets while another still needs them. A rank that raised leaves at once, which wakes its peers.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+POOL_SIZE = 8
+START_LIMIT = 120.0  # seconds for all workers to come up
+GRACE = 10.0  # seconds for the other ranks to end once one has raised, and for all to leave the process group
+GROUP_LIMIT = timedelta(minutes=30)  # longer than any job's: the parent ends a hang, and knows who hung
+
+
+class RankError(Exception):
+    """A rank's exception that could not be sent as it was, or a rank that died or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a worker needs to run one rank: `call` is the pickled (function, args, kwargs)."""
+
+    rank: int
+    world_size: int
+    store_path: str
+    call: bytes
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a rank's function ended: `pickled` is its result, or its exception (None: it cannot be pickled)."""
+
+    raised: bool
+    pickled: bytes | None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+
+
+class Pool:
+    """`size` processes that run jobs of up to `size` ranks; they start with the first job.
+
+    Close it when done (`close`): until then its processes and one temporary folder stay.
+    """
+
+    def __init__(self, size: int = POOL_SIZE) -> None:
+        self.size = size
+        self._workers: list[_Worker] = []
+        self._folder: Path | None = None
+        self._jobs = 0
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any
+    ) -> list[Any]:
+        """Run `function(*args, **kwargs)` on ranks 0 to world_size - 1 and return their results in rank order.
+
+        `timeout` is in seconds. Raises the first rank's exception with the rank and its traceback as a note;
+        RankError when a rank died or did not end in time.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"{world_size} ranks asked of a pool of {self.size}: 1 to {self.size} will do")
+        call = _pickle_call(function, args, kwargs)
+        try:
+            self._start()
+            return self._run_job(self._workers[:world_size], call, timeout)
+        except _RankRaised as failure:
+            error = failure.error
+        except BaseException:  # a dead or hung rank, Ctrl-C, pytest's own time limit: no worker can be trusted now
+            self.kill()
+            raise
+        raise error
+
+    def _run_job(self, workers: list[_Worker], call: bytes, timeout: float) -> list[Any]:
+        self._jobs += 1
+        store_path = self._folder / f"store-{self._jobs}"
+        deadline = time.monotonic() + timeout
+        for rank, worker in enumerate(workers):
+            with contextlib.suppress(BrokenPipeError):  # it died while idle: collecting its outcome says so
+                worker.pipe.send(_Job(rank, len(workers), str(store_path), call))
+        outcomes: dict[int, _Outcome] = {}
+        first_to_raise: int | None = None
+        while len(outcomes) < len(workers):
+            waiting = [rank for rank in range(len(workers)) if rank not in outcomes]
+            try:
+                messages = self._receive(workers, waiting, deadline)
+                if not messages:
+                    raise RankError(self._describe_hang(workers, waiting, timeout))
+            except RankError:
+                if first_to_raise is None:
+                    raise
+                self.kill()  # the others died of, or still wait for, a rank that has raised: its error says why
+                break
+            for rank, outcome in messages:
+                outcomes[rank] = outcome
+                if outcome.raised and first_to_raise is None:
+                    first_to_raise = rank
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if self._workers:
+            self._leave_group(workers, outcomes)
+            store_path.unlink(missing_ok=True)
+        if first_to_raise is not None:
+            raise _RankRaised(_error_of(first_to_raise, len(workers), outcomes[first_to_raise]))
+        return [pickle.loads(outcomes[rank].pickled) for rank in range(len(workers))]
+
+    def _receive(self, workers: list[_Worker], ranks: list[int], deadline: float) -> list[tuple[int, Any]]:
+        """What the ranks have sent, as soon as one has; nothing once the deadline has passed."""
+        pipes = {workers[rank].pipe: rank for rank in ranks}
+        messages = []
+        for pipe in wait(list(pipes), max(0.0, deadline - time.monotonic())):
+            rank = pipes[pipe]
+            try:
+                messages.append((rank, pipe.recv()))
+            except (EOFError, ConnectionResetError):
+                raise RankError(self._describe_death(workers, rank)) from None
+        return messages
+
+    def _leave_group(self, workers: list[_Worker], outcomes: dict[int, _Outcome]) -> None:
+        """Have every rank leave the process group, and wait until all have."""
+        for rank, outcome in outcomes.items():
+            if not outcome.raised:
+                workers[rank].pipe.send("leave")
+        remaining = set(outcomes)
+        deadline = time.monotonic() + GRACE
+        while remaining:
+            messages = self._receive(workers, sorted(remaining), deadline)
+            if not messages:
+                raise RankError(self._describe_hang(workers, sorted(remaining), GRACE))
+            remaining -= {rank for rank, _ in messages}
+
+    def _describe_death(self, workers: list[_Worker], rank: int) -> str:
+        process = workers[rank].process
+        process.join(GRACE)
+        code = process.exitcode
+        cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return f"rank {rank} of {len(workers)} died ({cause}) before it returned"
+
+    def _describe_hang(self, workers: list[_Worker], ranks: list[int], limit: float) -> str:
+        """Name the ranks that have not ended and show where each of them stands."""
+        for rank in ranks:
+            os.kill(workers[rank].process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # faulthandler writes from the signal's handler; nothing tells us when it has
+        stacks = [
+            f"--- rank {rank} ---\n{_stack_file(self._folder, workers[rank].process.pid).read_text()}" for rank in ranks
+        ]
+        names = ", ".join(map(str, ranks))
+        return f"rank {names} of {len(workers)} did not end within {limit:g} s:\n" + "\n".join(stacks)
+
+    def _start(self) -> None:
+        """Start the workers if there are none."""
+        if self._workers:
+            return
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="stretto-tests-"))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_modules_to_preload())
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, str(self._folder)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours))
+        remaining = set(range(self.size))
+        deadline = time.monotonic() + START_LIMIT
+        while remaining:
+            messages = self._receive(self._workers, sorted(remaining), deadline)
+            if not messages:
+                raise RankError(f"{len(remaining)} of {self.size} workers did not start within {START_LIMIT:g} s")
+            remaining -= {rank for rank, _ in messages}
+
+    def pids(self) -> list[int]:
+        """The workers' process ids; none before the first job."""
+        return [worker.process.pid for worker in self._workers]
+
+    def kill(self) -> None:
+        """End every worker at once; the next job starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+
+    def close(self) -> None:
+        """End every worker and remove the pool's folder."""
+        self.kill()
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+            self._folder = None
+
+
+class _RankRaised(Exception):
+    """Carries a rank's own error out of `_run_job`, apart from errors that cost the pool."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _modules_to_preload() -> list[str]:
+    """What the server imports before it forks: torch, and transformers where this session has imported it."""
+    slow = [name for name in sys.modules if name.partition(".")[0] == "transformers"]
+    return ["torch", "torch.distributed.tensor", "pytest", *slow]
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((function, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(
+            f"{name} cannot run on ranks ({error}): pass a function from the top level of a module, and arguments "
+            "that can be pickled"
+        ) from error
+
+
+def _error_of(rank: int, world_size: int, outcome: _Outcome) -> BaseException:
+    """The rank's exception, with its rank and traceback as a note; RankError where it could not be pickled."""
+    title = f"raised on rank {rank} of {world_size}:\n{outcome.text}"
+    if outcome.pickled is None:
+        return RankError(title)
+    error = pickle.loads(outcome.pickled)
+    error.add_note(title)
+    return error
+
+
+def _stack_file(folder: str | Path | None, pid: int) -> Path:
+    return Path(folder or "") / f"stack-{pid}"
+
+
+# What follows runs in the workers.
+
+
+def _work(pipe: Connection, folder: str) -> None:
+    """A worker's life: jobs, until the parent closes the pipe or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    torch.set_num_threads(1)
+    gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
+    with _stack_file(folder, os.getpid()).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        pipe.send("started")
+        with contextlib.suppress(EOFError):
+            while True:
+                _run_rank(pipe, pipe.recv())
+
+
+def _end_with_parent() -> None:
+    """End this process when pytest is gone, however it went and whatever this rank waits for."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _run_rank(pipe: Connection, job: _Job) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    try:
+        store = dist.FileStore(job.store_path, job.world_size)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=GROUP_LIMIT)
+        function, args, kwargs = pickle.loads(job.call)
+        outcome = _Outcome(raised=False, pickled=pickle.dumps(function(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001  (an assertion, a SystemExit: all belong to the test)
+        text = traceback.format_exc()
+        outcome = _Outcome(raised=True, pickled=_pickle_error(error), text=text)
+    pipe.send(outcome)
+    if not outcome.raised:
+        pipe.recv()  # all ranks have an outcome
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    pipe.send("left")
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    """The exception pickled, or None where its class does not survive the way there and back."""
+    error.__traceback__ = None
+    error.__cause__ = error.__context__ = None
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001  (a class's own __reduce__ or __init__ may raise anything)
+        return None
+    return pickled

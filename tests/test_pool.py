@@ -1,0 +1,190 @@
+"""The pool of worker processes that every test of several ranks relies on."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool, RankError
+
+ROOT = Path(__file__).parents[1]
+
+
+def sum_of_ranks(scale: int = 1) -> tuple[int, int, float]:
+    total = torch.full((3,), float(dist.get_rank() * scale))
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total[0].item()
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"7 is not even, says rank {rank}")
+    dist.all_reduce(torch.ones(3))
+
+
+class UnpicklableError(Exception):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} because {why}")
+
+
+def raise_unpicklable() -> None:
+    raise UnpicklableError("no", "so")
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(3600)
+
+
+def make_subgroups() -> list[float]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    sums = []
+    for axis in ("a", "b"):
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total, group=mesh.get_group(axis))
+        sums.append(total.item())
+    return sums
+
+
+def leave_a_different_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+
+
+def default_dtype_and_threads() -> tuple[torch.dtype, int]:
+    return torch.get_default_dtype(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_results_come_back_in_rank_order_for_any_number_of_ranks(ranks, count):
+    total = float(sum(range(count)) * 10)
+    assert ranks(count).run(sum_of_ranks, scale=10) == [(rank, count, total) for rank in range(count)]
+
+
+def test_jobs_share_the_same_processes_and_each_gets_fresh_groups(ranks):
+    before = ranks(4).run(process_id)
+    for _ in range(3):
+        assert ranks(4).run(make_subgroups) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
+        assert ranks(2).run(sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
+    assert ranks(4).run(process_id) == before
+
+
+def test_one_jobs_settings_do_not_reach_the_next(ranks):
+    ranks(2).run(leave_a_different_default_dtype)
+    assert ranks(2).run(default_dtype_and_threads) == [(torch.float32, 1)] * 2
+
+
+def test_a_small_job_on_a_running_pool_takes_less_than_a_tenth_of_a_second(ranks):
+    ranks(4).run(sum_of_ranks)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        ranks(4).run(sum_of_ranks)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(20)) < 0.1
+
+
+def test_a_raising_rank_raises_here_with_its_rank_and_traceback_and_the_pool_lives_on(ranks):
+    before = ranks(8).run(process_id)
+    with pytest.raises(ValueError, match="7 is not even, says rank 2") as caught:
+        ranks(4).run(raise_on, 2)
+    note = "".join(caught.value.__notes__)
+    assert "raised on rank 2 of 4" in note
+    assert "in raise_on" in note
+    assert ranks(8).run(process_id) == before
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(ranks):
+    with pytest.raises(RankError, match="UnpicklableError: no because so"):
+        ranks(2).run(raise_unpicklable)
+
+
+def test_a_dying_rank_fails_the_job_by_name_and_the_next_job_gets_a_new_pool(ranks):
+    before = ranks(8).run(process_id)
+    with pytest.raises(RankError, match=r"rank 1 of 4 died \(signal SIGKILL\)"):
+        ranks(4).run(die_on, 1)
+    after = ranks(8).run(process_id)
+    assert set(before).isdisjoint(after)
+
+
+def test_a_hanging_rank_fails_the_job_with_its_stack_and_the_next_job_gets_a_new_pool(ranks):
+    before = ranks(8).run(process_id)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 3 did not end within 0\.5 s.*in hang_on"):
+        ranks(3).run(hang_on, 1, timeout=0.5)
+    after = ranks(8).run(process_id)
+    assert set(before).isdisjoint(after)
+
+
+def test_a_function_that_workers_cannot_import_is_refused_and_says_what_to_pass(ranks):
+    with pytest.raises(ValueError, match="top level of a module"):
+        ranks(2).run(lambda: None)
+
+
+def test_more_ranks_than_the_pool_has_are_refused(ranks):
+    with pytest.raises(ValueError, match="9 ranks asked of a pool of 8"):
+        ranks(9).run(process_id)
+
+
+def test_closing_a_pool_leaves_no_process_and_no_file():
+    children = set(multiprocessing.active_children())
+    pool = Pool(2)
+    pool.run(2, process_id, timeout=60)
+    pids, folder = pool.pids(), pool._folder
+    pool.close()
+    assert set(multiprocessing.active_children()) == children
+    assert not any(is_running(pid) for pid in pids)
+    assert not folder.exists()
+
+
+INTERRUPTED_TEST = """
+import time
+
+def test_hang(ranks, pool):
+    ranks(2).run(time.sleep, 0)
+    print("workers", *pool.pids(), pool._folder, flush=True)
+    ranks(2).run(time.sleep, 3600)
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_pytest_leaves_no_process(ending, tmp_path):
+    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED_TEST)
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "--rootdir", tmp_path, tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    line = next(line for line in child.stdout if "workers" in line)
+    *pids, folder = line.partition("workers ")[2].split()
+    child.send_signal(ending)
+    child.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while any(is_running(int(pid)) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_running(int(pid)) for pid in pids)
+    if ending == signal.SIGINT:  # nothing can tidy up after SIGKILL
+        assert not Path(folder).exists()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
