@@ -143,7 +143,7 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones(tmp_path):
         ("-inf", "leave the key out"),
         ("1e400", "leave the key out"),
         ("1e25", "leave the key out"),
-        ("0x" + "f" * 5000, "leave the key out"),
+        ("0x" + "f" * 4000, "leave the key out"),
         ("true", "leave the key out"),
         ('"25 GB/s"', "write it as a bare number"),
         ("[25e9]", "leave the key out"),
@@ -228,12 +228,12 @@ def test_a_source_of_no_figure_is_refused_with_the_nearest(tmp_path):
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(tmp_path):
-    message = refusal(tmp_path, SMALLEST + "#" * 256 * 1024)
+    message = refusal(tmp_path, SMALLEST + "#\n" * 128 * 1024)
     assert "larger than 262144 bytes" in message
 
 
 def test_a_table_with_too_many_rows_is_refused(tmp_path):
-    assert "at most 4096 tables" in refusal(tmp_path, f"in_node_bandwidths = [{'{},' * 4097}]\n" + SMALLEST)
+    assert "at most 4096 tables" in refusal(tmp_path, "in_node_bandwidths = [" + "{},\n" * 4097 + "]\n" + SMALLEST)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,9 @@ def test_a_table_with_too_many_rows_is_refused(tmp_path):
     [
         ("name = ", "is not valid TOML"),
         ("name = 'a'\nname = 'b'", "is not valid TOML"),
-        ("nodes = " + "9" * 5000, "is not valid TOML"),
-        ("name = " + "[" * 100_000, "nested too deeply"),
+        ("nodes = " + "9" * 4300 + "\n", "line 1 has 4308 characters; 4096 is the most"),
+        ("a." * 60_000 + "b = 1", "line 1 has"),
+        ("name = " + "[\n" * 100_000, "nested too deeply"),
         (b"name = '\xff'", "is not UTF-8 text (byte 8)"),
         (b"\x00\x01\x02", "is not valid TOML"),
         ("", "name is missing"),

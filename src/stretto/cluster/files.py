@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_FILE = 256 * 1024  # bytes; a preset has about 3 KB
+LONGEST_LINE = 4096  # characters; tomllib's time grows with the square of a dotted key's parts
 
 
 def preset_names() -> tuple[str, ...]:
@@ -21,7 +22,7 @@ def read_preset(name: str) -> str:
 
 
 def read(path: Path, presets: Sequence[str]) -> str:
-    """The text of a cluster file. Raises ValueError for no file, one too large, and one that is not UTF-8."""
+    """The text of a cluster file. Raises ValueError for no file, one too large, and one not UTF-8."""
     if not path.is_file():  # also says no to pipes and devices, which may never end
         hint = f'; Cluster.preset("{path}") is the preset of that name' if str(path) in presets else ""
         raise ValueError(f"{path}: there is no such file{hint}")
@@ -30,9 +31,13 @@ def read(path: Path, presets: Sequence[str]) -> str:
     if len(data) > LARGEST_FILE:
         raise ValueError(f"{path}: is larger than {LARGEST_FILE} bytes, the most a cluster file may have")
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"{path}: line {number} has {len(line)} characters; {LONGEST_LINE} is the most")
+    return text
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
