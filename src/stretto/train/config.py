@@ -52,9 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise ConfigError(f"{path} is no configuration: it is larger than {MAX_FILE_BYTES >> 20} MiB")
         values = tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror}{_similar_file(path)}"
-        ) from error
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}{_similar_file(path)}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except (UnicodeDecodeError, RecursionError) as error:
@@ -77,9 +75,7 @@ def make_config(
         for detail in error.errors():
             first_of_key.setdefault(_known_key(detail["loc"]), detail)
         messages = [_explain(key, detail) for key, detail in first_of_key.items()]
-        raise ConfigError(
-            "\n".join([f"{source} cannot be used:", *messages]).replace("\n", "\n  ")
-        ) from error
+        raise ConfigError("\n".join([f"{source} cannot be used:", *messages]).replace("\n", "\n  ")) from error
 
 
 def config_to_toml(config: TrainConfig) -> str:
@@ -171,9 +167,7 @@ def _explain(key: str, detail: ErrorDetails) -> str:
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             (name, bound) = next(iter(context.items()))
             words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}[name]
-            return (
-                f"{key} is {value!r}, but must be {words} {bound}; {_inside(name, bound, default)} would do"
-            )
+            return f"{key} is {value!r}, but must be {words} {bound}; {_inside(name, bound, default)} would do"
         case "finite_number":
             return f"{key} is {value!r}, but must be a finite number{_for_example(default)}"
         case "int_type" if isinstance(value, float) and math.isfinite(value):
@@ -194,9 +188,7 @@ def _known_key(location: tuple[int | str, ...]) -> str:
     """The option's key: pydantic adds the branch of a union and the place in a list behind it."""
     parts = [str(part) for part in location]
     known = options_by_key()
-    return next(
-        (key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in known), ".".join(parts)
-    )
+    return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in known), ".".join(parts))
 
 
 def _nearest(key: str, known_keys: Iterable[str]) -> str:
@@ -257,9 +249,7 @@ def _similar_file(path: Path) -> str:
 def _plain(section: Section) -> Iterator[tuple[str, Any]]:
     """Options to write: sections come later, and None only where it is not the default."""
     for key, value in section:
-        if not isinstance(value, Section) and not (
-            value is None and type(section).model_fields[key].default is None
-        ):
+        if not isinstance(value, Section) and not (value is None and type(section).model_fields[key].default is None):
             yield key, value
 
 

@@ -45,9 +45,7 @@ class Section(BaseModel):
 class GridConfig(Section):
     """How the ranks are laid out; their number is the product."""
 
-    data: int = option(
-        1, "copies of the model, each on its part of the batch", unit="ranks", ge=1, le=MAX_RANKS
-    )
+    data: int = option(1, "copies of the model, each on its part of the batch", unit="ranks", ge=1, le=MAX_RANKS)
     x: int = option(1, "parts of each linear's first matrix dimension, heads and vocabulary; innermost",
                     unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
     y: int = option(1, "parts of each linear's second matrix dimension and of the hidden size",
@@ -94,22 +92,14 @@ class ModelConfig(Section):
     max_seq_len: Annotated[int | None, CanBeNone] = option(
         None, "longest sequence; the preset's, and without a preset train.seq_len", unit="tokens", ge=1
     )
-    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
-        None, "kind of positions; learned"
-    )
-    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(
-        None, "the MLP's activation; gelu"
-    )
-    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(
-        None, "kind of norm; layernorm"
-    )
+    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(None, "kind of positions; learned")
+    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(None, "the MLP's activation; gelu")
+    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(None, "kind of norm; layernorm")
     bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases; true")
     tie_embeddings: Annotated[bool | None, CanBeNone] = option(
         None, "whether the output layer shares the embedding's weights; true"
     )
-    dropout: Annotated[float | None, CanBeNone] = option(
-        None, "part of activations set to zero; 0", ge=0, lt=1
-    )
+    dropout: Annotated[float | None, CanBeNone] = option(None, "part of activations set to zero; 0", ge=0, lt=1)
 
     def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
         """The model's shape; the data's vocabulary and `seq_len` fill in where neither file nor preset says.
@@ -122,6 +112,14 @@ class ModelConfig(Section):
         if self.name is not None:
             return GPTConfig.preset(self.name, **given)
         return GPTConfig(**{"vocab": data_vocab, "max_seq_len": seq_len} | given)
+
+    def known_vocab(self) -> int | None:
+        """The vocabulary, where file or preset says it: None leaves it to the data."""
+        if self.vocab is not None or self.name is None:
+            return self.vocab
+        from stretto.models import GPTConfig
+
+        return GPTConfig.preset(self.name).vocab
 
     @model_validator(mode="after")
     def _has_a_shape(self) -> "ModelConfig":
@@ -137,28 +135,23 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What to train on."""
 
-    path: str | list[str] = option(
-        ..., "a file, a folder, or several; `python-docs` is the text that Python ships"
-    )
+    path: str | list[str] = option(..., "a file, a folder, or several; `python-docs` is the text that Python ships")
     format: Literal["auto", "text", "nanogpt", "megatron"] = option(
         "auto",
         "text, or tokens as nanoGPT (.bin) or Megatron (.bin with .idx) write them; auto looks at the files",
     )
     tokenizer: str = option("bytes", "for text: bytes, or the path of a `tokenizers` tokenizer.json")
+    token_dtype: Literal["uint16", "uint32"] = option("uint16", "for nanogpt: the type of the ids in the file")
 
 
 class RunConfig(Section):
     """How to train."""
 
     steps: int = option(..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1)
-    batch: int = option(
-        ..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1
-    )
+    batch: int = option(..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1)
     seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=1 << 24)
     seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
-    dtype: Literal["fp32", "bf16", "fp64"] = option(
-        "fp32", "dtype of the computation; bf16 keeps fp32 master weights"
-    )
+    dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
     micro_batch: Annotated[int | None, CanBeNone] = option(
         None,
         "sequences that a rank takes at once, accumulating gradients over the rest; none: all",
@@ -168,20 +161,14 @@ class RunConfig(Section):
     optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
     min_lr: float = option(0.0, "learning rate that the cosine ends at", ge=0)
-    warmup_steps: int = option(
-        0, "steps over which the learning rate rises linearly to lr", unit="steps", ge=0
-    )
+    warmup_steps: int = option(0, "steps over which the learning rate rises linearly to lr", unit="steps", ge=0)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", ge=0)
     beta1: float = option(0.9, "adamw: decay of the gradient's mean", ge=0, lt=1)
     beta2: float = option(0.95, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
     eps: float = option(1e-8, "adamw: added to the denominator", gt=0)
     momentum: float = option(0.0, "sgd: momentum", ge=0, lt=1)
-    clip: Annotated[float | None, CanBeNone] = option(
-        1.0, "largest global norm of the gradient; none: no limit", gt=0
-    )
-    checkpoint_activations: bool = option(
-        False, "recompute each block in the backward pass instead of keeping it"
-    )
+    clip: Annotated[float | None, CanBeNone] = option(1.0, "largest global norm of the gradient; none: no limit", gt=0)
+    checkpoint_activations: bool = option(False, "recompute each block in the backward pass instead of keeping it")
     keep_gathered: bool = option(
         True, "keep the weights gathered over z for the backward pass, instead of gathering them again"
     )

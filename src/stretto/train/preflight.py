@@ -1,0 +1,71 @@
+"""What can be checked before any process starts or memory is taken: data, model on its grid, checkpoint, folder."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import validate
+from stretto.train.checkpoint import check_checkpoint, find_checkpoint
+from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
+from stretto.train.launch import resolve_device
+from stretto.train.options import TrainConfig
+
+PYTHON_DOCS = "python-docs"
+
+
+def preflight(config: TrainConfig) -> TrainConfig:
+    """Check that a run can start. Returns the configuration with `device` decided.
+
+    Raises ValueError with the option, its value, the rule, and what would do.
+    """
+    config = resolve_device(config)
+    _check_folder(config.out)
+    model = model_config(config, open_data(config))
+    with torch.device("meta"):
+        validate(GPT(model), config.grid.sizes())
+    if checkpoint := find_checkpoint(config.out, config.train.resume):
+        check_checkpoint(checkpoint, model, config.train.optimizer)
+    return config
+
+
+def open_data(config: TrainConfig) -> TokenDataset:
+    """The data set of a run. The text that Python ships, if asked for, is written to `out` first.
+
+    Raises ValueError for files that cannot be trained on.
+    """
+    paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path
+    return open_dataset(
+        [str(_python_docs(config.out)) if path == PYTHON_DOCS else path for path in paths],
+        format=config.data.format,
+        tokenizer=config.data.tokenizer,
+        token_dtype=config.data.token_dtype,
+        seq_len=config.train.seq_len,
+        vocab=config.model.known_vocab(),
+    )
+
+
+def model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
+    """The model of a run on its data. Raises ValueError where they do not fit."""
+    model = config.model.to_gpt(data_vocab=dataset.vocab_size, seq_len=config.train.seq_len)
+    if config.train.seq_len > model.max_seq_len:
+        raise ValueError(
+            f"train.seq_len is {config.train.seq_len}, but the model's max_seq_len is {model.max_seq_len}; "
+            f"train.seq_len={model.max_seq_len} would do, or a larger model.max_seq_len"
+        )
+    return model
+
+
+def _python_docs(out: Path) -> Path:
+    path = out / f"{PYTHON_DOCS}.txt"
+    return path if path.exists() else write_demo_corpus(path)
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a run's folder that cannot be made or written to. Nothing is made yet."""
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists() or folder.is_symlink())
+    if not there.is_dir():
+        raise ValueError(f"out is {str(out)!r}, but {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"out is {str(out)!r}, but you may not write in {there}")

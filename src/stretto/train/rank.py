@@ -1,0 +1,43 @@
+"""What a rank's process runs: `python -m stretto.train.rank MODULE:FUNCTION CONFIG.json`. `launch` starts it."""
+
+import ctypes
+import os
+import signal
+import sys
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from stretto.train.options import TrainConfig
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def main(function: str, config_file: str) -> None:
+    """Import the function and call it with the configuration. What it raises goes to the launcher's error file."""
+    _stop_when_launcher_dies()
+    module, _, name = function.partition(":")
+    entry = reduce(getattr, name.split("."), import_module(module))
+    entry(TrainConfig.model_validate_json(Path(config_file).read_text()))  # type: ignore[operator]
+
+
+def _stop_when_launcher_dies() -> None:
+    """Have the kernel send SIGTERM should the launcher be killed, so that the rank stops as if asked to."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it died before the call
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print no traceback: all ranks fail when one does, and the launcher shows the one that matters."""
+    if not issubclass(kind, Exception):  # `record` keeps these out of the error file
+        sys.__excepthook__(kind, error, trace)
+
+
+if __name__ == "__main__":
+    sys.excepthook = _leave_reporting_to_launcher
+    record(main)(*sys.argv[1:])
