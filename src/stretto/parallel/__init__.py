@@ -1,0 +1,33 @@
+"""Put a model on a grid of data x X x Y x Z ranks (paper 003, section 5.1.1).
+
+`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place; the rest is what a training loop needs.
+"""
+
+from stretto.parallel.activation_checkpointing import checkpoint_activations
+from stretto.parallel.counting import Collective, CollectiveCounts, count_collectives
+from stretto.parallel.gradients import clip_grad_norm_, deferred_reduction
+from stretto.parallel.grid import AXES, Grid
+from stretto.parallel.layout import Box, Layout, Split, gather, layout_of
+from stretto.parallel.loss import mean_over_batch
+from stretto.parallel.parallelize import parallelize, validate
+from stretto.parallel.plan import Role
+
+__all__ = [
+    "AXES",
+    "Box",
+    "Collective",
+    "CollectiveCounts",
+    "Grid",
+    "Layout",
+    "Role",
+    "Split",
+    "checkpoint_activations",
+    "clip_grad_norm_",
+    "count_collectives",
+    "deferred_reduction",
+    "gather",
+    "layout_of",
+    "mean_over_batch",
+    "parallelize",
+    "validate",
+]

@@ -1,0 +1,269 @@
+"""GPT: a pre-norm, decoder-only transformer (paper 003, section 5.2.1 and Table 5.1).
+
+Nothing here knows about ranks. Two habits let `stretto.parallelize` shard it: shapes inside attention are written with
+-1 where a number of heads would stand, and `GPT.parallel_plan` says, as plain data, what each submodule is.
+"""
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED_TARGET = -100
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT. Counts are whole-model numbers, whatever grid it will run on.
+
+    `ffn` is the MLP's inner width (default 4 x hidden); `kv_heads` below `heads` is grouped-query attention.
+    Raises ValueError when the numbers do not fit together.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int = 50257
+    max_seq_len: int = 2048
+    positions: Literal["learned", "rotary"] = "learned"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    bias: bool = True
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
+        if self.ffn is not None and self.ffn < 1:
+            raise ValueError(f"model.ffn is {self.ffn}, but must be at least 1")
+        if self.hidden % self.heads:
+            nearest = max(1, round(self.hidden / self.heads)) * self.heads
+            raise ValueError(
+                f"model.hidden is {self.hidden}, which {self.heads} heads do not divide; "
+                f"the nearest hidden size that would do is {nearest}"
+            )
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - (self.kv_heads or 0)))
+            raise ValueError(
+                f"model.kv_heads is {self.kv_heads}, which does not divide {self.heads} heads; "
+                f"the nearest number that would do is {nearest}"
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features, but a head has {self.head_dim}: make hidden / heads even"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout is {self.dropout}, but must be in [0, 1)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
+        """A named size: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""
+        if name not in PRESETS:
+            near = get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"no model is named {name!r}; did you mean {near!r}? Known: {', '.join(PRESETS)}")
+        known = {field.name for field in fields(cls)}
+        for option in overrides:
+            if option not in known:
+                near = get_close_matches(option, known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"a GPT has no option {option!r}; did you mean {near!r}?")
+        return replace(PRESETS[name], **overrides)
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "gpt2-small": GPTConfig(layers=12, hidden=768, heads=12, max_seq_len=1024),
+    # Table 5.1 of paper 003. It names no vocabulary; GPT-2's is taken.
+    "gpt-5b": GPTConfig(layers=24, hidden=4096, heads=32),
+    "gpt-10b": GPTConfig(layers=32, hidden=5120, heads=40),
+    "gpt-20b": GPTConfig(layers=32, hidden=7168, heads=56),
+    "gpt-40b": GPTConfig(layers=38, hidden=9216, heads=72),
+    "gpt-60b": GPTConfig(layers=56, hidden=9216, heads=72),
+    "gpt-80b": GPTConfig(layers=42, hidden=12288, heads=96),
+    "gpt-160b": GPTConfig(layers=84, hidden=12288, heads=96),
+    "gpt-320b": GPTConfig(layers=96, hidden=16384, heads=128),
+    "gpt-640b": GPTConfig(layers=192, hidden=16384, heads=128),
+}
+
+
+def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000)."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), 10_000.0**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the two halves of each head of `x` [batch, heads, seq, head_dim] by the position's angles."""
+    cos, sin = (angle.to(x.dtype) for angle in angles)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention. One linear makes queries, keys and values.
+
+    Its output features stand in groups, one a KV head: the group's queries, its key, its value, each of head_dim. So a
+    rank that owns whole groups owns all that its heads need.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.queries_per_group = config.heads // config.num_kv_heads
+        width = (config.heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.hidden, width, bias=config.bias)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        batch, seq_len, _ = x.shape
+        groups = self.qkv(x).view(batch, seq_len, -1, self.queries_per_group + 2, self.head_dim)
+        query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
+        key, value = groups[..., -2, :].transpose(1, 2), groups[..., -1, :].transpose(1, 2)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
+        return self.out(y.transpose(1, 2).reshape(batch, seq_len, -1))
+
+
+class MLP(nn.Module):
+    """Two linears around a GELU, or three around a SwiGLU (down(silu(gate(x)) * up(x)))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden, config.ffn_width, bias=config.bias)
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.hidden, config.ffn_width, bias=config.bias)
+        self.is_gated = config.activation == "swiglu"
+        self.down = nn.Linear(config.ffn_width, config.hidden, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.silu(self.gate(x)) * up if self.is_gated else F.gelu(up, approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), angles))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class NextTokenLoss(nn.Module):
+    """The sum of the valid targets' cross-entropies over `num_targets` (default: how many are valid).
+
+    logits [batch, seq, vocab], targets [batch, seq] int64 with -100 for those that do not count; returns a scalar.
+    """
+
+    def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+        return total / (num_targets if num_targets is not None else (targets != IGNORED_TARGET).sum())
+
+
+class GPT(nn.Module):
+    """A decoder-only language model.
+
+    `model(tokens)` [batch, seq] int64 returns logits [batch, seq, vocab]; `model(tokens, targets)` returns the mean
+    loss over the valid targets (those that are not -100), or their sum over `num_targets` where that is given: with
+    gradient accumulation the divisor is the whole batch's count, which one micro-batch cannot know.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.max_seq_len, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.loss = NextTokenLoss()
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.attention.out.is_residual = block.mlp.down.is_residual = True  # type: ignore[assignment]
+        self.apply(self._init_weights)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, num_targets: Tensor | int | None = None) -> Tensor:
+        seq_len = tokens.shape[1]
+        if seq_len > self.config.max_seq_len:
+            raise ValueError(f"{seq_len} tokens are more than max_seq_len, {self.config.max_seq_len}")
+        x = self.embedding(tokens)
+        angles = None
+        if self.config.positions == "learned":
+            x = x + self.positions(torch.arange(seq_len, device=tokens.device))
+        else:
+            angles = rotary_angles(seq_len, self.config.head_dim, tokens.device)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, angles)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else self.loss(logits, targets, num_targets)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """GPT-2's: N(0, 0.02), and what is added to the residual stream is scaled by 1 / sqrt(2 x layers)."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            is_residual = getattr(module, "is_residual", False)
+            nn.init.normal_(module.weight, std=0.02 * ((2 * self.config.layers) ** -0.5 if is_residual else 1.0))
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    def parallel_plan(self) -> dict[str, Any]:
+        """What each submodule is to `stretto.parallelize`: name patterns to roles. Data only; no rank is mentioned."""
+        kind = "attention heads" if self.config.num_kv_heads == self.config.heads else "KV heads"
+        group_width = (self.config.heads // self.config.num_kv_heads + 2) * self.config.head_dim
+        return {
+            "embedding": "embedding",
+            "positions": "positions",
+            "dropout": "dropout",
+            "blocks.*.attention.qkv": {"role": "normal", "unit": group_width, "unit_name": kind},
+            "blocks.*.attention.out": "swapped",
+            "blocks.*.mlp.up": "normal",
+            "blocks.*.mlp.gate": "normal",
+            "blocks.*.mlp.down": "swapped",
+            "blocks.*.attention_norm": "norm",
+            "blocks.*.mlp_norm": "norm",
+            "blocks.*.dropout": "dropout",
+            "norm": "norm",
+            "head": "head",
+            "loss": "loss",
+        }
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden, eps=1e-5)
+    return nn.LayerNorm(config.hidden, bias=config.bias)

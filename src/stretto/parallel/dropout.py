@@ -1,0 +1,52 @@
+"""Dropout whose mask belongs to the global element: the same on any grid."""
+
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel.grid import Grid
+
+_MASK64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that torch takes."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64, which wraps; right shifts are made logical by a mask."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+
+
+class ParallelDropout(nn.Module):
+    """Dropout of activations [batch / (data x Z), ..., features / size of `axis`].
+
+    The mask is a hash of a seed and the element's place in the whole activation. The seed is drawn from torch's default
+    CPU generator, which ranks must have seeded alike; recomputation under activation checkpointing restores it.
+    """
+
+    def __init__(self, p: float, grid: Grid, axis: str) -> None:
+        super().__init__()
+        self.p = p
+        self.grid = grid
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        seed = int(torch.randint(0, 2**62, ()))
+        rows, columns = x.shape[0], x.shape[-1]
+        middle = x[0].numel() // columns
+        row = torch.arange(rows, device=x.device) + self.grid.coordinate("batch") * rows
+        column = torch.arange(columns, device=x.device) + self.grid.coordinate(self.axis) * columns
+        position = row[:, None] * middle + torch.arange(middle, device=x.device)
+        element = position[..., None] * (columns * self.grid.size(self.axis)) + column
+        bits = _mix(_mix(element * _signed(0x9E3779B97F4A7C15)) + seed)
+        is_kept = (bits & ((1 << 53) - 1)).to(torch.float64) >= self.p * 2.0**53
+        return x * is_kept.view(x.shape).to(x.dtype) / (1.0 - self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

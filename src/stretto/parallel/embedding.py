@@ -1,0 +1,108 @@
+"""Embeddings: vocabulary over x, hidden over y, rows over z."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.parallel.communication import all_reduce
+from stretto.parallel.linear import Precision, WeightShard, local
+
+
+class _VocabularyLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        shard: Tensor,
+        first_row: int,
+        padding_row: int,
+        weight: WeightShard,
+        group: Any,
+    ) -> Tensor:
+        rows = weight.gather(shard)
+        ids = ids - first_row
+        is_elsewhere = (ids < 0) | (ids >= weight.rows)
+        ids = ids.masked_fill(is_elsewhere, 0)
+        if weight.rows:
+            found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
+        else:
+            found = rows.new_zeros(*ids.shape, rows.shape[1])
+        ctx.weight, ctx.padding_row = weight, padding_row
+        ctx.save_for_backward(ids, is_elsewhere)
+        return all_reduce(found, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ids, is_elsewhere = ctx.saved_tensors
+        weight: WeightShard = ctx.weight
+        gradient = gradient.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+        if weight.rows:
+            rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
+        else:
+            rows = gradient.new_zeros(0, gradient.shape[-1])
+        return None, weight.scatter(rows), None, None, None, None
+
+
+class ParallelEmbedding(nn.Module):
+    """A token embedding [vocab, hidden]: each x rank looks up its part of the vocabulary, the sum over x has them all.
+
+    ids [...] int64 -> [..., hidden / Y]. A vocabulary that x does not divide leaves the last ranks fewer rows.
+    `padding_idx`: a row that gets no gradient, as in nn.Embedding.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        first_row: int,
+        plan: WeightShard,
+        group: dist.ProcessGroup,
+        padding_idx: int | None,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.plan = plan
+        self.group = group
+        self.first_row = first_row
+        self.padding_idx = padding_idx
+        # -1 says "no such row" to the kernel that sums gradients
+        padding_row = -1 if padding_idx is None else padding_idx - first_row
+        self.padding_row = padding_row if 0 <= padding_row < plan.rows else -1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.weight.shape[0], "token id")
+        return _VocabularyLookup.apply(ids, local(self.weight), self.first_row, self.padding_row, self.plan, self.group)
+
+
+class ParallelPositions(nn.Module):
+    """A small embedding [positions, hidden], replicated but for its hidden features, which y splits.
+
+    ids [...] int64 -> [..., hidden / Y].
+    """
+
+    def __init__(self, weight: nn.Parameter, precision: Precision, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.precision = precision
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.weight.shape[0], "position")
+        return F.embedding(ids, self.precision.cast(local(self.weight)), self.padding_idx)
+
+
+def check_ids(ids: Tensor, limit: int, what: str, ignored: int | None = None) -> None:
+    """Raise ValueError (on CUDA: fail the kernel that asserts it, later) unless 0 <= ids < limit.
+
+    Each rank looks up only what it owns, so without this an id that nobody owns would silently become zeros.
+    """
+    is_wrong = (ids < 0) | (ids >= limit)
+    if ignored is not None:
+        is_wrong = is_wrong & (ids != ignored)
+    if ids.device.type == "cuda":
+        # no .item() here: it would make the host wait for the device
+        torch._assert_async(~is_wrong.any(), f"a {what} is outside [0, {limit})")
+    elif is_wrong.any():
+        raise ValueError(f"{what} {ids[is_wrong][0].item()} is outside [0, {limit})")

@@ -1,0 +1,116 @@
+"""The grid: ranks laid out over data x X x Y x Z (paper 003, section 5.1.1), as a named DeviceMesh."""
+
+import os
+from collections.abc import Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("data", "x", "y", "z")
+# The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left: with z
+# last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
+MESH_AXES = ("data", "y", "x", "z")
+
+
+class Grid:
+    """The ranks of a job over four axes; x is innermost: rank = ((data * Z + z) * Y + y) * X + x.
+
+    `data` and `z` split the batch; `x`, `y` and `z` split the weights. Start the job with torchrun (or
+    `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the same grid.
+
+    Attributes: `mesh`, the DeviceMesh with dims named data, y, x, z; `device`, this rank's torch.device; `sizes`, a
+    mapping from axis to size.
+
+    Raises ValueError when the sizes do not multiply to the number of ranks.
+    """
+
+    def __init__(
+        self,
+        data: int = 1,
+        x: int = 1,
+        y: int = 1,
+        z: int = 1,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.sizes: Mapping[str, int] = check_sizes({"data": data, "x": x, "y": y, "z": z})
+        ranks = prod(self.sizes.values())
+        self.device = _initialize(ranks, None if device is None else torch.device(device))
+        if dist.get_world_size() != ranks:
+            raise ValueError(mismatch(self.sizes, dist.get_world_size()))
+        order = torch.arange(ranks).view(data, z, y, x).permute(0, 2, 3, 1)
+        self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_AXES)
+        self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in AXES}
+        self._groups["batch"] = self.mesh["data", "z"]._flatten("batch").get_group()
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups["world"] = world
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in `axis` only (in data and z for "batch", in any for "world")."""
+        return self._groups[axis]
+
+    def size(self, axis: str) -> int:
+        """How many ranks `axis` has: data, x, y, z, "batch" (data x z) or "world"."""
+        return self._groups[axis].size()
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along `axis`; along "batch", which shard of the global batch it is fed."""
+        return self._groups[axis].rank()
+
+    def __repr__(self) -> str:
+        return "Grid(" + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items()) + ")"
+
+
+def check_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The four sizes, 1 where one is absent. Raises ValueError for an unknown axis or a size that is not positive."""
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(AXES)}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"grid.{axis} is {size!r}, but must be a whole number, at least 1")
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def mismatch(sizes: Mapping[str, int], ranks: int) -> str:
+    """What to tell a user whose grid is not the size of the job."""
+    product = prod(sizes.values())
+    shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    rest = product // sizes["data"]
+    hint = f"; with data={ranks // rest} it would" if ranks % rest == 0 and ranks >= rest else ""
+    return f"the grid {shape} has {product} ranks, but the job has {ranks}: they must be equal{hint}"
+
+
+def _initialize(ranks: int, device: torch.device | None) -> torch.device:
+    """Join the job's process group, unless the caller has, and pick this rank's device."""
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if device is None:
+        if dist.is_initialized():
+            device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+        else:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"this is local rank {local_rank}, but the machine has {torch.cuda.device_count()} GPUs: "
+                "start one rank a GPU"
+            )
+        device = torch.device("cuda", local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if is_launched:
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    elif ranks == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        raise ValueError(
+            f"a grid of {ranks} ranks needs {ranks} processes, and this is one alone: "
+            f"start the script with `torchrun --nproc-per-node {ranks}`"
+        )
+    return device

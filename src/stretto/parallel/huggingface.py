@@ -1,0 +1,183 @@
+"""What Stretto knows of Hugging Face models: their tensor-parallel plans, GPT-2 (which has none), their losses.
+
+transformers is not imported here: models say what they are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel.loss import IGNORED_TARGET, ParallelLoss
+
+# GPT-2's Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
+_GPT2_ROLES: dict[str, Any] = {
+    "wte": "embedding",
+    "wpe": "positions",
+    "drop": "dropout",
+    "h.*.ln_1": "norm",
+    "h.*.ln_2": "norm",
+    "h.*.attn.c_proj": "swapped",
+    "h.*.attn.resid_dropout": "dropout",
+    "h.*.mlp.c_fc": "normal",
+    "h.*.mlp.c_proj": "swapped",
+    "h.*.mlp.dropout": "dropout",
+    "ln_f": "norm",
+}
+_GPT2_ATTRIBUTES = {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"}
+_STYLES = {
+    "colwise": "normal",
+    "rowwise": "swapped",
+    "embedding_rowwise": "embedding",
+    "replicated_with_grad_allreduce": "head_norm",
+}
+# Heads whose output every rank wants whole. Inside a block such a plan replicates activations, which Stretto does not.
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+
+
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Whether this is a transformers model, told by its class's attributes."""
+    return hasattr(model, "base_model_prefix") and hasattr(model, "config")
+
+
+def _base(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model without its head, and its name within the whole (with a dot)."""
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = getattr(model, str(prefix), None) if prefix else None
+    return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
+
+
+def plan_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models."""
+    if not is_pretrained_model(model):
+        return {}, {}
+    config: Any = model.config
+    base, prefix = _base(model)
+    _refuse_attention_dropout(model)
+    if config.model_type == "gpt2":
+        heads = config.num_attention_heads
+        roles = dict(_GPT2_ROLES)
+        roles["h.*.attn.c_attn"] = {
+            "role": "normal",
+            "segments": 3,
+            "unit": config.hidden_size // heads,
+            "unit_name": "attention heads",
+        }
+        attributes = _GPT2_ATTRIBUTES
+    else:
+        roles = _roles_of_tp_plan(base, getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
+        attributes = {}
+    named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        named["lm_head"] = "head"
+    inputs = model.get_input_embeddings()  # type: ignore[operator]
+    if roles:
+        named |= {name: "embedding" for name, module in model.named_modules() if module is inputs}
+    return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
+
+
+def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, Any]:
+    roles: dict[str, Any] = {}
+    modules = dict(base.named_modules())
+    for pattern, style in tp_plan.items():
+        names = [name for name in modules if _wildcard(name) == pattern]
+        if not names:
+            continue
+        if style not in _STYLES:
+            raise ValueError(
+                f"the tensor-parallel plan of {type(base).__name__} gives {pattern!r} the style {style!r}, which "
+                f"Stretto does not support (it knows {', '.join(_STYLES)}): say what it is with roles={{{pattern!r}: ...}}"
+            )
+        for name in names:
+            roles[name] = _with_heads(base, name, _STYLES[style])
+    return roles
+
+
+def _wildcard(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _with_heads(base: nn.Module, name: str, role: str) -> Any:
+    """A linear that makes attention heads keeps each head whole."""
+    parent = base.get_submodule(name.rpartition(".")[0])
+    head_dim = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
+    linear = base.get_submodule(name)
+    if role != "normal" or not isinstance(head_dim, int) or not isinstance(linear, nn.Linear):
+        return role
+    config: Any = base.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if linear.out_features == heads * head_dim:
+        return {"role": role, "unit": head_dim, "unit_name": "attention heads"}
+    if linear.out_features == kv_heads * head_dim:
+        return {"role": role, "unit": head_dim, "unit_name": "KV heads"}
+    if config.model_type == "gpt_neox" and linear.out_features == 3 * heads * head_dim:
+        return {
+            "role": role,
+            "unit": 3 * head_dim,
+            "unit_name": "attention heads",
+        }  # q, k and v of one head together
+    raise ValueError(
+        f"{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} heads nor "
+        f"{kv_heads} KV heads of {head_dim}: say what it is with roles={{{name!r}: ...}}"
+    )
+
+
+def _refuse_attention_dropout(model: nn.Module) -> None:
+    for option in ("attn_pdrop", "attention_dropout"):
+        value = getattr(model.config, option, 0.0)
+        if isinstance(value, float) and value > 0:
+            raise ValueError(
+                f"config.{option} is {value}: attention draws its dropout inside the kernel, where ranks that share a "
+                f"head would draw differently. Set {option}=0.0"
+            )
+    for name, module in model.named_modules():
+        if name.endswith("attn_dropout") and isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
+    """The norms of hidden features in a transformers model: [hidden] weights that stand beside no linear with a role.
+
+    (One that does stand beside such a linear may see heads, which are split otherwise: its plan must name it.)
+    """
+    if not is_pretrained_model(model) or not found:
+        return {}
+    hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+    norms = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" not in type(module).__name__ or weight is None or tuple(weight.shape) != (hidden,):
+            continue
+        parent = name.rpartition(".")[0]
+        siblings = [found.get(f"{parent}.{child}") for child, _ in model.get_submodule(parent).named_children()]
+        if not any(role is not None and role.role in ("normal", "swapped") for role in siblings):
+            norms[name] = "norm"
+    return norms
+
+
+def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:
+    """A sharded stand-in for transformers' causal-LM loss: labels [batch, seq] are shifted here, as theirs are."""
+
+    def causal_lm_loss(
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED_TARGET,
+        shift_labels: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        if unknown.get("label_smoothing") or unknown.get("weight") is not None:
+            raise ValueError("the sharded loss takes neither label_smoothing nor class weights")
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("the loss needs labels or shift_labels")
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if ignore_index != IGNORED_TARGET:
+            shift_labels = torch.where(shift_labels == ignore_index, IGNORED_TARGET, shift_labels)
+        return loss(logits, shift_labels.contiguous(), num_items_in_batch)
+
+    return causal_lm_loss

@@ -1,0 +1,150 @@
+"""Where a parameter's numbers live: how the grid's axes cut it, and how shards become the whole again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from stretto.parallel.grid import MESH_AXES, Grid
+
+
+@dataclass(frozen=True)
+class Split:
+    """One cut: `dim` of a tensor over a grid `axis`.
+
+    The dim is cut as torch.chunk does: equal parts, the last ones shorter or empty. With `segments` > 1 it holds that
+    many equal fused parts (GPT-2's queries, keys and values) and each of them is cut on its own.
+    """
+
+    dim: int
+    axis: str
+    segments: int = 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a shard: where it starts in the whole tensor and in the shard, and its size."""
+
+    offsets: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter of `shape` is cut: `splits` in the order in which they apply; axes without one replicate it."""
+
+    shape: tuple[int, ...]
+    splits: tuple[Split, ...]
+
+    def placements(self) -> list[Placement]:
+        """The same, as DTensor placements over the grid's mesh (dims data, y, x, z)."""
+        by_axis = {split.axis: split for split in self.splits}
+        return [_placement(by_axis.get(axis)) for axis in MESH_AXES]
+
+    def replicas(self, sizes: Mapping[str, int]) -> int:
+        """How many ranks hold each number of the parameter."""
+        return prod(size for axis, size in sizes.items() if axis not in {split.axis for split in self.splits})
+
+    def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
+        """Which indices of `dim` a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""
+        held = [(0, self.shape[dim])]
+        for split in self.splits:
+            if split.dim == dim:
+                held = _cut(held, split.segments, sizes[split.axis], coordinates[split.axis])
+        return held
+
+    def local_shape(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of a rank's shard."""
+        return tuple(
+            sum(length for _, length in self.ranges(dim, sizes, coordinates)) for dim in range(len(self.shape))
+        )
+
+    def boxes(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[Box]:
+        """A rank's shard as rectangles of the whole tensor (one, unless a dim is segmented; none if it is empty)."""
+        pieces = []
+        for dim in range(len(self.shape)):
+            local, of_dim = 0, []
+            for start, length in self.ranges(dim, sizes, coordinates):
+                of_dim.append((start, local, length))
+                local += length
+            pieces.append(of_dim)
+        return [
+            Box(*(tuple(column) for column in zip(*corner, strict=True)))
+            for corner in product(*pieces)
+            if all(length > 0 for _, _, length in corner)
+        ]
+
+    def shard(self, whole: Tensor, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
+        """A rank's shard of the whole tensor, as a new contiguous tensor."""
+        for dim in range(len(self.shape)):
+            ranges = self.ranges(dim, sizes, coordinates)
+            pieces = [whole.narrow(dim, start, length) for start, length in ranges]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return whole.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _cut(held: list[tuple[int, int]], segments: int, parts: int, part: int) -> list[tuple[int, int]]:
+    """Cut a concatenation of ranges into `segments` equal runs, and each of these into `parts`; keep the `part`-th."""
+    total = sum(length for _, length in held)
+    run = total // segments
+    chunk = -(-run // parts)
+    kept = []
+    for segment in range(segments):
+        start = segment * run + min(part * chunk, run)
+        stop = segment * run + min((part + 1) * chunk, run)
+        position = 0
+        for first, length in held:
+            low, high = max(start, position), min(stop, position + length)
+            if low < high:
+                kept.append((first + low - position, high - low))
+            position += length
+    merged: list[tuple[int, int]] = []
+    for first, length in kept:
+        if merged and sum(merged[-1]) == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((first, length))
+    return merged or [(0, 0)]
+
+
+def _placement(split: Split | None) -> Placement:
+    if split is None:
+        return Replicate()
+    if split.segments == 1:
+        return Shard(split.dim)
+    return _StridedShard(split.dim, split_factor=split.segments)
+
+
+def shard_parameter(whole: Tensor, layout: Layout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
+    """This rank's shard of `whole` as a DTensor parameter on the grid's mesh and device."""
+    coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
+    local = layout.shard(whole, grid.sizes, coordinates).to(grid.device)
+    stride = torch.empty(layout.shape, device="meta").stride()
+    tensor = DTensor.from_local(
+        local, grid.mesh, layout.placements(), run_check=False, shape=torch.Size(layout.shape), stride=stride
+    )
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter.stretto_layout = layout  # type: ignore[attr-defined]
+    return parameter
+
+
+def layout_of(parameter: Tensor) -> Layout:
+    """The layout of a parameter that `parallelize` made. Raises ValueError for any other tensor."""
+    layout = getattr(parameter, "stretto_layout", None)
+    if not isinstance(layout, Layout):
+        raise ValueError("this tensor is not a parameter that stretto.parallelize has sharded")
+    return layout
+
+
+def gather(parameter: Tensor) -> Tensor:
+    """The whole of a sharded parameter (or of anything cut like one: its gradient, a moment), on every rank.
+
+    Collective over the tensor's grid. A plain tensor is returned as it is.
+    """
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

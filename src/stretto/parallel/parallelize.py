@@ -1,0 +1,293 @@
+"""`parallelize`: put an nn.Module on a grid, in place, under its own names."""
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.parallel import huggingface
+from stretto.parallel.communication import all_reduce
+from stretto.parallel.dropout import ParallelDropout
+from stretto.parallel.embedding import ParallelEmbedding, ParallelPositions
+from stretto.parallel.gradients import GradientSum
+from stretto.parallel.grid import Grid
+from stretto.parallel.layout import Layout, Split, layout_of, shard_parameter
+from stretto.parallel.linear import LinearPlan, ParallelLinear, Precision, WeightShard
+from stretto.parallel.loss import ParallelHead, ParallelLoss
+from stretto.parallel.norm import ParallelNorm
+from stretto.parallel.norm_kinds import norm_kind
+from stretto.parallel.plan import Plan, Role, read_plan
+from stretto.parallel.validation import is_conv1d, validate_plan
+
+
+def parallelize(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
+    local_attributes: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    keep_gathered: bool = True,
+    sharded_loss: bool = True,
+    seed: int = 0,
+) -> nn.Module:
+    """Shard `model` over `grid` in place, and return it (paper 003, Algorithm 3).
+
+    Linears, embeddings, norms, dropouts, head and loss are replaced; parameters become DTensors on the grid's mesh
+    under their old names, each rank holding 1 / (x y z) of every linear's weight. Afterwards every rank calls the
+    model with its own shard of the batch [batch / (data x Z), ...]; the loss is the mean over the global batch, the
+    same on every rank, and gradients are final when `backward()` returns. Collective: every rank makes the same call.
+
+    roles: name patterns ("*" is one part of a dotted name) to roles, for models that do not say themselves what their
+        submodules are; see `stretto.parallel.Role`.
+    local_attributes: patterns of integer attributes that count what one rank holds ("h.*.attn.n_head"), to the axis
+        that divides them.
+    dtype: of activations, and of weights and partial sums on the wire (None: the parameters'). Parameters keep theirs:
+        fp32 parameters with dtype=torch.bfloat16 are master weights.
+    reduce_dtype: of weight gradients on the wire (None: as computed, in `dtype`).
+    keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
+    sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
+    seed: a model on the meta device is initialized here, from this seed and each module's name, alike on every grid.
+
+    Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
+    hold different weights; the model is then as it was.
+    """
+    plan = read_plan(model, roles, local_attributes)
+    validate_plan(model, plan, grid.sizes)
+    _check_ranks_agree(model, plan, grid)
+    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), keep_gathered, seed)
+    for name, role in plan.roles.items():
+        if role.role != "loss":
+            _replace(model, name, builder.build(name, model.get_submodule(name), role))
+    for name, axis in plan.local_attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, attribute, getattr(module, attribute) // grid.size(axis))
+    builder.finish_buffers()
+    if head := next((model.get_submodule(name) for name in plan.named("head")), None):
+        assert isinstance(head, ParallelHead)
+        _install_loss(model, head, plan, sharded_loss)
+    model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
+    return model
+
+
+def validate(
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    *,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
+    local_attributes: Mapping[str, str] | None = None,
+) -> None:
+    """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
+    validate_plan(model, read_plan(model, roles, local_attributes), sizes)
+
+
+class _Builder:
+    """Makes the parallel counterpart of each submodule, and each parameter once, however many modules share it."""
+
+    def __init__(self, model: nn.Module, grid: Grid, precision: Precision, keep_gathered: bool, seed: int) -> None:
+        self.model = model
+        self.grid = grid
+        self.precision = precision
+        self.keep_gathered = keep_gathered
+        self.seed = seed
+        self.gradient_sum = GradientSum(grid, precision)
+        self._made: dict[int, nn.Parameter] = {}
+        # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
+        self._originals = list(model.parameters())
+
+    def build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        match role.role:
+            case "normal" | "swapped" | "head":
+                return self._linear(name, module, role)
+            case "embedding" | "positions":
+                return self._embedding(name, module, role)
+            case "norm" | "head_norm":
+                return self._norm(name, module, role)
+            case _:
+                assert isinstance(module, nn.Dropout)
+                return ParallelDropout(module.p, self.grid, "y" if role.role == "dropout" else "x")
+
+    def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        grid, source = self.grid, self._real(name, module)
+        output_axis, input_axis = ("y", "x") if role.role == "swapped" else ("x", "y")
+        is_transposed = is_conv1d(module)
+        output_dim = 1 if is_transposed else 0
+        over_output = Split(output_dim, output_axis, role.segments)
+        rows = over_output if output_dim == 0 else Split(0, input_axis)
+        splits = (over_output, Split(1 - output_dim, input_axis), Split(0, "z", rows.segments))
+        weight, shard = self._weight(module, source, splits, rows)
+        bias = None
+        if module.bias is not None:
+            features = (Split(0, output_axis, role.segments),)
+            bias = self._parameter(module.bias, source.bias, features, ("batch",))  # type: ignore[arg-type]
+        plan = LinearPlan(shard, grid.group(input_axis), grid.group(output_axis), is_transposed, self.keep_gathered)
+        if role.role == "head":
+            return ParallelHead(weight, bias, plan, self._first(weight.shape[0]), grid)
+        return ParallelLinear(weight, bias, plan)
+
+    def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        source = self._real(name, module)
+        if role.role == "positions":
+            weight = self._parameter(module.weight, source.weight, (Split(1, "y"),), ("batch",))  # type: ignore[arg-type]
+            return ParallelPositions(weight, self.precision, module.padding_idx)
+        vocabulary = Split(0, "x")
+        weight, shard = self._weight(module, source, (vocabulary, Split(1, "y"), Split(0, "z")), vocabulary)
+        first = self._first(module.num_embeddings)
+        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx)
+
+    def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        source, kind = self._real(name, module), norm_kind(module, name)
+        is_split = role.role == "norm"
+        splits = (Split(0, "y"),) if is_split else ()
+        # A head's norm sees only the heads of this x rank.
+        axes = ("batch",) if is_split else ("batch", "x")
+        weight, bias = (
+            None
+            if getattr(module, part, None) is None
+            else self._parameter(getattr(module, part), getattr(source, part), splits, axes)
+            for part in ("weight", "bias")
+        )
+        return ParallelNorm(
+            weight,
+            bias,
+            eps=kind.eps,
+            is_centred=kind.is_centred,
+            weight_offset=kind.weight_offset,
+            precision=self.precision,
+            group=self.grid.group("y") if is_split else None,
+        )
+
+    def _weight(
+        self, module: nn.Module, source: nn.Module, splits: tuple[Split, ...], rows: Split
+    ) -> tuple[nn.Parameter, WeightShard]:
+        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further."""
+        grid, original = self.grid, module.weight
+        assert isinstance(original, nn.Parameter)
+        weight = self._parameter(original, source.weight, splits, ("data",))  # type: ignore[arg-type]
+        coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
+        before_z = Layout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
+        local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
+        return weight, WeightShard(before_z, local_rows, grid.group("z"), self.precision, rows.segments)
+
+    def _parameter(
+        self, original: nn.Parameter, whole: Tensor, splits: tuple[Split, ...], sum_axes: tuple[str, ...]
+    ) -> nn.Parameter:
+        if id(original) not in self._made:
+            layout = Layout(tuple(original.shape), splits)
+            parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
+            self.gradient_sum.watch(parameter, sum_axes)
+            self._made[id(original)] = parameter
+        return self._made[id(original)]
+
+    def _first(self, vocab: int) -> int:
+        """The first row of the vocabulary on this x rank."""
+        return -(-vocab // self.grid.size("x")) * self.grid.coordinate("x")
+
+    def _real(self, name: str, module: nn.Module) -> nn.Module:
+        """The module with real weights: itself, or for one on the meta device a copy initialized by its name's seed."""
+        if not any(p.is_meta for p in module.parameters(recurse=False)):
+            return module
+        return self._initialized(name, module)
+
+    def _initialized(self, name: str, module: nn.Module) -> nn.Module:
+        initialize: Callable[[], Any]
+        fresh = copy.deepcopy(module).to_empty(device=self.grid.device)
+        if callable(by_model := getattr(self.model, "_init_weights", None)):
+            initialize = lambda: by_model(fresh)  # noqa: E731
+        elif callable(by_itself := getattr(fresh, "reset_parameters", None)):
+            initialize = by_itself
+        else:
+            raise ValueError(f"{name} is on the meta device and has no reset_parameters to initialize it")
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        devices = [self.grid.device] if self.grid.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            for parameter in fresh.parameters():
+                parameter.fill_(torch.nan)
+            initialize()
+            if any(bool(parameter.isnan().any()) for parameter in fresh.parameters()):
+                raise ValueError(f"{name} is on the meta device and its initialization leaves some weights unset")
+        return fresh
+
+    def finish_buffers(self) -> None:
+        """Move buffers to the device; compute those that were on the meta device as the model's initialization does."""
+        for name, module in self.model.named_modules():
+            own = dict(module.named_buffers(recurse=False))
+            if any(buffer.is_meta for buffer in own.values()):
+                fresh = self._initialized(name, module)
+                for key in own:
+                    setattr(module, key, getattr(fresh, key))
+            else:
+                for key, buffer in own.items():
+                    setattr(module, key, buffer.to(self.grid.device))
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    new.train(model.get_submodule(name).training)
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _install_loss(model: nn.Module, head: ParallelHead, plan: Plan, is_sharded: bool) -> None:
+    """Put the sharded loss where the model keeps its own, and tell the head while the model computes it."""
+    loss, target_names = ParallelLoss(head), ("targets", "labels")
+    if huggingface.is_pretrained_model(model):
+        model.loss_function = huggingface.loss_function(loss)  # type: ignore[assignment]
+    elif names := plan.named("loss"):
+        _replace(model, names[0], loss)
+    else:
+        return  # the model has no loss of its own: its head returns whole logits
+    signature = inspect.signature(model.forward)
+    target = next((name for name in target_names if name in signature.parameters), None)
+    if target is None or not is_sharded:
+        return
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        was_deferred, head.defers_loss, head.passed_through = head.defers_loss, False, None
+        if was_deferred and getattr(output, "logits", None) is not None:
+            output.logits = None  # they were never made: what stands there is the head's input
+        elif was_deferred and isinstance(output, tuple):
+            output = (output[0], None, *output[2:])
+        return output
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+def _check_ranks_agree(model: nn.Module, plan: Plan, grid: Grid) -> None:
+    """Every rank must start from the same weights (and draw the same dropout): compare sums, in one collective."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    sums = [
+        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
+        for _, p in named
+    ]
+    flat = [float(value) for pair in sums for value in pair]
+    drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
+    flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
+    highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
+    lowest = highest.clone()
+    all_reduce(highest, grid.group("world"), dist.ReduceOp.MAX)
+    all_reduce(lowest, grid.group("world"), dist.ReduceOp.MIN)
+    spread = (highest - lowest).tolist()
+    for index, (name, _) in enumerate(named):
+        scale = 1.0 + abs(flat[2 * index + 1])
+        if max(spread[2 * index : 2 * index + 2]) > 1e-6 * scale:
+            raise ValueError(
+                f"ranks hold different values of {name}: seed them alike before building the model, "
+                "or load one checkpoint"
+            )
+    if spread[-1]:
+        raise ValueError(
+            "ranks have different random seeds, so their dropout masks would differ: torch.manual_seed(the same number)"
+        )

@@ -1,0 +1,137 @@
+"""Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from stretto.parallel import huggingface
+
+KINDS = {
+    "normal": "linear, input over y and output over x (what Megatron-LM calls column-parallel)",
+    "swapped": "linear, input over x and output over y (row-parallel)",
+    "embedding": "token embedding, vocabulary over x and hidden over y",
+    "positions": "small embedding, hidden over y",
+    "norm": "LayerNorm or RMSNorm over the hidden features, which y splits",
+    "head_norm": "norm over the features of one attention head, which nothing splits",
+    "head": "the language-model head, vocabulary over x",
+    "loss": "called with the head's logits, the targets and their number: becomes the sharded cross-entropy",
+    "dropout": "dropout of hidden activations (features over y)",
+    "inner_dropout": "dropout between a normal and a swapped linear (features over x)",
+}
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one submodule is.
+
+    `role` is one of KINDS. `segments`: how many equal fused parts the output features hold, each split on its own.
+    `unit`: how many output features must stay on one rank (a head's, say), called `unit_name` in messages.
+    """
+
+    role: str
+    segments: int = 1
+    unit: int = 1
+    unit_name: str = "output features"
+
+    def __post_init__(self) -> None:
+        if self.role not in KINDS:
+            near = get_close_matches(str(self.role), KINDS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{self.role!r} is not a role; did you mean {near!r}? Roles: {', '.join(KINDS)}")
+        for name in ("segments", "unit"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"a role's {name} is {value!r}, but must be a whole number, at least 1")
+
+    @classmethod
+    def parse(cls, value: "Role | str | Mapping[str, Any]") -> "Role":
+        """From a Role, its kind's name, or a mapping of its fields."""
+        if isinstance(value, Role):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if not isinstance(value, Mapping) or "role" not in value:
+            raise ValueError(f"a role is a name or a mapping with the key 'role', not {value!r}")
+        known = [field.name for field in fields(cls)]
+        for key in value:
+            if key not in known:
+                near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"a role has no option {key!r}; did you mean {near!r}?")
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's submodules by name with their roles, and the integer attributes that count what a rank holds."""
+
+    roles: dict[str, Role]
+    local_attributes: dict[str, str]
+
+    def named(self, *kinds: str) -> list[str]:
+        return [name for name, role in self.roles.items() if role.role in kinds]
+
+
+def read_plan(
+    model: nn.Module,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
+    local_attributes: Mapping[str, str] | None,
+) -> Plan:
+    """Match patterns with the model's names: the user's first, then the model's own.
+
+    In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
+    submodules with parameters (or dropout) of which nothing says what they are.
+    """
+    own, own_attributes = _own_plan(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Role] = {}
+    for pattern, value in (roles or {}).items():
+        names = _matching(pattern, modules)
+        if not names:
+            near = get_close_matches(pattern, list(modules), n=1, cutoff=0.0)
+            raise ValueError(f"no submodule is named {pattern!r}; the nearest name is {near[0]!r}")
+        found.update(dict.fromkeys(names, Role.parse(value)))
+    for pattern, value in own.items():
+        for name in _matching(pattern, modules):
+            found.setdefault(name, Role.parse(value))
+    for name, role in huggingface.norms_beside(model, found).items():
+        found.setdefault(name, Role(role))
+    attributes: dict[str, str] = {}
+    for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
+        owner, _, attribute = pattern.rpartition(".")
+        names = [f"{name}.{attribute}" for name in _matching(owner, modules) if hasattr(modules[name], attribute)]
+        if not names and pattern in (local_attributes or {}):
+            raise ValueError(f"no submodule has the attribute {pattern!r}")
+        attributes.update(dict.fromkeys(names, axis))
+    _refuse_unknown(model, found)
+    return Plan({name: found[name] for name in modules if name in found}, attributes)
+
+
+def _own_plan(model: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    own = getattr(model, "parallel_plan", None)
+    if callable(own):
+        return own(), {}
+    return huggingface.plan_of(model)
+
+
+def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def _refuse_unknown(model: nn.Module, found: Mapping[str, Role]) -> None:
+    unknown = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        owns = any(True for _ in module.parameters(recurse=False))
+        drops = isinstance(module, nn.Dropout) and module.p > 0
+        normalizes = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        if (owns or drops or normalizes) and name not in found:
+            unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        raise ValueError(
+            f"nothing says what these submodules are: {shown}. Stretto does not guess: "
+            f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+        )

@@ -1,0 +1,117 @@
+"""Whether a model fits a grid: checked before anything is allocated or sent."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from stretto.parallel.grid import check_sizes
+from stretto.parallel.norm_kinds import norm_kind
+from stretto.parallel.plan import Plan, Role
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear that stores [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def check_divides(count: int, size: int, axis: str, where: str, what: str) -> None:
+    """Raise ValueError, with the nearest count that would do, unless grid axis `axis` of `size` divides `count`."""
+    if count % size:
+        nearest = max(1, round(count / size)) * size
+        fitting = [n for n in range(1, size + 1) if count % n == 0]
+        raise ValueError(
+            f"{where}: {count} {what} cannot be split over {axis}={size}; the nearest number of {what} that would do "
+            f"is {nearest}, or choose {axis}={max(fitting)}"
+        )
+
+
+def validate_plan(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless a grid of these sizes can hold the model."""
+    sizes = check_sizes(sizes)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hidden = _hidden(modules, plan)
+    if hidden is not None:
+        check_divides(hidden, sizes["y"], "y", type(model).__name__, "hidden size")
+    for kind in ("embedding", "head", "loss"):
+        if len(plan.named(kind)) > 1 and kind != "embedding":
+            raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
+    for name, role in plan.roles.items():
+        _check_module(name, modules[name], role, sizes, hidden)
+    for name, axis in plan.local_attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        value = getattr(modules[owner], attribute)
+        if axis not in sizes:
+            raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(sizes)}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} is {value!r}: only whole numbers can be divided over an axis")
+        check_divides(value, sizes[axis], axis, owner, attribute)
+
+
+def _hidden(modules: Mapping[str, nn.Module], plan: Plan) -> int | None:
+    for name in plan.named("embedding", "positions"):
+        return getattr(modules[name], "embedding_dim", None)
+    return None
+
+
+def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
+    match role.role:
+        case "normal" | "swapped" | "head":
+            _check_linear(name, module, role, sizes, hidden)
+        case "embedding" | "positions":
+            _expect(name, module, role, nn.Embedding)
+            for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+                if getattr(module, option):
+                    raise ValueError(f"{name}: an embedding with {option} is not supported")
+            _check_vocabulary(name, module.num_embeddings, role, sizes)  # type: ignore[arg-type]
+        case "norm" | "head_norm":
+            norm_kind(module, name)
+            features: Any = getattr(module, "weight", None)
+            if role.role == "norm" and features is not None:
+                check_divides(features.shape[0], sizes["y"], "y", name, "features")
+        case "dropout" | "inner_dropout":
+            _expect(name, module, role, nn.Dropout)
+
+
+def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
+    if not is_conv1d(module):
+        _expect(name, module, role, nn.Linear)
+    shape: Any = module.weight.shape
+    outputs, inputs = (shape[1], shape[0]) if is_conv1d(module) else (shape[0], shape[1])
+    output_axis, input_axis = ("y", "x") if role.role == "swapped" else ("x", "y")
+
+    def named(count: int, what: str) -> str:
+        return "hidden size" if count == hidden else what
+
+    check_divides(inputs, sizes[input_axis], input_axis, name, named(inputs, "input features"))
+    if role.role == "head":
+        _check_vocabulary(name, outputs, role, sizes)
+        return
+    if outputs % (role.segments * role.unit):
+        raise ValueError(
+            f"{name}: {outputs} output features are not {role.segments} segments of whole units of {role.unit}"
+        )
+    units = outputs // role.segments // role.unit
+    what = role.unit_name if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
+    check_divides(units, sizes[output_axis], output_axis, name, what)
+    # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
+    is_by_input = is_conv1d(module)
+    axis = input_axis if is_by_input else output_axis
+    rows = (inputs if is_by_input else outputs // role.segments) // sizes[axis]
+    check_divides(rows, sizes["z"], "z", f"{name} (its rows, of which each {axis} rank has {rows})", "weight rows")
+
+
+def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int]) -> None:
+    if role.role == "positions":
+        return
+    chunk = -(-vocab // sizes["x"])
+    if chunk * (sizes["x"] - 1) >= vocab:
+        raise ValueError(f"{name}: a vocabulary of {vocab} leaves some of x={sizes['x']} ranks without any of it")
+
+
+def _expect(name: str, module: nn.Module, role: Role, kind: type[nn.Module]) -> None:
+    if type(module) is not kind and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, but the role {role.role!r} takes exactly {kind.__name__}: "
+            "a subclass may compute something else"
+        )
