@@ -1,0 +1,248 @@
+"""Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks.
+
+A tensor is stored as the boxes that ranks held, so another grid reads just what overlaps its own shards.
+Writing is atomic; loading runs no code from the files (`checkpoint_storage` says how).
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel.layout import layout_of
+from stretto.train.checkpoint_metadata import CheckpointMetadata, first_difference, read_metadata
+from stretto.train.checkpoint_storage import (
+    AtomicWriter,
+    Piece,
+    SafeReader,
+    ShardedState,
+    StateLoadPlanner,
+    StateSavePlanner,
+    remove_folder,
+)
+from stretto.train.optimizer import ShardOptimizer, local_shard
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_path(out: Path, step: int) -> Path:
+    """Where the checkpoint of `step` of the run in `out` lies."""
+    return out / "checkpoints" / f"step-{step:08d}"
+
+
+def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
+    """The checkpoint that `resume` means: none, the "latest" of the run in `out`, or that of a folder.
+
+    The folder is a checkpoint's, or a run's, whose latest is taken.
+
+    Needs no process group. "latest" is the newest complete one, and None when the run has none yet; one that
+    is not complete is reported and passed over. Raises ValueError when a folder that was named has no
+    complete checkpoint.
+    """
+    if resume is None:
+        return None
+    if resume == "latest":
+        return _newest_complete(out)
+    return resolve_checkpoint(Path(resume))
+
+
+def resolve_checkpoint(folder: Path) -> Path:
+    """The checkpoint in `folder`: itself, or where it is a run's folder, the newest complete one of the run.
+
+    Raises ValueError when there is none.
+    """
+    if not (folder / "checkpoints").is_dir():
+        read_metadata(folder)
+        return folder
+    if (newest := _newest_complete(folder)) is None:
+        raise ValueError(f"the run in {folder} has no complete checkpoint")
+    return newest
+
+
+def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> None:
+    """Check that this model, and this optimizer ("adamw" or "sgd"), can resume a checkpoint, on any grid.
+
+    Needs no process group and takes no memory for weights. Raises ValueError that names the missing or
+    truncated file, or the first parameter that differs.
+    """
+    with torch.device("meta"):
+        shapes = _shapes(GPT(model))
+    _check_matches(path, read_metadata(path), shapes, optimizer)
+
+
+def save_checkpoint(
+    out: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: ShardOptimizer,
+    *,
+    model_config: GPTConfig,
+    run: dict[str, Any],
+    data: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write the state after `step`, delete all but the `keep` newest checkpoints, and return the path.
+
+    Collective: every rank calls it, and on return it is on the disk. `run` and `data` describe the run's
+    configuration and its text in JSON's types.
+    """
+    path = checkpoint_path(out, step)
+    description = {
+        "step": step,
+        "torch": torch.__version__,
+        "optimizer": optimizer.name,
+        "model": asdict(model_config),
+        "run": run,
+        "data": data,
+    }
+    with _first_failure(OSError, f"the checkpoint {path} could not be written"):
+        dcp.save(
+            _training_state(model, optimizer),
+            storage_writer=AtomicWriter(path, description),
+            planner=StateSavePlanner(),
+        )
+    if dist.get_rank() == 0:
+        for old in _by_step(out)[:-keep]:
+            remove_folder(old)
+    return path
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | None = None) -> CheckpointMetadata:
+    """Read a checkpoint, whatever grid wrote it, into the model and its optimizer, and return its index.
+
+    Collective. `model` may be plain or made by `parallelize`. Raises ValueError like `check_checkpoint`.
+    """
+    metadata = read_metadata(path)
+    name = None if optimizer is None else optimizer.name
+    _check_matches(path, metadata, _shapes(model), name)
+    if optimizer is not None:
+        _allocate_slots(path, metadata, optimizer)
+    with _first_failure(ValueError, f"the checkpoint {path} cannot be read"):
+        dcp.load(
+            _training_state(model, optimizer),
+            storage_reader=SafeReader(path, metadata),
+            planner=StateLoadPlanner(),
+        )
+    return metadata
+
+
+def prepare_folder(out: Path, step: int) -> None:
+    """Make `out` ready for a run that starts after `step`. For rank 0, before it trains.
+
+    What an interrupted process left half-written or half-deleted goes. Checkpoints of later steps belong to
+    an earlier run that this one starts over: they are set aside, so that "latest" means this run's.
+    """
+    folder = out / "checkpoints"
+    if not folder.is_dir():
+        return
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+    later = [path for path in _by_step(out) if _step_of(path) > step]
+    if not later:
+        return
+    number = 1 + sum(1 for _ in folder.glob("earlier-run-*"))
+    aside = folder / f"earlier-run-{number}"
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    logger.warning("checkpoints of an earlier run, after step %d, were moved to %s", step, aside)
+
+
+@contextmanager
+def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, a BaseException with a traceback a rank, into an error with one cause."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise kind(f"{what}: on rank {rank}, {type(cause).__name__}: {cause}") from cause
+
+
+def _training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
+    """Parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`."""
+    state = {f"model.{name}": pieces_of(parameter) for name, parameter in model.named_parameters()}
+    if optimizer is not None:
+        for name, parameter in optimizer.parameters.items():
+            for key, slot in optimizer.state(name).items():
+                whole = pieces_of(parameter, slot) if slot.dim() else ShardedState((), (Piece((), slot),))
+                state[f"optimizer.{name}.{key}"] = whole
+    return state
+
+
+def pieces_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedState:
+    """What this rank holds of a parameter, or of a tensor that is cut like it and of which `shard` is our part."""
+    shape, shard = tuple(parameter.shape), local_shard(parameter) if shard is None else shard
+    if not isinstance(parameter, DTensor):
+        return ShardedState(shape, (Piece((0,) * len(shape), shard),))
+    mesh = parameter.device_mesh
+    assert mesh.mesh_dim_names is not None
+    sizes = {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
+    coordinates = {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+    pieces = []
+    for box in layout_of(parameter).boxes(sizes, coordinates):
+        values = shard
+        for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
+            values = values.narrow(dim, start, length)
+        pieces.append(Piece(box.offsets, values))
+    return ShardedState(shape, tuple(pieces))
+
+
+def _allocate_slots(path: Path, metadata: CheckpointMetadata, optimizer: ShardOptimizer) -> None:
+    """Give the optimizer the tensors that it makes in its first step, to be read into."""
+    for full_name, entry in metadata.tensors.items():
+        if full_name.startswith("optimizer."):
+            name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
+            parameter = optimizer.parameters.get(name)
+            if parameter is None or entry.shape not in ((), tuple(parameter.shape)):
+                raise ValueError(f"the checkpoint {path} has {full_name}, which is no state of this optimizer")
+            optimizer.state(name)[key] = optimizer.make_slot(name, entry.shape, entry.torch_dtype)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _check_matches(
+    path: Path, metadata: CheckpointMetadata, shapes: dict[str, tuple[int, ...]], optimizer: str | None
+) -> None:
+    if difference := first_difference(metadata.parameter_shapes(), shapes):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
+    if optimizer not in (None, metadata.optimizer):
+        raise ValueError(
+            f"the checkpoint {path} was written with {metadata.optimizer}, and train.optimizer is "
+            f"{optimizer!r}: set train.optimizer={metadata.optimizer!r}"
+        )
+
+
+def _newest_complete(out: Path) -> Path | None:
+    for path in reversed(_by_step(out)):
+        try:
+            read_metadata(path)
+        except ValueError as error:
+            logger.warning("passing over a checkpoint that cannot be used: %s", error)
+        else:
+            return path
+    return None
+
+
+def _by_step(out: Path) -> list[Path]:
+    """The checkpoints of the run in `out`, oldest first."""
+    found = [path for path in (out / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

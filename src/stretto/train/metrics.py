@@ -1,0 +1,100 @@
+"""What a run writes about itself: metrics.jsonl, a line a step; summary.json at its end; TensorBoard events."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step: the mean loss over the global batch's tokens, the gradient's norm before clipping.
+
+    `seconds` is the step's duration, `tokens_per_second` the whole job's rate in it, `tokens` all that the
+    model has been trained on so far.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    seconds: float
+    tokens: int
+
+
+class MetricsLog:
+    """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard if asked. For rank 0.
+
+    A run that starts after step `start` keeps the lines up to it, so that no step is there twice.
+    """
+
+    def __init__(self, out: Path, start: int, *, tensorboard: bool = False) -> None:
+        path = out / METRICS_FILE
+        kept = list(_lines_until(path, start)) if start and path.is_file() else []
+        # Written aside and moved, so that a kill right now does not lose the history.
+        rewritten = path.with_name(f".{METRICS_FILE}.writing")
+        rewritten.write_text("".join(kept), encoding="utf-8")
+        os.replace(rewritten, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+        self._tensorboard = _open_tensorboard(out, start) if tensorboard else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name in ("loss", "grad_norm", "lr", "tokens_per_second"):
+                self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def require_tensorboard() -> None:
+    """Raise ValueError unless TensorBoard's package is installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "train.tensorboard is true, but the package tensorboard is not installed: "
+            "pip install 'stretto[tensorboard]', or set train.tensorboard=false"
+        )
+
+
+def write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """Write `out/summary.json`, whole or not at all."""
+    path = out / SUMMARY_FILE
+    rewritten = path.with_name(f".{SUMMARY_FILE}.writing")
+    rewritten.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(rewritten, path)
+
+
+def _lines_until(path: Path, last_step: int) -> Iterator[str]:
+    """The lines of steps up to `last_step`. A line that a kill cut short ends them."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                step = json.loads(line)["step"]
+            except ValueError:
+                return
+            if step <= last_step:
+                yield line
+
+
+def _open_tensorboard(out: Path, start: int) -> Any:
+    require_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter  # an extra, which most runs do without
+
+    return SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)

@@ -1,0 +1,80 @@
+"""The optimizer of a run. AdamW and SGD work number by number: each rank updates its own shards, as plain tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from stretto.train.options import RunConfig
+
+
+class ShardOptimizer:
+    """A torch.optim.Optimizer over this rank's shards of a model's parameters.
+
+    Over the DTensors themselves every operation would be dispatched through their placements, at a cost that
+    a small model feels in each step and any model in its first. `make` is given the parameter groups, and
+    returns an optimizer that treats each number on its own (AdamW, SGD, not Muon). Matrices are decayed by
+    `weight_decay`; vectors, which are norms and biases, are not.
+    """
+
+    def __init__(
+        self, model: nn.Module, make: Callable[[list[dict[str, Any]]], Optimizer], *, weight_decay: float
+    ) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # A shard shares its parameter's memory: what the optimizer writes, the model has.
+        self._shards = {name: nn.Parameter(local_shard(p)) for name, p in self.parameters.items()}
+        groups = [
+            {"params": [s for s in self._shards.values() if s.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [s for s in self._shards.values() if s.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.inner = make([group for group in groups if group["params"]])
+
+    @property
+    def name(self) -> str:
+        """What configurations and checkpoints call it: "adamw" or "sgd"."""
+        return type(self.inner).__name__.lower()
+
+    def step(self, lr: float) -> None:
+        """Update the parameters by their gradients, at learning rate `lr`, and drop the gradients."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        for name, parameter in self.parameters.items():
+            self._shards[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
+        self.inner.step()
+        self.inner.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """The state of one parameter, by key: shards like its own, and 0-dim counts of steps."""
+        return self.inner.state[self._shards[name]]
+
+    def make_slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A zeroed place for state of a whole `shape`: a shard like the parameter's, or for () a count of steps."""
+        shard = self._shards[name]
+        if shape:
+            return torch.zeros_like(shard, dtype=dtype, requires_grad=False)
+        # The count lives on the host unless a fused kernel reads it.
+        is_fused = any(group.get("fused") for group in self.inner.param_groups)
+        return torch.zeros((), dtype=dtype, device=shard.device if is_fused else "cpu")
+
+
+def build_optimizer(model: nn.Module, options: RunConfig) -> ShardOptimizer:
+    """The optimizer that a run's options name: AdamW, or SGD with momentum; fused kernels on a GPU."""
+    is_cuda = any(parameter.is_cuda for parameter in model.parameters())
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        if options.optimizer == "sgd":
+            return SGD(groups, lr=options.lr, momentum=options.momentum, fused=is_cuda)
+        betas = (options.beta1, options.beta2)
+        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=is_cuda)
+
+    return ShardOptimizer(model, make, weight_decay=options.weight_decay)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; a plain tensor as it is. Detached."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,0 +1,102 @@
+"""Progress on the screen: a bar on a terminal, plain lines elsewhere."""
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stretto.train.metrics import StepMetrics
+
+Display = Literal["auto", "lines", "none"]
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """Shows steps as they end, and messages between them. This one shows nothing."""
+
+    def show(self, metrics: StepMetrics) -> None:
+        """A step has ended."""
+
+    def say(self, message: str) -> None:
+        """Print a line, above the bar if there is one."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the screen as it was."""
+
+
+def open_reporter(display: Display, *, start: int, steps: int, every: int) -> Reporter:
+    """A bar on a terminal ("auto"), else a line every `every` steps ("lines"); or nothing ("none")."""
+    console = Console()
+    if display == "none":
+        return Reporter()
+    if display == "auto" and console.is_terminal:
+        return Bar(console, start=start, steps=steps)
+    return Lines(console, start=start, steps=steps, every=every)
+
+
+class Bar(Reporter):
+    """A progress bar with the loss, tokens/s and the time left."""
+
+    def __init__(self, console: Console, *, start: int, steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=start, loss="-", rate="-")
+
+    def show(self, metrics: StepMetrics) -> None:
+        self._progress.update(
+            self._task,
+            completed=metrics.step,
+            loss=f"{metrics.loss:.4f}",
+            rate=f"{metrics.tokens_per_second:,.0f}",
+        )
+
+    def say(self, message: str) -> None:
+        self._progress.console.print(message, markup=False, highlight=False)
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class Lines(Reporter):
+    """A line of text for the first step, every `every` steps and the last: for files and pipes."""
+
+    def __init__(self, console: Console, *, start: int, steps: int, every: int) -> None:
+        self._console = console
+        self._first, self._steps, self._every = start + 1, steps, every
+        self._seconds = 0.0
+
+    def show(self, metrics: StepMetrics) -> None:
+        self._seconds += metrics.seconds
+        if metrics.step not in (self._first, self._steps) and metrics.step % self._every:
+            return
+        left = self._seconds / (metrics.step - self._first + 1) * (self._steps - metrics.step)
+        self.say(
+            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  "
+            f"{metrics.tokens_per_second:,.0f} tokens/s  {_clock(left)} left"
+        )
+
+    def say(self, message: str) -> None:
+        print(message, file=self._console.file, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -1,0 +1,96 @@
+"""Brings each step's numbers from the device to the log and the screen, and makes no step wait for them."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.train.metrics import MetricsLog, StepMetrics
+from stretto.train.progress import Reporter
+
+
+class DivergenceError(ArithmeticError):
+    """The loss or the gradient's norm is no longer a finite number."""
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the device has been given: where its loss and norm arrive, and when they have."""
+
+    step: int
+    lr: float
+    numbers: Tensor
+    arrival: torch.cuda.Event | None
+
+
+class StepRecorder:
+    """Turns steps into StepMetrics, for the log, the screen and the summary.
+
+    On a GPU a step's numbers are read when the next step has been launched, so the device never idles for
+    them; on a CPU they are read at once. Every rank reads its own and raises DivergenceError for the same
+    step.
+    """
+
+    def __init__(self, tokens_a_step: int, log: MetricsLog | None, reporter: Reporter) -> None:
+        self._tokens_a_step = tokens_a_step
+        self._log, self._reporter = log, reporter
+        self._waiting: list[_Launched] = []
+        self._clock = time.perf_counter()
+        self._durations: list[float] = []
+        self.last: StepMetrics | None = None
+
+    def add(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
+        """Note a step whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet."""
+        numbers = torch.stack((loss.detach().double(), grad_norm.detach().double()))
+        arrival = None
+        if numbers.is_cuda:
+            on_host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            numbers = on_host.copy_(numbers, non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record()
+        self._waiting.append(_Launched(step, lr, numbers, arrival))
+        while len(self._waiting) > (0 if arrival is None else 1):
+            self._record(self._waiting.pop(0))
+
+    def flush(self) -> None:
+        """Wait for every step's numbers: a checkpoint, for example, must not keep a diverged state."""
+        while self._waiting:
+            self._record(self._waiting.pop(0))
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step out of the next one's: it went into a checkpoint."""
+        self._clock = time.perf_counter()
+
+    def tokens_per_second(self) -> float:
+        """Over all steps but the first, which warms up, where there are more."""
+        counted = self._durations[1:] or self._durations
+        return self._tokens_a_step * len(counted) / sum(counted)
+
+    def seconds(self) -> float:
+        """How long all steps took, checkpoints apart."""
+        return sum(self._durations)
+
+    def _record(self, launched: _Launched) -> None:
+        if launched.arrival is not None:
+            launched.arrival.synchronize()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        loss, grad_norm = launched.numbers.tolist()
+        for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
+            if not math.isfinite(value):
+                raise DivergenceError(f"the {name} is {value} in step {launched.step}")
+        self._durations.append(seconds)
+        self.last = StepMetrics(
+            step=launched.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=launched.lr,
+            tokens_per_second=self._tokens_a_step / seconds,
+            seconds=seconds,
+            tokens=launched.step * self._tokens_a_step,
+        )
+        if self._log is not None:
+            self._log.write(self.last)
+        self._reporter.show(self.last)

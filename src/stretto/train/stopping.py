@@ -1,0 +1,59 @@
+"""Ctrl-C, SIGTERM and SIGHUP: all ranks end after the same step."""
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A launcher passes on the signal that the terminal has already sent to every process: within this time, in
+# seconds, it is one request and not two.
+ONE_REQUEST = 1.0
+
+
+class StopRequest:
+    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, and lets the ranks agree on them.
+
+    The first signal asks for an end after the current step. A second one, at least a second later, ends this
+    process at once, as it would have without us.
+    """
+
+    def __init__(self) -> None:
+        self._received_at: float | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        # Signals reach single ranks at any time. The ranks must agree from the host, without waiting for a
+        # GPU.
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+
+    def is_agreed(self) -> bool:
+        """Whether any rank has been asked to stop: one answer for all. Collective, of a few bytes."""
+        is_asked = self._received_at is not None
+        if self._group is None:
+            return is_asked
+        asked = torch.tensor(int(is_asked), dtype=torch.int32)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(asked.item())
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup, or in the background
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._received_at is None:
+            self._received_at = now
+        elif now - self._received_at > ONE_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
