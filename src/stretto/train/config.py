@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 MAX_FILE_BYTES = 1 << 20
+MAX_LINE = 8192  # bytes: tomllib's time grows with the square of a dotted key's parts
 
 
 class ConfigError(ValueError):
@@ -45,18 +46,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     A value is read as TOML (`2`, `true`, `"text"`, `["a", "b"]`) and otherwise as text. Raises ConfigError.
     """
     path = Path(path)
+    if not path.is_file():  # also says no to pipes and devices, which may never end
+        raise ConfigError(f"there is no configuration file {path}{_similar_file(path)}")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is no configuration: it is larger than {MAX_FILE_BYTES >> 20} MiB")
-        values = tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}{_similar_file(path)}") from error
-    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is no configuration: it is larger than {MAX_FILE_BYTES >> 20} MiB")
+    if any(len(line) > MAX_LINE for line in content.splitlines()):
+        raise ConfigError(f"{path} is no configuration: a line is longer than {MAX_LINE} bytes")
+    try:
+        values = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, numbers of thousands of digits, deep nesting
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {type(error).__name__}: {error}") from error
     return make_config(values, overrides, source=str(path))
 
 
@@ -113,7 +117,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         parsed = tomllib.loads(f"value = {raw}")
         if parsed.keys() == {"value"}:  # a line break in `raw` could have made more keys
             value = parsed["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         pass
     field = options_by_key().get(key)
     if field is not None and not isinstance(value, str | list) and _takes_text(field.annotation):
@@ -237,8 +241,6 @@ def _instead(value: Any, rule: str, default: Any) -> str:
 
 
 def _similar_file(path: Path) -> str:
-    if path.exists() or not path.parent.is_dir():
-        return ""
     near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml")], n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
@@ -262,6 +264,6 @@ def _toml_value(value: Any) -> str:
         case int() | float():
             return repr(value)
         case list():
-            return f"[{', '.join(_toml_value(item) for item in value)}]"
+            return "[\n" + "".join(f"    {_toml_value(item)},\n" for item in value) + "]"
         case _:  # JSON's escapes are TOML's, except that TOML wants DEL escaped too
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
