@@ -1,0 +1,91 @@
+"""Text to train on that needs no download: the documentation inside Python's standard library."""
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.train.data.cache import write_atomically
+from stretto.train.data.files import reading
+
+MIN_BYTES = 1_000_000
+
+# Modules and packages whose docstrings are read: the longest ones that every Python from 3.11 on brings along
+# on every system (Debian, for one, packs idlelib, tkinter and distutils separately).
+# fmt: off
+MODULES = (
+    "_collections_abc", "_pydecimal", "_pyio", "abc", "argparse", "ast", "asyncio", "base64", "bdb",
+    "bisect", "bz2", "calendar", "cmd", "code", "codecs", "codeop", "collections", "compileall",
+    "concurrent", "configparser", "contextlib", "copy", "csv", "ctypes", "dataclasses", "datetime", "dbm",
+    "difflib", "dis", "doctest", "email", "encodings", "enum", "filecmp", "fileinput", "fractions",
+    "ftplib", "functools", "getopt", "gettext", "glob", "graphlib", "gzip", "hashlib", "heapq", "hmac",
+    "html", "http", "imaplib", "importlib", "inspect", "ipaddress", "json", "linecache", "locale",
+    "logging", "lzma", "mailbox", "mimetypes", "modulefinder", "multiprocessing", "netrc", "numbers",
+    "operator", "optparse", "os", "pathlib", "pdb", "pickle", "pickletools", "pkgutil", "platform",
+    "plistlib", "poplib", "pprint", "profile", "pstats", "pty", "py_compile", "pyclbr", "pydoc", "queue",
+    "quopri", "random", "re", "reprlib", "rlcompleter", "runpy", "sched", "secrets", "selectors", "shelve",
+    "shlex", "shutil", "site", "smtplib", "socket", "socketserver", "ssl", "statistics", "string",
+    "subprocess", "symtable", "sysconfig", "tarfile", "tempfile", "textwrap", "threading", "timeit",
+    "token", "tokenize", "tomllib", "trace", "traceback", "tracemalloc", "turtle", "types", "typing",
+    "unittest", "urllib", "uuid", "venv", "warnings", "wave", "weakref", "webbrowser", "wsgiref", "xml",
+    "xmlrpc", "zipfile", "zipimport", "zoneinfo",
+)
+# fmt: on
+
+
+def demo_corpus() -> str:
+    """The language reference's topics and the docstrings of `MODULES`, more than `MIN_BYTES` of English.
+
+    The same text for the same Python. Source files are parsed, never imported: importing some of them has
+    effects. Raises ValueError when this Python came without its library's sources.
+    """
+    library = Path(os.__file__).parent
+    text = "\n\n".join([*_topics(library / "pydoc_data" / "topics.py"), *_docstrings(library)]) + "\n"
+    size = len(text.encode())
+    if size < MIN_BYTES:
+        raise ValueError(
+            f"{library}: its documentation has {size} bytes, but the demo needs {MIN_BYTES}: "
+            "use a Python with the sources of its standard library, or set data.path to a text of your own"
+        )
+    return text
+
+
+def write_demo_corpus(path: str | Path) -> Path:
+    """Write `demo_corpus()` to a file in UTF-8, whole or not at all; its folder is made. Returns the path."""
+    path = Path(path)
+    content = demo_corpus().encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: file.write(content))
+    return path
+
+
+def _topics(path: Path) -> Iterator[str]:
+    """The texts that `help("assert")` and its like show: the values of the dict `topics` in a module."""
+    if not path.is_file():
+        return
+    for statement in _parse(path).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="topics")], value=value):
+                yield from (text.strip("\n") for _, text in sorted(ast.literal_eval(value).items()))
+
+
+def _docstrings(library: Path) -> Iterator[str]:
+    """Docstrings with the names that they document, file by file, in the order of the source."""
+    for module in MODULES:
+        for path in [library / f"{module}.py", *sorted((library / module).rglob("*.py"))]:
+            parts = path.relative_to(library).with_suffix("").parts
+            if path.is_file() and not {"test", "tests"} & set(parts):
+                yield from _documented(_parse(path), ".".join(parts).removesuffix(".__init__"))
+
+
+def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[str]:
+    if docstring := ast.get_docstring(node):
+        yield f"{name}\n\n{docstring}"
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _documented(child, f"{name}.{child.name}")
+
+
+def _parse(path: Path) -> ast.Module:
+    with reading(path):
+        return ast.parse(path.read_bytes(), filename=str(path))

@@ -1,0 +1,179 @@
+"""Which files a data path means, of what format they are, and whether they can be that."""
+
+import difflib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+FORMATS = ("auto", "text", "nanogpt", "megatron")
+MAX_FILES = 1_000_000  # in one folder: more is a mistaken path, such as "/"
+HELD_OUT = ("val", "valid", "validation", "test")
+
+# How files begin that are neither text nor raw token ids.
+SIGNATURES = {
+    b"\x89PNG\r\n": "a PNG image",
+    b"\xff\xd8\xff\xe0": "a JPEG image",
+    b"\xff\xd8\xff\xe1": "a JPEG image",
+    b"GIF87a": "a GIF image",
+    b"GIF89a": "a GIF image",
+    b"%PDF-": "a PDF document",
+    b"PK\x03\x04": "a zip archive (or a torch checkpoint)",
+    b"\x1f\x8b\x08\x00": "compressed by gzip",
+    b"\x1f\x8b\x08\x08": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\x00": "compressed by xz",
+    b"BZh91AY&SY": "compressed by bzip2",
+    b"\x7fELF": "a program",
+    b"\x89HDF\r\n": "an HDF5 file",
+    b"\x93NUMPY": "a numpy .npy file",
+    b"PAR1\x15": "a Parquet file",
+    b"ARROW1\x00\x00": "an Arrow file",
+    b"SQLite format 3": "an SQLite database",
+    b"MMIDIDX\x00": "a Megatron-LM index",
+    b"TNTIDX\x00\x00": "an index of Megatron-LM's old format",
+}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into a ValueError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+
+
+def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
+    """The format and the data files that `paths` mean, in order.
+
+    A path is a file, a folder (searched recursively, sorted by path, without hidden and empty files, without
+    following links to folders) or, for Megatron-LM, the common prefix of a .bin and an .idx file, which stand
+    for each other: the .bin is returned. Raises ValueError for a path that is missing, empty or no regular
+    file, for a file that is named twice, and where `format` is "auto" and the files are of several formats.
+    """
+    if format not in FORMATS:
+        nearest = difflib.get_close_matches(format, FORMATS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"format={format!r} is not one of {', '.join(FORMATS)}: the nearest is {nearest!r}")
+    if not paths or not all(paths):
+        raise ValueError(f"the data path {list(paths)!r} is empty: name at least one file or folder")
+    files = [file for path in paths for file in _expand(Path(os.path.expanduser(path)), format)]
+    if format == "auto":
+        format = _common_format(files)
+    if format == "megatron":
+        files = [_megatron_data_file(file) for file in files]
+    seen = set[Path]()
+    for file in files:
+        file_size(file)
+        if file.resolve() in seen:
+            raise ValueError(f"{file}: the data path names it twice: name each file once")
+        seen.add(file.resolve())
+    return format, files
+
+
+def file_size(path: Path) -> int:
+    """Size in bytes of a file; ValueError when it is missing, empty or no regular file."""
+    with reading(path):
+        status = path.stat() if path.exists() else None
+    if status is None:
+        raise ValueError(f"{path}: no such file or folder{_nearest_name(path)}")
+    if not stat.S_ISREG(status.st_mode):
+        # Opening a pipe or a device could block for ever.
+        raise ValueError(f"{path}: is not a regular file")
+    if status.st_size == 0:
+        raise ValueError(f"{path}: is empty")
+    return status.st_size
+
+
+def read_head(path: Path, count: int) -> bytes:
+    """The first `count` bytes of a file; ValueError when they are those of a known other type."""
+    with reading(path), path.open("rb") as file:
+        head = file.read(count)
+    for signature, name in SIGNATURES.items():
+        if head.startswith(signature):
+            raise ValueError(f"{path}: is {name}: data must be text or token ids")
+    return head
+
+
+def _expand(path: Path, format: str) -> list[Path]:
+    with reading(path):
+        if path.is_dir():
+            return _files_of_folder(path, format)
+        if format in ("auto", "megatron") and not path.exists():
+            index = path.with_name(f"{path.name}.idx")
+            return [index if index.exists() else path]
+    return [path]
+
+
+def _files_of_folder(folder: Path, format: str) -> list[Path]:
+    """The folder's files that `format` reads, neither hidden nor empty, sorted by their paths' parts."""
+    files = list[Path]()
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+        if len(files) > MAX_FILES:
+            raise ValueError(f"{folder}: holds more than {MAX_FILES} files: name a smaller folder")
+    match format:
+        case "nanogpt":
+            files = [file for file in files if file.suffix == ".bin"]
+        case "megatron":
+            files = [file for file in files if file.suffix == ".idx"]
+        case "auto":
+            # An index stands for its .bin, which is in the list as well.
+            files = [file for file in files if file.suffix != ".idx" or not file.with_suffix(".bin").exists()]
+    files = sorted((file for file in files if file.stat().st_size > 0), key=lambda file: file.parts)
+    if not files:
+        kind = {"nanogpt": ".bin file", "megatron": ".idx file"}.get(format, "file")
+        raise ValueError(f"{folder}: the folder holds no {kind} that is neither hidden nor empty")
+    for file in files:
+        if len(files) > 1 and file.suffix in (".bin", ".idx") and file.stem.lower() in HELD_OUT:
+            raise ValueError(
+                f"{file}: by its name it is held out, but its folder is given to be trained on: "
+                f"name the files to train on, such as {file.with_name('train.bin')}"
+            )
+    return files
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _common_format(files: Sequence[Path]) -> str:
+    """The one format of all files, by what lies there; ValueError when there are several."""
+    first_of = dict[str, Path]()
+    for file in files:
+        first_of.setdefault(_detect(file), file)
+    if len(first_of) > 1:
+        found = ", ".join(f"{file} ({format})" for format, file in first_of.items())
+        raise ValueError(
+            f"the data path holds files of several formats: {found}: name files of one format, or set format"
+        )
+    return next(iter(first_of))
+
+
+def _detect(file: Path) -> str:
+    match file.suffix:
+        case ".idx":
+            return "megatron"
+        case ".bin":
+            return "megatron" if file.with_suffix(".idx").exists() else "nanogpt"
+        case _:
+            return "text"
+
+
+def _megatron_data_file(file: Path) -> Path:
+    if file.suffix not in (".bin", ".idx"):
+        file_size(file)  # a missing file is the likelier mistake
+        raise ValueError(f"{file}: Megatron-LM's data is a .bin with its .idx: name one of them or their prefix")
+    return file.with_suffix(".bin")
+
+
+def _nearest_name(path: Path) -> str:
+    """A hint at the name in the same folder that is most like the missing one, if one is."""
+    if not path.parent.is_dir():
+        return ""
+    with reading(path.parent):
+        names = [entry.name for entry in path.parent.iterdir()]
+    nearest = difflib.get_close_matches(path.name, names, n=1)
+    return f": the nearest is {path.with_name(nearest[0])}" if nearest else ""

@@ -1,0 +1,92 @@
+"""Which sequences a step trains on: a shuffle that is computed where it is needed, and never stored."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Pairs of Feistel rounds. Four rounds make a strong pseudorandom permutation of a large domain (Luby and
+# Rackoff, 1988); until all orders of five or six sequences are equally likely, it takes about sixteen.
+# Changing this changes the order of data in every run.
+ROUND_PAIRS = 8
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The order in which `dataset_length` sequences are trained on, a global `batch` of them each step.
+
+    Each epoch is another permutation of all sequences, and batches run across the ends of epochs. A step's
+    batch is a function of (seed, step) and nothing else: a run resumes at any step, on any number of ranks.
+    Memory and time are those of a batch, however long the data set is.
+    """
+
+    dataset_length: int
+    batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dataset_length < 1 << 62:
+            raise ValueError(f"dataset_length={self.dataset_length} must be at least 1 and below 2**62")
+        if not 1 <= self.batch < 1 << 31:
+            raise ValueError(f"batch={self.batch} must be at least 1 and below 2**31")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
+
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """The sequences of step `step` (from 0), int64 [batch], the same on every rank."""
+        first = step * self.batch
+        if not 0 <= first < (1 << 63) - self.batch:
+            raise ValueError(f"step={step} must be at least 0 and below {((1 << 63) - self.batch) // self.batch}")
+        positions = np.arange(first, first + self.batch, dtype=np.uint64)
+        epoch, offset = np.divmod(positions, np.uint64(self.dataset_length))
+        key = _mix(_mix(np.full(self.batch, self.seed, dtype=np.uint64)) ^ epoch)
+        # A Feistel permutation of slightly more than dataset_length values; from a value that is too large it
+        # is walked on along its cycle, which ends inside, because it began inside.
+        indices = self._permute(offset, key)
+        while (outside := indices >= self.dataset_length).any():
+            indices[outside] = self._permute(indices[outside], key[outside])
+        return indices.astype(np.int64)
+
+    def _permute(self, values: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """A permutation of range(rows * columns) for each key, applied to uint64 [n].
+
+        A Feistel network over two digits instead of two halves of bits (Black and Rogaway, Ciphers with
+        arbitrary finite domains, 2002): each round adds a hash of one digit to the other.
+        """
+        # About the square root, and even: with two odd digits, no round is an odd permutation.
+        rows = 2 * (math.isqrt(self.dataset_length - 1) // 2 + 1)
+        columns = -(-self.dataset_length // rows)
+        column, row = np.divmod(values, np.uint64(rows))
+        for _ in range(ROUND_PAIRS):
+            key = _mix(key)
+            row = (row + _mix(column ^ key) % np.uint64(rows)) % np.uint64(rows)
+            key = _mix(key)
+            column = (column + _mix(row ^ key) % np.uint64(columns)) % np.uint64(columns)
+        return column * np.uint64(rows) + row
+
+
+def rank_rows(batch: int, coordinate: int, parts: int) -> slice:
+    """The rows of the global batch that batch coordinate `coordinate` of `parts` (data * z) trains on.
+
+    Raises ValueError, with the nearest batches that would do, when `parts` does not divide the batch.
+    """
+    if not 0 <= coordinate < parts:
+        raise ValueError(f"batch coordinate {coordinate} is not one of 0 to {parts - 1}")
+    if batch < 1 or batch % parts:
+        below, above = batch // parts * parts, (batch // parts + 1) * parts
+        nearest = f"{below} and {above} are the nearest that are" if below > 0 else f"{above} is the nearest that is"
+        raise ValueError(f"batch={batch} is not divisible by data * z = {parts}: {nearest}")
+    rows = batch // parts
+    return slice(coordinate * rows, (coordinate + 1) * rows)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit words in which every bit depends on every bit: one step of SplitMix64.
+
+    Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014, with David Stafford's Mix13.
+    """
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,110 @@
+"""A stream of token ids that lies in one or many files, memory-mapped and read by position."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.train.data.files import reading
+
+# What a look at a whole stream may cost, however large it is: 256 blocks of 16 Ki tokens.
+SAMPLE_BLOCKS = 256
+BLOCK_TOKENS = 1 << 14
+# A process may hold 65530 maps by Linux's default, and a folder of text may hold more files than that.
+MAX_OPEN_MAPS = 256
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a stream that one file holds: `tokens` ids of numpy type `dtype` ("<u2"), from byte 0."""
+
+    path: Path
+    dtype: str
+    tokens: int
+
+
+class TokenStream:
+    """The ids of all segments, one after another. Files are mapped when they are first read."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self.segments = tuple(segments)
+        self._ends = np.cumsum([segment.tokens for segment in self.segments], dtype=np.int64)
+        self._maps: dict[int, NDArray[np.integer]] = {}
+
+    def __reduce__(self) -> tuple[type["TokenStream"], tuple[tuple[Segment, ...]]]:
+        # A pickled map would carry its file's whole content to the other process.
+        return TokenStream, (self.segments,)
+
+    @property
+    def tokens(self) -> int:
+        """Number of ids in the stream."""
+        return int(self._ends[-1])
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Ids [start, stop) as int64 [stop - start]. ValueError when a file has changed its size."""
+        ids = np.empty(stop - start, dtype=np.int64)
+        position = start
+        while position < stop:
+            index, offset = self._locate(position)
+            part = self._map(index)[offset : offset + stop - position]
+            ids[position - start : position - start + len(part)] = part
+            position += len(part)
+        return ids
+
+    def read_checked(self, start: int, stop: int, vocab: int) -> NDArray[np.int64]:
+        """`read`, and a ValueError with file and position when an id is not in [0, vocab)."""
+        ids = self.read(start, stop)
+        if ids.max() < vocab and ids.min() >= 0:
+            return ids
+        at = int(np.flatnonzero((ids >= vocab) | (ids < 0))[0])
+        index, offset = self._locate(start + at)
+        segment, found = self.segments[index], int(ids[at])
+        remedy = f"set vocab to at least {found + 1}" if found >= 0 else "the file may be of another token type"
+        raise ValueError(
+            f"{segment.path}: token {found} at position {offset} of {segment.tokens} "
+            f"is outside the vocabulary, 0 to {vocab - 1}: {remedy}"
+        )
+
+    def sampled_blocks(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of evenly spaced blocks, the first and the last among them; all, if they are few."""
+        blocks = -(-self.tokens // BLOCK_TOKENS)
+        chosen = min(blocks, SAMPLE_BLOCKS)
+        for number in range(chosen):
+            block = number * (blocks - 1) // max(chosen - 1, 1)
+            yield block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, self.tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the ids, in hexadecimal: their number and their sampled blocks.
+
+        It does not depend on names, on how the stream is split into files, or on the type that stores it.
+        """
+        digest = hashlib.blake2b(str(self.tokens).encode(), digest_size=16)
+        for start, stop in self.sampled_blocks():
+            digest.update(self.read(start, stop).astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """The segment that holds a position of the stream, and the position inside it."""
+        index = int(np.searchsorted(self._ends, position, side="right"))
+        return index, position - int(self._ends[index]) + self.segments[index].tokens
+
+    def _map(self, index: int) -> NDArray[np.integer]:
+        if index not in self._maps:
+            if len(self._maps) == MAX_OPEN_MAPS:
+                del self._maps[next(iter(self._maps))]
+            self._maps[index] = _map_segment(self.segments[index])
+        return self._maps[index]
+
+
+def _map_segment(segment: Segment) -> NDArray[np.integer]:
+    with reading(segment.path):
+        size = segment.path.stat().st_size
+        expected = segment.tokens * np.dtype(segment.dtype).itemsize
+        if size != expected:
+            raise ValueError(f"{segment.path}: has {size} bytes, and had {expected} when it was opened")
+        return np.memmap(segment.path, dtype=segment.dtype, mode="r", shape=(segment.tokens,))

@@ -1,0 +1,143 @@
+"""Text files as tokens: their bytes, or what a Hugging Face tokenizer makes of them."""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from stretto.train.data.cache import cached_file
+from stretto.train.data.files import file_size, read_head, reading
+from stretto.train.data.stream import Segment, TokenStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+BYTE_VOCAB = 256
+HEAD_BYTES = 1 << 16
+# A tokenizer takes a few hundred bytes of memory for a byte of text: text goes through it in pieces.
+PIECE_BYTES = 1 << 18
+PIECES_AT_ONCE = 8
+MAX_TOKENIZER_BYTES = 1 << 28
+
+
+def open_bytes(files: Sequence[Path]) -> TokenStream:
+    """The files' bytes, one token each, read where they lie. ValueError for a file that is not text."""
+    for file in files:
+        zero = read_head(file, HEAD_BYTES).find(b"\x00")
+        if zero >= 0:
+            raise ValueError(f"{file}: is not text in UTF-8 or an 8-bit encoding: byte {zero} is zero")
+    return TokenStream(Segment(file, "|u1", file_size(file)) for file in files)
+
+
+def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenStream, int]:
+    """The files' text through a tokenizer.json, and its vocabulary's size: every id is below it.
+
+    Nothing is added between files or at their ends. The ids are computed once and kept in the cache folder,
+    found again by the text's and the tokenizer's content. Raises ValueError for a file that is not valid
+    UTF-8, for a file that is no tokenizer, and when the package tokenizers is missing.
+    """
+    text = open_bytes(files)
+    tokenizer, description = load_tokenizer(tokenizer_path)
+    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    dtype = "<u2" if vocab <= 1 << 16 else "<u4"
+
+    def write_ids(output: BinaryIO) -> None:
+        logger.info("tokenizing %d bytes of text with %s, once", text.tokens, tokenizer_path)
+        for file in files:
+            pieces = _decoded_pieces(file)
+            while batch := list(islice(pieces, PIECES_AT_ONCE)):
+                for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+                    output.write(np.array(encoding.ids, dtype=dtype).tobytes())
+        if output.tell() == 0:
+            raise ValueError(f"{files[0]}: {tokenizer_path} makes no tokens of its text")
+
+    cached = cached_file(f"tokens/{_cache_key(text, description)}.bin", write_ids)
+    return TokenStream([Segment(cached, dtype, file_size(cached) // np.dtype(dtype).itemsize)]), vocab
+
+
+def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
+    """The tokenizer of a tokenizer.json, without its padding and truncation, and the file's content."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"tokenizer={str(path)!r} needs the package tokenizers: pip install 'stretto[tokenizers]', "
+            "or set tokenizer to 'bytes'"
+        ) from error
+    if path.is_dir():
+        raise ValueError(f"tokenizer={str(path)!r} is a folder: name the file, {path / 'tokenizer.json'}")
+    size = file_size(path)
+    if size > MAX_TOKENIZER_BYTES:
+        raise ValueError(f"{path}: has {size} bytes; a tokenizer.json has at most {MAX_TOKENIZER_BYTES}")
+    with reading(path):
+        content = path.read_bytes()
+    try:
+        description = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: is not a tokenizer.json: {error}") from error
+    # The package raises bare Exceptions: what is commonly mistaken for a tokenizer.json is refused before.
+    if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
+        raise ValueError(f"{path}: is not a tokenizer.json of Hugging Face tokenizers: it has no table 'model'")
+    tokenizer = Tokenizer.from_str(content.decode())
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer, content
+
+
+def _cache_key(text: TokenStream, tokenizer: bytes) -> str:
+    key = hashlib.blake2b(text.fingerprint.encode(), digest_size=16)
+    for segment in text.segments:
+        # The fingerprint of a large text is of samples: the time of writing tells of a change between them.
+        with reading(segment.path):
+            key.update(f"{segment.tokens} {segment.path.stat().st_mtime_ns} ".encode())
+    key.update(tokenizer)
+    key.update(f"{PIECE_BYTES} {importlib.metadata.version('tokenizers')}".encode())
+    return key.hexdigest()
+
+
+def _decoded_pieces(path: Path) -> Iterator[str]:
+    """The text in pieces of about PIECE_BYTES; ValueError with the position of a byte that is not UTF-8."""
+    position = 0
+    with reading(path), path.open("rb") as file:
+        text = file.read(PIECE_BYTES)
+        while following := file.read(PIECE_BYTES):
+            cut = _cut(text)
+            yield _decode(text[:cut], path, position)
+            position += cut
+            text = text[cut:] + following
+        yield _decode(text, path, position)
+
+
+def _cut(text: bytes) -> int:
+    """Where to end a piece: after the last line end between two words, where tokenizers cut as well.
+
+    Text without such a line end is cut before its last character, which may be incomplete.
+    """
+    newline = text.rfind(b"\n", 1, len(text) - 1)
+    while newline > 0:
+        if text[newline - 1] not in b" \t\n" and text[newline + 1] not in b" \t\r\n":
+            return newline + 1
+        newline = text.rfind(b"\n", 1, newline)
+    cut = len(text) - 1
+    while cut > len(text) - 4 and text[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return max(cut, 0)
+
+
+def _decode(piece: bytes, path: Path, position: int) -> str:
+    """The piece as text; `position` is its first byte's, for the message."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {position + error.start} is not valid UTF-8 ({error.reason}), which "
+            "a tokenizer needs: convert the file, or set tokenizer to 'bytes'"
+        ) from error

@@ -1,0 +1,32 @@
+"""The demo's text."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.train.data import demo, demo_corpus, open_dataset, write_demo_corpus
+
+
+def test_the_corpus_is_a_megabyte_of_documentation_and_imports_nothing() -> None:
+    imported = set(sys.modules)
+    corpus = demo_corpus()
+    assert set(sys.modules) == imported
+    assert len(corpus.encode()) > 1_000_000
+    assert "\x00" not in corpus
+    assert 'The "assert" statement' in corpus
+    assert "textwrap.TextWrapper.wrap\n" in corpus
+
+
+def test_the_written_corpus_can_be_trained_on(tmp_path: Path) -> None:
+    path = write_demo_corpus(tmp_path / "new" / "corpus.txt")
+    assert path.read_text(encoding="utf-8") == demo_corpus()  # the same in both calls
+    assert [file.name for file in path.parent.iterdir()] == ["corpus.txt"]
+    dataset = open_dataset(str(path), seq_len=256)
+    assert dataset.tokens == path.stat().st_size
+
+
+def test_a_python_without_its_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.os, "__file__", str(tmp_path / "os.py"))
+    with pytest.raises(ValueError, match="its documentation has 1 bytes, but the demo needs 1000000"):
+        demo_corpus()
