@@ -22,7 +22,7 @@ def preflight(config: TrainConfig) -> TrainConfig:
     """
     config = resolve_device(config)
     _check_folder(config.out)
-    model = model_config(config, open_data(config))
+    model = build_model_config(config, open_data(config))
     with torch.device("meta"):
         validate(GPT(model), config.grid.sizes())
     if checkpoint := find_checkpoint(config.out, config.train.resume):
@@ -46,7 +46,7 @@ def open_data(config: TrainConfig) -> TokenDataset:
     )
 
 
-def model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
+def build_model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
     """The model of a run on its data. Raises ValueError where they do not fit."""
     model = config.model.to_gpt(data_vocab=dataset.vocab_size, seq_len=config.train.seq_len)
     if config.train.seq_len > model.max_seq_len:

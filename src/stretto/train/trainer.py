@@ -22,11 +22,12 @@ from stretto.parallel import (
     parallelize,
 )
 from stretto.train.checkpoint import find_checkpoint, load_checkpoint, prepare_folder, save_checkpoint
-from stretto.train.data import Sampler, open_dataset, rank_rows
+from stretto.train.data import Sampler, rank_rows
 from stretto.train.launch import resolve_device
 from stretto.train.metrics import MetricsLog, require_tensorboard, write_summary
 from stretto.train.optimizer import build_optimizer
 from stretto.train.options import TrainConfig
+from stretto.train.preflight import build_model_config, open_data
 from stretto.train.progress import Display, Reporter, open_reporter
 from stretto.train.recorder import DivergenceError, StepRecorder
 from stretto.train.schedule import learning_rate
@@ -91,14 +92,8 @@ class _Run:
     def __init__(self, config: TrainConfig, grid: Grid) -> None:
         self.config, self.grid = config, grid
         options = config.train
-        self.dataset = open_dataset(
-            config.data.path,
-            format=config.data.format,
-            tokenizer=config.data.tokenizer,
-            seq_len=options.seq_len,
-            vocab=config.model.vocab,
-        )
-        self.model_config = config.model.to_gpt(data_vocab=self.dataset.vocab_size, seq_len=options.seq_len)
+        self.dataset = open_data(config)
+        self.model_config = build_model_config(config, self.dataset)
         torch.manual_seed(options.seed)  # for dropout; weights are seeded by their names
         self.sampler = Sampler(len(self.dataset), options.batch, options.seed)
         with torch.device("meta"):
