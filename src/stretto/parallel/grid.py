@@ -40,7 +40,8 @@ class Grid:
         self.device = _initialize(ranks, None if device is None else torch.device(device))
         if dist.get_world_size() != ranks:
             raise ValueError(mismatch(self.sizes, dist.get_world_size()))
-        order = torch.arange(ranks).view(data, z, y, x).permute(0, 2, 3, 1)
+        # Flattened and shaped anew: torch 2.11 reads the mesh's order off its strides, those of dims of size 1 too.
+        order = torch.arange(ranks).view(data, z, y, x).permute(0, 2, 3, 1).reshape(-1).view(data, y, x, z)
         self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_AXES)
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in AXES}
         self._groups["batch"] = self.mesh["data", "z"]._flatten("batch").get_group()

@@ -87,8 +87,8 @@ def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, 
             continue
         if style not in _STYLES:
             raise ValueError(
-                f"the tensor-parallel plan of {type(base).__name__} gives {pattern!r} the style {style!r}, which "
-                f"Stretto does not support (it knows {', '.join(_STYLES)}): say what it is with roles={{{pattern!r}: ...}}"
+                f"the tensor-parallel plan of {type(base).__name__} gives {pattern!r} the style {style!r}; Stretto "
+                f"knows {', '.join(_STYLES)}: say what it is with roles={{{pattern!r}: ...}}"
             )
         for name in names:
             roles[name] = _with_heads(base, name, _STYLES[style])

@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -142,9 +143,34 @@ def layout_of(parameter: Tensor) -> Layout:
     return layout
 
 
-def gather(parameter: Tensor) -> Tensor:
-    """The whole of a sharded parameter (or of anything cut like one: its gradient, a moment), on every rank.
+def gather(tensor: Tensor, layout: Layout | None = None) -> Tensor:
+    """The whole of a sharded tensor, in the original shape, on every rank. Collective over all ranks of its grid.
 
-    Collective over the tensor's grid. A plain tensor is returned as it is.
+    tensor: a parameter that `parallelize` made; or a DTensor cut like one (a gradient, an optimizer's moment), with
+    that parameter's `layout_of` where the parameter has segments. A plain tensor is returned as it is.
     """
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(tensor, DTensor):
+        return tensor
+    layout = layout or getattr(tensor, "stretto_layout", None)
+    if layout is None:
+        if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+            raise ValueError(
+                "this tensor has segments: pass its parameter's layout, gather(grad, layout_of(parameter))"
+            )
+        return tensor.detach().full_tensor()
+    mesh, local = tensor.device_mesh, tensor.detach().to_local()
+    sizes = {axis: mesh.get_group(axis).size() for axis in MESH_AXES}
+    coordinates = {axis: mesh.get_local_rank(axis) for axis in MESH_AXES}
+    whole = local.new_zeros(layout.shape)
+    cut = {split.axis for split in layout.splits}
+    if all(coordinates[axis] == 0 for axis in MESH_AXES if axis not in cut):  # one replica of each number
+        for box in layout.boxes(sizes, coordinates):
+            _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
+    for axis in MESH_AXES:
+        if sizes[axis] > 1:
+            dist.all_reduce(whole, group=mesh.get_group(axis))
+    return whole
+
+
+def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]

@@ -34,17 +34,16 @@ class WeightShard:
     local_rows: int
     group: dist.ProcessGroup
     precision: Precision
-    segments: int = 1
 
     def gather(self, shard: Tensor) -> Tensor:
         """All-gather over z (Algorithm 3, line 2), in the compute dtype."""
-        return gather_rows(self.precision.cast(shard), self.rows, self.group, self.segments)
+        return gather_rows(self.precision.cast(shard), self.rows, self.group)
 
     def scatter(self, gradient: Tensor) -> Tensor:
         """Reduce-scatter over z (line 14), in the reduction dtype."""
         if self.precision.reduce is not None:
             gradient = gradient.to(self.precision.reduce)
-        return scatter_rows(gradient, self.local_rows, self.group, self.segments)
+        return scatter_rows(gradient, self.local_rows, self.group)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class _Builder:
         output_dim = 1 if is_transposed else 0
         over_output = Split(output_dim, output_axis, role.segments)
         rows = over_output if output_dim == 0 else Split(0, input_axis)
-        splits = (over_output, Split(1 - output_dim, input_axis), Split(0, "z", rows.segments))
+        splits = (over_output, Split(1 - output_dim, input_axis), Split(0, "z"))
         weight, shard = self._weight(module, source, splits, rows)
         bias = None
         if module.bias is not None:
@@ -175,7 +175,7 @@ class _Builder:
         coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
         before_z = Layout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
-        return weight, WeightShard(before_z, local_rows, grid.group("z"), self.precision, rows.segments)
+        return weight, WeightShard(before_z, local_rows, grid.group("z"), self.precision)
 
     def _parameter(
         self, original: nn.Parameter, whole: Tensor, splits: tuple[Split, ...], sum_axes: tuple[str, ...]

@@ -97,7 +97,7 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
     is_by_input = is_conv1d(module)
     axis = input_axis if is_by_input else output_axis
-    rows = (inputs if is_by_input else outputs // role.segments) // sizes[axis]
+    rows = (inputs if is_by_input else outputs) // sizes[axis]
     check_divides(rows, sizes["z"], "z", f"{name} (its rows, of which each {axis} rank has {rows})", "weight rows")
 
 
