@@ -1,0 +1,52 @@
+"""The command `stretto`, one file a command.
+
+A command imports what it needs when it runs, so that `stretto --help` does not wait for torch.
+"""
+
+from typing import Annotated
+
+import typer
+
+import stretto
+from stretto.cli.bench import app as bench
+from stretto.cli.cluster import app as cluster
+from stretto.cli.demo import demo
+from stretto.cli.export import export
+from stretto.cli.train import train
+
+app = typer.Typer(
+    name="stretto",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(demo)
+app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
+app.command()(export)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"stretto {stretto.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Train a PyTorch model on a grid of processes: data x X x Y x Z.
+
+    Start with **stretto demo**; then **stretto train CONFIG.toml**.
+    """
+
+
+def main() -> None:
+    """Run the command line. Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n stopped by signal n."""
+    app(prog_name="stretto")

@@ -157,8 +157,8 @@ def gather(tensor: Tensor, layout: Layout | None = None) -> Tensor:
             raise ValueError(
                 "this tensor has segments: pass its parameter's layout, gather(grad, layout_of(parameter))"
             )
-        return tensor.detach().full_tensor()
-    mesh, local = tensor.device_mesh, tensor.detach().to_local()
+        return tensor.full_tensor().detach()
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
     sizes = {axis: mesh.get_group(axis).size() for axis in MESH_AXES}
     coordinates = {axis: mesh.get_local_rank(axis) for axis in MESH_AXES}
     whole = local.new_zeros(layout.shape)

@@ -1,0 +1,109 @@
+"""What every bench shares: starting ranks, timing steps, and writing the result with what it was measured on."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a bench's table: the row's key, its heading (with the unit), and how a value is printed."""
+
+    key: str
+    heading: str
+    form: str = "{}"
+
+
+def machine_kind() -> dict[str, str]:
+    """What the figures were taken on: devices and versions, never a machine's name."""
+    if torch.cuda.is_available():
+        devices = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+    else:
+        devices = f"{os.cpu_count()} CPU cores"
+    kind = {"devices": devices, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.cuda.is_available():
+        kind["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return kind
+
+
+def write_result(out: Path, name: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> Path:
+    """Write `out`/`name`.json: the command, the date, the machine's kind, `about` and the rows. Returns the path."""
+    out.mkdir(parents=True, exist_ok=True)
+    result = {
+        "command": "stretto " + " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine_kind(),
+        **about,
+        "rows": list(rows),
+    }
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows for people; a value that is absent is a dash."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column.heading, justify="right")
+    for row in rows:
+        values = (row.get(column.key) for column in columns)
+        forms = (column.form for column in columns)
+        table.add_row(*("-" if v is None else form.format(v) for v, form in zip(values, forms, strict=True)))
+    Console(width=160).print(table)
+
+
+def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
+    """Call `entry(*args)` on `ranks` processes with torchrun's machinery; returns what rank 0 returned."""
+    # one thread a rank unless the user says otherwise: the ranks share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return elastic_launch(config, entry)(*args)[0]
+
+
+def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
+    """Median seconds of a step on the slowest rank, by events on a GPU and by the clock elsewhere."""
+    for _ in range(warm_up):
+        step()
+    if not torch.cuda.is_available():
+        import time
+
+        seconds = []
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        median = torch.tensor(statistics.median(seconds))
+    else:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        dist.barrier()
+        for start_event, end_event in events:
+            start_event.record()
+            step()
+            end_event.record()
+        torch.cuda.synchronize()
+        median = torch.tensor(statistics.median(a.elapsed_time(b) / 1e3 for a, b in events), device="cuda")
+    dist.all_reduce(median, op=dist.ReduceOp.MAX)
+    return float(median)

@@ -1,0 +1,128 @@
+"""`stretto demo`: the main job, small."""
+
+import signal
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.cli.console import Json, print_json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from stretto.report import Run
+    from stretto.train.config import TrainConfig
+
+PROMPT = "The standard library "
+SAMPLE_TOKENS = 300
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.")] = Path("runs/demo"),
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT on 4 processes, then on one, and compare.
+
+    The text is the documentation inside Python's standard library. It takes some minutes on 2 cores; GPUs are used
+    where there are some. Shows the loss of both runs, a text that the model writes, and what was sent over which axis.
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.train.preflight import preflight
+
+        config = preflight(_configure(out))
+        alone = preflight(_configure(out / "one-rank", ["ranks=1", "grid={data=1, x=1, y=1, z=1}"]))
+
+    from stretto.report import read_run, write_report
+
+    _train(config, f"Training on {config.ranks} ranks: {config.grid}", as_json)
+    beside = None
+    if config.ranks > 1:
+        _train(alone, "The same on one rank", as_json)
+        beside = alone.out
+    sample = _write_sample(config)
+    run = write_report(config.out, beside=beside, sample=sample)
+    other = None if beside is None else read_run(beside)
+    if as_json:
+        print_json(_result(run, other, sample))
+    else:
+        _show(run, other, sample)
+
+
+def _configure(out: Path, overrides: list[str] | None = None) -> "TrainConfig":
+    """The demo's configuration, on as many GPUs as are there and of use."""
+    import torch
+
+    from stretto.train.config import load_config
+
+    grids = {0: "{x=2, z=2}", 1: "{x=1, z=1}", 2: "{x=2, z=1}", 3: "{x=2, z=1}"}
+    grid = grids.get(torch.cuda.device_count(), "{x=2, z=2}")
+    with as_file(files("stretto.cli") / "demo.toml") as file:
+        return load_config(file, ["ranks=none", f"grid={grid}", *(overrides or []), f"out={out}"])
+
+
+def _train(config: "TrainConfig", heading: str, as_json: bool) -> None:
+    from stretto.cli.running import exit_by, run_training
+
+    if not as_json:
+        print(f"\n{heading}", flush=True)
+    stopped_by: signal.Signals | None = run_training(config, as_json=as_json)
+    if stopped_by is not None:
+        raise exit_by(stopped_by)
+
+
+def _write_sample(config: "TrainConfig") -> str:
+    """A text from the trained model, whole in this process."""
+    from stretto.models import GPT
+    from stretto.train.checkpoint import find_checkpoint, load_checkpoint
+    from stretto.train.generate import generate
+    from stretto.train.preflight import build_model_config, open_data
+
+    model = GPT(build_model_config(config, open_data(config)))
+    checkpoint = find_checkpoint(config.out, "latest")
+    assert checkpoint is not None  # the run has just ended
+    load_checkpoint(checkpoint, model)
+    tokens = generate(model, list(PROMPT.encode()), SAMPLE_TOKENS, temperature=0.7, seed=1)
+    return bytes(tokens).decode(errors="replace")
+
+
+def _result(run: "Run", other: "Run | None", sample: str) -> dict[str, object]:
+    from stretto.report import largest_difference
+
+    result = dict(run.summary) | {"out": run.out, "step": run.steps[-1], "sample": sample}
+    if other is not None:
+        result |= {"one_rank": dict(other.summary), "largest_loss_difference": largest_difference(run, other)}
+    return result
+
+
+def _show(run: "Run", other: "Run | None", sample: str) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+
+    from stretto.report import largest_difference
+
+    console = Console()
+    table = Table("step", run.label, title="Loss, nats a token", title_justify="left")
+    if other is not None:
+        table.add_column(other.label)
+    shown = sorted(
+        {0, *range(len(run.steps) // 5 - 1, len(run.steps), max(1, len(run.steps) // 5)), len(run.steps) - 1}
+    )
+    for at in shown:
+        beside = [f"{other.losses[at]:.5f}"] if other is not None else []
+        table.add_row(str(run.steps[at]), f"{run.losses[at]:.5f}", *beside)
+    console.print()
+    console.print(table)
+    if other is not None:
+        console.print(f"largest difference at any step: {largest_difference(run, other):.1e}")
+    sent = {axis: count for axis, count in run.summary["bytes_sent"].items() if count}
+    if sent:
+        table = Table("axis", "bytes", title="Sent by one rank in one step", title_justify="left")
+        table.columns[1].justify = "right"
+        for axis, count in sent.items():
+            table.add_row(axis, f"{count:,}")
+        console.print()
+        console.print(table)
+    console.print()
+    console.print(Panel(sample, title="What the model writes now", title_align="left"), markup=False)
+    console.print(f"\nThe loss curve: {run.out / 'loss.png'}    All of it: {run.out / 'summary.md'}")

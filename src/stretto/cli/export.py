@@ -1,0 +1,32 @@
+"""`stretto export`: a checkpoint's weights as safetensors."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.cli.console import Json, print_json, refusing_bad_input
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint's."),
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE.safetensors", help="The file to write.")],
+    max_file_gigabytes: Annotated[
+        float | None, typer.Option(min=1e-6, help="Split into files of at most this size (10^9 bytes), with an index.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint's weights to a safetensors file, under the model's own names, whatever grid wrote them."""
+    from stretto.train.weights import export_safetensors
+
+    with refusing_bad_input(as_json=as_json):
+        limit = None if max_file_gigabytes is None else round(max_file_gigabytes * 1e9)
+        files = export_safetensors(checkpoint, to, max_file_bytes=limit)
+    if as_json:
+        print_json({"files": [str(file) for file in files]})
+    else:
+        for file in files:
+            print(f"wrote {file} ({file.stat().st_size / 1e6:,.1f} MB)")

@@ -1,0 +1,68 @@
+"""`stretto train`: train a model as a configuration file says."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.console import Json, print_json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from signal import Signals
+
+    from stretto.report import Run
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, how.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace an option of the file; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model on a grid of processes.
+
+    Everything is checked first: options, data, the model on its grid, the checkpoint. Then the ranks are started
+    (torchrun may have done so already), and the run's folder `out` gets config.toml, metrics.jsonl,
+    checkpoints/, loss.png and summary.md. Ctrl-C writes a checkpoint and ends.
+
+    Options of the file: docs/configuration.md. For example:
+
+    - stretto train configs/demo.toml --set grid.data=2 --set ranks=8 --set out=runs/mine
+    - stretto train runs/mine/config.toml --set train.resume=latest --set train.steps=200
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.train.config import load_config
+
+        requested = load_config(config, overrides or [])  # before torch is imported: mistakes show at once
+
+        from stretto.train.preflight import preflight
+
+        checked = preflight(requested)
+
+    from stretto.cli.running import exit_by, is_first, run_training
+    from stretto.report import read_metrics, write_report
+
+    stopped_by = run_training(checked, as_json=as_json)
+    if is_first():
+        has_trained = read_metrics(checked.out) != []
+        run = write_report(checked.out) if has_trained else None
+        if as_json:
+            print_json(_result(checked.out, run, stopped_by))
+        elif run is not None:
+            print(f"loss {run.losses[-1]:.4f} after {run.steps[-1]} steps; see {checked.out / 'summary.md'}")
+    if stopped_by is not None:
+        raise exit_by(stopped_by)
+
+
+def _result(out: Path, run: "Run | None", stopped_by: "Signals | None") -> dict[str, Any]:
+    """What --json prints: the run's summary, its last step, and where to continue from."""
+    from stretto.train.checkpoint import find_checkpoint
+
+    trained = {} if run is None else dict(run.summary) | {"step": run.steps[-1], "loss": run.losses[-1]}
+    return trained | {
+        "out": out,
+        "checkpoint": find_checkpoint(out, "latest"),
+        "stopped_by": None if stopped_by is None else stopped_by.name,
+    }
