@@ -30,7 +30,7 @@ def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
 
 
 @contextmanager
-def refusing_bad_input(*, as_json: bool) -> Iterator[None]:
+def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
     """Turn a ValueError, which is written for users, into its message and exit status 2."""
     try:
         yield

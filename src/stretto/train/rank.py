@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -39,5 +40,7 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
 
 
 if __name__ == "__main__":
+    # torch's advice to those who call it is not for those who train.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     sys.excepthook = _leave_reporting_to_launcher
     record(main)(*sys.argv[1:])

@@ -1,0 +1,171 @@
+"""What a run's folder has to say: loss.png and summary.md, from its metrics, summary and configuration."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.report.loss_plot import plot_loss
+from stretto.train.checkpoint import find_checkpoint
+from stretto.train.config import TrainConfig, load_config
+from stretto.train.metrics import METRICS_FILE, SUMMARY_FILE
+
+LOSS_PLOT = "loss.png"
+SUMMARY = "summary.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder describes it. `steps` and `losses` go together; `summary` is {} for a run cut short."""
+
+    out: Path
+    config: TrainConfig
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    tokens_per_second: tuple[float, ...]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The run's ranks in words, as a plot names them."""
+        grid = self.config.grid
+        axes = " ".join(f"{axis}={size}" for axis, size in grid.sizes().items() if size > 1)
+        return f"{grid.ranks} ranks, {axes}" if axes else "1 rank"
+
+
+def read_run(out: Path) -> Run:
+    """Read a run's folder. Raises ValueError for a folder without config.toml or without a step in metrics.jsonl."""
+    config = load_config(out / "config.toml")
+    metrics = read_metrics(out)
+    if not metrics:
+        raise ValueError(f"{out} has no step in its {METRICS_FILE}: nothing was trained there")
+    summary_file = out / SUMMARY_FILE
+    return Run(
+        out=out,
+        config=config,
+        steps=tuple(line["step"] for line in metrics),
+        losses=tuple(line["loss"] for line in metrics),
+        tokens_per_second=tuple(line["tokens_per_second"] for line in metrics),
+        summary=json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {},
+    )
+
+
+def largest_difference(run: Run, other: Run) -> float:
+    """The largest difference between two runs' losses at a step that both have; NaN where they share none."""
+    others = dict(zip(other.steps, other.losses, strict=True))
+    both = [abs(loss - others[step]) for step, loss in zip(run.steps, run.losses, strict=True) if step in others]
+    return max(both, default=math.nan)
+
+
+def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> Run:
+    """Write `out`/loss.png and summary.md, with another run's loss and a generated text if they are given.
+
+    Returns the run. Raises ValueError like `read_run`.
+    """
+    run = read_run(out)
+    other = None if beside is None else read_run(beside)
+    plot_loss({each.label: (each.steps, each.losses) for each in (run, other) if each}, out / LOSS_PLOT)
+    sections = [_overview(run), _loss(run, other), _bytes_sent(run), _configuration(run), _checkpoint(run)]
+    if sample is not None:
+        sections.insert(2, f"## What it writes\n\n```text\n{sample.replace('```', '')}\n```")
+    (out / SUMMARY).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+    return run
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The steps of a run, oldest first, [] before the first. A kill may have cut a last line short: it is left out."""
+    file = out / METRICS_FILE
+    if not file.is_file():
+        return []
+    metrics = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            metrics.append(json.loads(line))
+        except ValueError:
+            break
+    return metrics
+
+
+def _overview(run: Run) -> str:
+    summary, grid = run.summary, run.config.grid
+    rows = {
+        "steps": f"{run.steps[-1]:,} of {run.config.train.steps:,}",
+        "final loss": f"{run.losses[-1]:.4f} nats a token, the mean over the step's batch",
+        "ranks": f"{grid.ranks} ({grid}) on {summary.get('device', run.config.device)}",
+    }
+    if summary:
+        rows |= {
+            "parameters": f"{summary['parameters']:,}",
+            "tokens/s": f"{summary['tokens_per_second']:,.0f}, all ranks together",
+            "time in steps": _duration(summary["seconds"]),
+            "peak memory of a rank": _bytes(summary["peak_memory_bytes"]),
+        }
+    else:
+        rows["tokens/s"] = f"{run.tokens_per_second[-1]:,.0f} in the last step; the run was cut short"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"# The run in `{run.out}`\n\n| | |\n|---|---|\n{table}"
+
+
+def _loss(run: Run, other: Run | None) -> str:
+    text = f"## Loss\n\n![loss by step]({LOSS_PLOT})"
+    if other is not None:
+        text += (
+            f"\n\nThe same training on {other.label} (`{other.out}`): the losses of a step differ by at most "
+            f"{largest_difference(run, other):.1e}."
+        )
+    return text
+
+
+def _bytes_sent(run: Run) -> str:
+    sent = {axis: count for axis, count in run.summary.get("bytes_sent", {}).items() if count}
+    if not sent:
+        return "## Bytes sent\n\nNone: one rank has nobody to send to." if run.config.ranks == 1 else ""
+    rows = "\n".join(f"| {axis} | {count:,} | {_bytes(count)} |" for axis, count in sent.items())
+    return (
+        "## Bytes sent\n\nBy one rank in one step, counted at the process groups (`batch`: data and z together; "
+        f"`world`: all ranks).\n\n| axis | bytes | |\n|---|---:|---:|\n{rows}"
+    )
+
+
+def _configuration(run: Run) -> str:
+    config, train = run.config, run.config.train
+    model = ", ".join(f"{name} {value}" for name, value in config.model if value is not None)
+    rows = {
+        "model": model,
+        "data": f"{config.data.path}, {config.data.format}",
+        "batch": f"{train.batch} sequences of {train.seq_len} tokens, {train.dtype}",
+        "optimizer": f"{train.optimizer}, learning rate {train.lr:g}, {train.warmup_steps} steps of warm-up",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"## Configuration\n\n| | |\n|---|---|\n{table}\n\nAll of it is in [config.toml](config.toml)."
+
+
+def _checkpoint(run: Run) -> str:
+    checkpoint = find_checkpoint(run.out, "latest")
+    if checkpoint is None:
+        return "## Checkpoint\n\nNone was written."
+    steps = max(run.config.train.steps, 2 * run.steps[-1]) if run.steps[-1] >= run.config.train.steps else None
+    longer = f" --set train.steps={steps}" if steps else ""
+    return (
+        f"## Checkpoint\n\n`{checkpoint}`. To continue, on this grid or another (`--set ranks=... --set grid.x=...`):\n\n"
+        f"```sh\nstretto train {run.out / 'config.toml'} --set train.resume=latest{longer}\n```\n\n"
+        f"To use the weights elsewhere:\n\n```sh\nstretto export {run.out} --to model.safetensors\n```"
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
