@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import stretto
+from stretto.cli.bench import app as bench
 from stretto.cli.cluster import app as cluster
 from stretto.cli.demo import demo
 from stretto.cli.export import export
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(demo)
+app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.command()(export)
 

@@ -75,7 +75,7 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The steps of a run, oldest first, [] before the first. A kill may have cut a last line short: it is left out."""
+    """The steps of a run, oldest first; [] before the first. Leaves out a last line that a kill has cut short."""
     file = out / METRICS_FILE
     if not file.is_file():
         return []
