@@ -10,6 +10,7 @@ def learning_rate(step: int, *, lr: float, min_lr: float, warmup_steps: int, ste
     training ends, after `steps`: no step is spent at a rate of zero.
     """
     if step <= warmup_steps:
-        return lr * step / warmup_steps
+        return lr * (step / warmup_steps)
     progress = min((step - 1 - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
-    return min_lr + (lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return lr * share + min_lr * (1.0 - share)

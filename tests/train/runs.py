@@ -1,0 +1,134 @@
+"""What ranks do in the tests of training and of checkpoints: functions of a module, so that a pool can import them."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, gather, parallelize
+from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.config import TrainConfig, make_config
+from stretto.train.data import Sampler
+from stretto.train.optimizer import ShardOptimizer
+from stretto.train.trainer import train
+from stretto.train.weights import import_safetensors
+
+# 61 tokens: no axis divides them. Grouped-query attention, so that x divides groups and not features.
+GPT_CONFIG = GPTConfig(layers=2, hidden=16, heads=8, kv_heads=4, vocab=61, max_seq_len=16)
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
+
+
+def configure(out: Path, *overrides: str) -> TrainConfig:
+    """A small run on `TEXT`, which it writes beside `out`."""
+    text = out.parent / "text.txt"
+    if not text.exists():
+        text.parent.mkdir(parents=True, exist_ok=True)
+        text.write_text(TEXT)
+    values = {
+        "out": str(out),
+        "device": "cpu",
+        "data": {"path": str(text)},
+        "model": {"layers": 2, "hidden": 32, "heads": 8},
+        "train": {"steps": 6, "batch": 8, "seq_len": 16, "lr": 1e-2, "warmup_steps": 1},
+    }
+    return make_config(values, list(overrides))
+
+
+def metrics_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_quietly(config: TrainConfig) -> None:
+    train(config, display="none")
+
+
+def train_and_stop(config: TrainConfig, step: int, rank: int) -> None:
+    """Train; `rank` gets SIGTERM while it works on `step`."""
+    indices = Sampler.indices
+
+    def indices_and_signal(sampler: Sampler, number: int) -> Any:
+        if number == step - 1 and rank == torch.distributed.get_rank():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return indices(sampler, number)
+
+    with mock.patch.object(Sampler, "indices", indices_and_signal):
+        train(config, display="none")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the handler was not given back"
+
+
+def make_gpt() -> nn.Module:
+    return GPT(GPT_CONFIG)
+
+
+def make_hugging_face_gpt2() -> nn.Module:
+    """GPT-2 fuses queries, keys and values: a shard of that weight is several pieces of it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 8, "vocab_size": 61, "n_positions": 16}
+    none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(**sizes, **none)
+    return GPT2LMHeadModel(config)
+
+
+def sharded(make: Any, grid: dict[str, int], seed: int) -> tuple[nn.Module, ShardOptimizer, Grid]:
+    torch.manual_seed(seed)
+    on_grid = Grid(**grid, device="cpu")
+    model = parallelize(make(), on_grid)
+    return model, ShardOptimizer(model, lambda groups: AdamW(groups, lr=0.1), weight_decay=0.1), on_grid
+
+
+def save_trained(make: Any, grid: dict[str, int], out: Path) -> dict[str, Tensor]:
+    """Train a model for two steps on a grid, with random gradients, and save it. Returns its whole weights."""
+    model, optimizer, _ = sharded(make, grid, seed=1)
+    for _ in range(2):
+        tokens = torch.randint(61, (4, 16))
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = model(tokens, labels=tokens).loss if make is make_hugging_face_gpt2 else model(tokens, tokens)
+        loss.backward()
+        optimizer.step(0.1)
+    save(model, optimizer, out, 2)
+    return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+def load_and_save(make: Any, grid: dict[str, int], source: Path, out: Path) -> dict[str, Tensor]:
+    """Load a checkpoint into a model with other weights, and save it again. Returns its whole weights."""
+    model, optimizer, _ = sharded(make, grid, seed=2)
+    load_checkpoint(source, model, optimizer)
+    save(model, optimizer, out, 2)
+    return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+def save(model: nn.Module, optimizer: ShardOptimizer, out: Path, step: int, keep: int = 5) -> None:
+    save_checkpoint(out, step, model, optimizer, model_config=GPT_CONFIG, run={}, data={}, keep=keep)
+
+
+def save_steps(out: Path, steps: list[int], keep: int) -> None:
+    """Save the same model under several steps."""
+    model, optimizer, _ = sharded(make_gpt, {}, seed=1)
+    for step in steps:
+        save(model, optimizer, out, step, keep)
+
+
+def load_weights(make: Any, grid: dict[str, int], file: Path) -> dict[str, Tensor]:
+    """Import a safetensors file on a grid. Returns the whole weights."""
+    model, _, _ = sharded(make, grid, seed=2)
+    import_safetensors(model, file)
+    return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+def decay_only(grid: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """One optimizer step without a gradient. Returns each parameter before and after, whole."""
+    model, optimizer, _ = sharded(make_gpt, grid, seed=1)
+    before = {name: gather(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.5)
+    return {name: (before[name], gather(parameter).detach()) for name, parameter in model.named_parameters()}

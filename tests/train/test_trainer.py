@@ -1,0 +1,256 @@
+"""Training runs: the loss is that of plain PyTorch, whatever the grid, the accumulation, the stops and resumptions."""
+
+import math
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import Ranks
+from tests.train import runs
+from torch.nn import functional as F
+
+from stretto.models import GPT
+from stretto.parallel import AXES
+from stretto.train.checkpoint import checkpoint_path, find_checkpoint
+from stretto.train.checkpoint_metadata import read_metadata
+from stretto.train.checkpoint_storage import read_tensor
+from stretto.train.config import TrainConfig
+from stretto.train.data import Sampler, open_dataset
+from stretto.train.recorder import DivergenceError
+from stretto.train.schedule import learning_rate
+
+MakeRanks = Callable[[int], Ranks]
+
+
+def on_grid(**sizes: int) -> list[str]:
+    return [f"grid.{axis}={size}" for axis, size in sizes.items()]
+
+
+def run(ranks: MakeRanks, out: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Train on the configuration's grid. Returns the lines of metrics.jsonl."""
+    config = runs.configure(out, *overrides)
+    ranks(config.ranks).run(runs.train_quietly, config, timeout=120)
+    return runs.metrics_of(out)
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    entries = read_metadata(checkpoint).tensors
+    return {
+        name.removeprefix("model."): read_tensor(checkpoint, entry)
+        for name, entry in entries.items()
+        if name.startswith("model.")
+    }
+
+
+def assert_same_state(first: Path, second: Path) -> None:
+    """Two checkpoints hold the same bits."""
+    entries, others = read_metadata(first).tensors, read_metadata(second).tensors
+    assert entries.keys() == others.keys()
+    for name, entry in entries.items():
+        assert torch.equal(read_tensor(first, entry), read_tensor(second, others[name])), name
+
+
+def plain_losses(config: TrainConfig, weights: dict[str, torch.Tensor], start: int) -> list[float]:
+    """The losses of steps `start` + 1 on, of a loop over whole batches in plain PyTorch, from these weights and SGD."""
+    options = config.train
+    dataset = open_dataset(config.data.path, seq_len=options.seq_len)
+    sampler = Sampler(len(dataset), options.batch, options.seed)
+    model = GPT(config.model.to_gpt(data_vocab=256, seq_len=options.seq_len)).double()
+    model.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
+    losses = []
+    for step in range(start + 1, options.steps + 1):
+        rows = torch.stack([torch.from_numpy(dataset[index]) for index in sampler.indices(step - 1)])
+        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+        lr = learning_rate(
+            step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                decay = options.weight_decay if parameter.dim() >= 2 else 0.0
+                assert parameter.grad is not None
+                parameter.sub_(lr * (parameter.grad + decay * parameter))
+    return losses
+
+
+def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = ["train.optimizer=sgd", "train.dtype=fp64", "train.lr=0.1", "train.clip=0.5"]
+    start = 2
+    run(ranks, tmp_path / "first", *options, f"train.steps={start}")
+    metrics = run(
+        ranks,
+        tmp_path / "run",
+        *options,
+        *on_grid(x=2, z=2),
+        "train.micro_batch=2",
+        f"train.resume={tmp_path / 'first'}",
+    )
+    weights = weights_of(checkpoint_path(tmp_path / "first", start))
+    expected = plain_losses(runs.configure(tmp_path / "run", *options), weights, start)
+    assert [line["step"] for line in metrics] == [3, 4, 5, 6]
+    assert [line["loss"] for line in metrics] == pytest.approx(expected, abs=1e-10)
+    assert expected[0] - expected[-1] > 0.05, "the model does not learn: the comparison says little"
+
+
+def test_a_run_resumes_on_fewer_and_on_more_ranks_with_the_same_losses(ranks: MakeRanks, tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path / "whole", *on_grid(x=2, z=2), "train.steps=6", "train.checkpoint_every=3")
+    middle = checkpoint_path(tmp_path / "whole", 3)
+    for name, sizes in (("fewer", {"y": 2}), ("more", {"data": 2, "x": 2, "z": 2})):
+        resumed = run(ranks, tmp_path / name, *on_grid(**sizes), f"train.resume={middle}")
+        assert [line["step"] for line in resumed] == [4, 5, 6]
+        for ours, theirs in zip(resumed, whole[3:], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5), name
+            assert ours["tokens"] == theirs["tokens"]
+            assert ours["lr"] == theirs["lr"]
+
+
+def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = [*on_grid(x=2, z=2), "model.dropout=0.2", "train.micro_batch=2", "train.checkpoint_every=2"]
+    options.append("train.keep_checkpoints=3")
+    whole = run(ranks, tmp_path / "whole", *options, "train.steps=5")
+    resumed = run(
+        ranks, tmp_path / "again", *options, "train.steps=5", f"train.resume={checkpoint_path(tmp_path / 'whole', 2)}"
+    )
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole[2:]]
+    assert_same_state(checkpoint_path(tmp_path / "again", 5), checkpoint_path(tmp_path / "whole", 5))
+
+
+def test_accumulation_changes_neither_loss_nor_weights(ranks: MakeRanks, tmp_path: Path) -> None:
+    results = []
+    for micro_batch in ("none", "1"):
+        out = tmp_path / micro_batch
+        options = ["train.dtype=fp64", "train.steps=3", f"train.micro_batch={micro_batch}"]
+        metrics = run(ranks, out, *options, *on_grid(x=2, z=2))
+        results.append((metrics, weights_of(checkpoint_path(out, 3))))
+    (at_once, weights), (accumulated, other_weights) = results
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in accumulated] == pytest.approx([line[key] for line in at_once], abs=1e-12)
+    for name, weight in weights.items():
+        assert torch.linalg.norm(other_weights[name] - weight) <= 1e-10 * torch.linalg.norm(weight), name
+
+
+def test_a_resumed_run_has_each_step_once(ranks: MakeRanks, tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path, "train.steps=5", "train.checkpoint_every=2")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')  # the line that a kill cut short
+    resumed = run(ranks, tmp_path, "train.steps=5", f"train.resume={checkpoint_path(tmp_path, 4)}")
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5]
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_a_run_that_starts_over_leaves_nothing_of_the_last_in_its_metrics(ranks: MakeRanks, tmp_path: Path) -> None:
+    run(ranks, tmp_path, "train.steps=3")
+    assert [line["step"] for line in run(ranks, tmp_path, "train.steps=2")] == [1, 2]
+    assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: MakeRanks, tmp_path: Path, rank: int) -> None:
+    options = [*on_grid(x=2, z=2), "train.steps=6"]
+    whole = run(ranks, tmp_path / "whole", *options)
+    config = runs.configure(tmp_path / "stopped", *options)
+    ranks(4).run(runs.train_and_stop, config, step=3, rank=rank, timeout=60)
+    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 3)
+    resumed = run(ranks, config.out, *options, "train.resume=latest")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_its_step_and_the_last_checkpoint(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    config = runs.configure(
+        tmp_path, *on_grid(x=2), "train.lr=1e300", "train.warmup_steps=0", "train.clip=none", "train.dtype=fp64",
+        "train.optimizer=sgd", "train.checkpoint_every=1",
+    )  # fmt: skip
+    with pytest.raises(DivergenceError, match=r"in step 2; the last checkpoint is .*step-00000001"):
+        ranks(2).run(runs.train_quietly, config)
+    assert [line["step"] for line in runs.metrics_of(tmp_path)] == [1]
+    assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
+    before = run(ranks, tmp_path, "train.steps=2")
+    assert run(ranks, tmp_path, "train.steps=2", "train.resume=latest") == before
+
+
+def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(ranks: MakeRanks, tmp_path: Path) -> None:
+    run(ranks, tmp_path / "often", "train.steps=5", "train.checkpoint_every=2", "train.keep_checkpoints=9")
+    run(ranks, tmp_path / "end", "train.steps=2")
+    steps = lambda out: sorted(int(path.name[5:]) for path in (out / "checkpoints").iterdir())  # noqa: E731
+    assert steps(tmp_path / "often") == [2, 4, 5]
+    assert steps(tmp_path / "end") == [2]
+
+
+def test_a_checkpoint_says_what_wrote_it(ranks: MakeRanks, tmp_path: Path) -> None:
+    run(ranks, tmp_path, "train.steps=1", *on_grid(z=2))
+    metadata = read_metadata(checkpoint_path(tmp_path, 1))
+    assert (metadata.step, metadata.optimizer) == (1, "adamw")
+    assert (metadata.model["layers"], metadata.model["vocab"]) == (2, 256)
+    assert metadata.run["grid"]["z"] == 2
+    assert metadata.data["seq_len"] == 16
+
+
+def test_the_summary_has_the_run_in_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
+    metrics = run(ranks, tmp_path, *on_grid(x=2, z=2))
+    summary = runs.json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["loss"] == metrics[-1]["loss"]
+    assert summary["seconds"] == pytest.approx(sum(line["seconds"] for line in metrics))
+    rate = 5 * 8 * 16 / sum(line["seconds"] for line in metrics[1:])
+    assert summary["tokens_per_second"] == pytest.approx(rate)
+    assert summary["parameters"] == sum(weight.numel() for weight in weights_of(checkpoint_path(tmp_path, 6)).values())
+    assert summary["ranks"] == prod(summary["grid"].values()) == 4
+    assert summary["device"] == "cpu"
+    assert summary["peak_memory_bytes"] > 50e6  # torch alone is that
+    sent = summary["bytes_sent"]
+    assert sent.keys() >= set(AXES)
+    assert sent["data"] == sent["y"] == 0
+    assert sent["x"] > 0
+    assert sent["z"] > 0
+
+
+def test_each_line_of_metrics_adds_up(ranks: MakeRanks, tmp_path: Path) -> None:
+    for number, line in enumerate(run(ranks, tmp_path), start=1):
+        assert line["step"] == number
+        assert line["tokens"] == number * 8 * 16
+        assert line["tokens_per_second"] == pytest.approx(8 * 16 / line["seconds"])
+        assert math.isfinite(line["grad_norm"])
+
+
+@pytest.mark.parametrize("sizes", [{}, {"x": 2, "z": 2}])
+def test_matrices_are_decayed_and_vectors_are_not(ranks: MakeRanks, sizes: dict[str, int]) -> None:
+    for name, (before, after) in ranks(prod(sizes.values())).run(runs.decay_only, sizes)[0].items():
+        factor = 1 - 0.5 * 0.1 if before.dim() >= 2 else 1.0
+        assert torch.allclose(after, before * factor, rtol=1e-6, atol=0), name
+
+
+def test_activation_checkpointing_changes_no_loss(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = [*on_grid(x=2), "model.dropout=0.1", "train.steps=3"]
+    kept = run(ranks, tmp_path / "kept", *options)
+    recomputed = run(ranks, tmp_path / "recomputed", *options, "train.checkpoint_activations=true")
+    assert [line["loss"] for line in recomputed] == pytest.approx([line["loss"] for line in kept], abs=1e-6)
+
+
+def test_bf16_trains_on_fp32_weights(ranks: MakeRanks, tmp_path: Path) -> None:
+    exact = run(ranks, tmp_path / "fp32", *on_grid(x=2))
+    rounded = run(ranks, tmp_path / "bf16", *on_grid(x=2), "train.dtype=bf16")
+    assert {entry.dtype for entry in read_metadata(checkpoint_path(tmp_path / "bf16", 6)).tensors.values()} == {
+        "float32"
+    }
+    assert [line["loss"] for line in rounded] != [line["loss"] for line in exact]
+    assert [line["loss"] for line in rounded] == pytest.approx([line["loss"] for line in exact], abs=0.05)
+
+
+def test_tensorboard_that_is_not_installed_is_an_error_with_a_remedy(
+    ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'stretto\[tensorboard\]'"):
+        runs.train_quietly(runs.configure(tmp_path, "train.tensorboard=true"))
+    assert not (tmp_path / "metrics.jsonl").exists()
