@@ -4,6 +4,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed these two, and warns at each call of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over the group in place, and return it."""
@@ -22,7 +26,7 @@ def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
         return shard
     chunk = -(-rows // size)
     whole = shard.new_empty(chunk * size, *shard.shape[1:])
-    dist.all_gather_into_tensor(whole, _padded(shard, chunk), group=group)
+    _all_gather(whole, _padded(shard, chunk), group=group)
     return whole[:rows]
 
 
@@ -33,7 +37,7 @@ def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Te
         return whole
     chunk = -(-whole.shape[0] // size)
     part = whole.new_empty(chunk, *whole.shape[1:])
-    dist.reduce_scatter_tensor(part, _padded(whole, chunk * size), group=group)
+    _reduce_scatter(part, _padded(whole, chunk * size), group=group)
     return part[:local_rows]
 
 

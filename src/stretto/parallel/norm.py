@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.parallel.communication import all_reduce
+from stretto.parallel.communication import all_reduce, gather_rows
 from stretto.parallel.linear import Precision, local
 
 
@@ -25,8 +25,7 @@ def _moments(x: Tensor, is_centred: bool, group: dist.ProcessGroup) -> tuple[Ten
     m2 = (x - mean).square().sum(-1, keepdim=True)
     if is_centred:
         part = torch.stack((mean, m2))
-        parts = part.new_empty(size * 2, *mean.shape)
-        dist.all_gather_into_tensor(parts, part, group=group)
+        parts = gather_rows(part, 2 * size, group)
         means, m2s = parts[0::2], parts[1::2]
         mean = means.mean(0)
         m2 = m2s.sum(0) + count * (means - mean).square().sum(0)
