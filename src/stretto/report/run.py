@@ -149,7 +149,8 @@ def _checkpoint(run: Run) -> str:
     steps = max(run.config.train.steps, 2 * run.steps[-1]) if run.steps[-1] >= run.config.train.steps else None
     longer = f" --set train.steps={steps}" if steps else ""
     return (
-        f"## Checkpoint\n\n`{checkpoint}`. To continue, on this grid or another (`--set ranks=... --set grid.x=...`):\n\n"
+        f"## Checkpoint\n\n`{checkpoint}`. To continue, on this grid or another "
+        "(`--set ranks=... --set grid.x=...`):\n\n"
         f"```sh\nstretto train {run.out / 'config.toml'} --set train.resume=latest{longer}\n```\n\n"
         f"To use the weights elsewhere:\n\n```sh\nstretto export {run.out} --to model.safetensors\n```"
     )

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from stretto.models import GPTConfig
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
+PRESETS = "the preset's"
 
 
-def option(default: Any, description: str, *, unit: str = "", **rules: Any) -> Any:
-    """A field with the text and unit that docs/configuration.md shows; `...` as default makes it required."""
-    return Field(default, description=description, json_schema_extra={"unit": unit}, **rules)
+def option(default: Any, description: str, *, unit: str = "", unset: str = "none", **rules: Any) -> Any:
+    """A field with what docs/configuration.md shows: its meaning, its unit, and what a default of None stands for.
+
+    `...` as default makes it required.
+    """
+    return Field(default, description=description, json_schema_extra={"unit": unit, "unset": unset}, **rules)
 
 
 def _none_from_text(value: Any) -> Any:
@@ -46,12 +50,17 @@ class GridConfig(Section):
     """How the ranks are laid out; their number is the product."""
 
     data: int = option(1, "copies of the model, each on its part of the batch", unit="ranks", ge=1, le=MAX_RANKS)
-    x: int = option(1, "parts of each linear's first matrix dimension, heads and vocabulary; innermost",
-                    unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
-    y: int = option(1, "parts of each linear's second matrix dimension and of the hidden size",
-                    unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
-    z: int = option(1, "parts that each weight is stored in and gathered from; splits the batch too",
-                    unit="ranks", ge=1, le=MAX_RANKS)  # fmt: skip
+    x: int = option(
+        1, "cuts linears' outputs (every second one's inputs), heads and vocabulary; innermost", unit="ranks",
+        ge=1, le=MAX_RANKS,
+    )  # fmt: skip
+    y: int = option(
+        1, "cuts linears' inputs (every second one's outputs) and the hidden size", unit="ranks", ge=1, le=MAX_RANKS
+    )
+    z: int = option(
+        1, "cuts each weight that is left, to be gathered before use; cuts the batch too", unit="ranks",
+        ge=1, le=MAX_RANKS,
+    )  # fmt: skip
 
     @property
     def ranks(self) -> int:
@@ -74,32 +83,37 @@ class ModelConfig(Section):
     """The GPT to train: a preset's name, its numbers, or a preset with some of them replaced."""
 
     name: Annotated[str | None, CanBeNone] = option(
-        None,
-        "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b",
+        None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
     )
-    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks; the preset's", ge=1)
-    hidden: Annotated[int | None, CanBeNone] = option(None, "width of a token's vector; the preset's", ge=1)
-    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads; the preset's", ge=1)
+    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1)
+    hidden: Annotated[int | None, CanBeNone] = option(None, "width of a token's vector", unset=PRESETS, ge=1)
+    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads", unset=PRESETS, ge=1)
     kv_heads: Annotated[int | None, CanBeNone] = option(
-        None,
-        "heads of keys and values, fewer than `heads` for grouped-query attention; as many as `heads`",
-        ge=1,
+        None, "heads of keys and values: fewer than `heads` is grouped-query attention", unset="`model.heads`", ge=1
     )
-    ffn: Annotated[int | None, CanBeNone] = option(None, "inner width of the MLP; 4 x hidden", ge=1)
+    ffn: Annotated[int | None, CanBeNone] = option(None, "inner width of the MLP", unset="4 x `model.hidden`", ge=1)
     vocab: Annotated[int | None, CanBeNone] = option(
-        None, "vocabulary; the preset's, and without a preset the data's", unit="tokens", ge=1
+        None, "vocabulary", unit="tokens", unset="the preset's, else the data's", ge=1
     )
     max_seq_len: Annotated[int | None, CanBeNone] = option(
-        None, "longest sequence; the preset's, and without a preset train.seq_len", unit="tokens", ge=1
+        None, "longest sequence", unit="tokens", unset="the preset's, else `train.seq_len`", ge=1
     )
-    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(None, "kind of positions; learned")
-    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(None, "the MLP's activation; gelu")
-    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(None, "kind of norm; layernorm")
-    bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases; true")
+    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
+        None, "kind of positions", unset="`learned`"
+    )
+    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(
+        None, "the MLP's activation", unset="`gelu`"
+    )
+    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(
+        None, "kind of norm", unset="`layernorm`"
+    )
+    bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases", unset="`true`")
     tie_embeddings: Annotated[bool | None, CanBeNone] = option(
-        None, "whether the output layer shares the embedding's weights; true"
+        None, "whether the output layer shares the embedding's weights", unset="`true`"
     )
-    dropout: Annotated[float | None, CanBeNone] = option(None, "part of activations set to zero; 0", ge=0, lt=1)
+    dropout: Annotated[float | None, CanBeNone] = option(
+        None, "part of activations set to zero", unset="`0`", ge=0, lt=1
+    )
 
     def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
         """The model's shape; the data's vocabulary and `seq_len` fill in where neither file nor preset says.
@@ -153,10 +167,7 @@ class RunConfig(Section):
     seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
     dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
     micro_batch: Annotated[int | None, CanBeNone] = option(
-        None,
-        "sequences that a rank takes at once, accumulating gradients over the rest; none: all",
-        unit="sequences",
-        ge=1,
+        None, "what a rank takes at once, accumulating gradients", unit="sequences", unset="its whole part", ge=1
     )
     optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
@@ -167,13 +178,13 @@ class RunConfig(Section):
     beta2: float = option(0.95, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
     eps: float = option(1e-8, "adamw: added to the denominator", gt=0)
     momentum: float = option(0.0, "sgd: momentum", ge=0, lt=1)
-    clip: Annotated[float | None, CanBeNone] = option(1.0, "largest global norm of the gradient; none: no limit", gt=0)
+    clip: Annotated[float | None, CanBeNone] = option(1.0, "largest global norm of the gradient, or `none`", gt=0)
     checkpoint_activations: bool = option(False, "recompute each block in the backward pass instead of keeping it")
     keep_gathered: bool = option(
         True, "keep the weights gathered over z for the backward pass, instead of gathering them again"
     )
     checkpoint_every: Annotated[int | None, CanBeNone] = option(
-        None, "steps between checkpoints; none: only when training ends or is stopped", unit="steps", ge=1
+        None, "how often to write a checkpoint, besides when training ends or is stopped", unit="steps", ge=1
     )
     keep_checkpoints: int = option(2, "newest checkpoints to keep", unit="checkpoints", ge=1)
     resume: Annotated[str | None, CanBeNone] = option(
@@ -192,7 +203,7 @@ class TrainConfig(Section):
     )
     grid: GridConfig = GridConfig()
     ranks: Annotated[int, BeforeValidator(_ranks_of_grid)] = option(
-        None, "processes; must be the grid's product, which is the default", unit="ranks",
+        None, "processes; must be the grid's product", unit="ranks", unset="the grid's product",
         ge=1, le=MAX_RANKS, validate_default=True,
     )  # fmt: skip
     model: ModelConfig
