@@ -5,6 +5,8 @@ import os
 import platform
 import statistics
 import sys
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -76,6 +78,7 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
         nproc_per_node=ranks,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        run_id=uuid.uuid4().hex,
         max_restarts=0,
         monitor_interval=0.1,
     )
@@ -87,8 +90,6 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
     for _ in range(warm_up):
         step()
     if not torch.cuda.is_available():
-        import time
-
         seconds = []
         for _ in range(repeats):
             dist.barrier()

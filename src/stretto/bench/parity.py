@@ -90,6 +90,7 @@ def _compare_all(ranks: int) -> list[dict[str, Any]]:
                     _difference(weight, reference.weights[key]) for key, weight in trained.weights.items()
                 )
             rows.append(row)
+    dist.destroy_process_group()
     return rows
 
 

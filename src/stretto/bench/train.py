@@ -82,8 +82,9 @@ def _measure_all(workload: Workload, ranks: int, peak_flops: float | None, with_
     grid = Grid(data=ranks)  # joins the job, so that peers and grids share its process group
     runs: dict[str, Callable[[], Any]] = {}
     if with_peers:
-        runs["FSDP2"] = partial(_fsdp2, workload, grid, is_compiled=False)
-        runs["FSDP2, compiled"] = partial(_fsdp2, workload, grid, is_compiled=True)
+        runs["FSDP2"] = partial(_fsdp2, workload, grid, is_compiled=False, frees=True)
+        runs["FSDP2, compiled"] = partial(_fsdp2, workload, grid, is_compiled=True, frees=True)
+        runs["FSDP2, compiled, weights kept"] = partial(_fsdp2, workload, grid, is_compiled=True, frees=False)
     for sizes in grids_of(ranks):
         name = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one rank"
         runs[name] = partial(_stretto, workload, sizes)
@@ -109,6 +110,7 @@ def _measure_all(workload: Workload, ranks: int, peak_flops: float | None, with_
         row["mfu"] = workload.flops() / seconds / ranks / peak_flops if peak_flops else None
         if dist.get_rank() == 0:
             print(f"{name}: {row['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU", flush=True)
+    dist.destroy_process_group()
     return list(rows.values())
 
 
@@ -169,7 +171,7 @@ def _stretto(workload: Workload, sizes: dict[str, int]) -> Callable[[], Tensor]:
     return step
 
 
-def _fsdp2(workload: Workload, grid: Grid, is_compiled: bool) -> Callable[[], Tensor]:
+def _fsdp2(workload: Workload, grid: Grid, is_compiled: bool, frees: bool) -> Callable[[], Tensor]:
     ranks = grid.size("world")
     tokens, targets = _batch(workload, grid.coordinate("world"), ranks, grid.device)
     model = _meta_gpt(workload.model)
@@ -179,8 +181,8 @@ def _fsdp2(workload: Workload, grid: Grid, is_compiled: bool) -> Callable[[], Te
     for block in model.blocks:
         if is_compiled:
             block.compile()
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=frees)
     model.to_empty(device=grid.device)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -17,6 +17,9 @@ def train(
     model: Annotated[str, typer.Option(help="A size of Table 5.1, or gpt2-small.")] = "gpt-5b",
     layers: Annotated[int | None, typer.Option(help="How many of its layers (default: all).")] = None,
     ranks: Annotated[int | None, typer.Option(help="Default: the machine's GPUs.")] = None,
+    vocab: Annotated[
+        int, typer.Option(help="Vocabulary; GPT-2's 50,257 padded to 64, or an odd GEMM slows the peers down.")
+    ] = 50304,
     batch: Annotated[int | None, typer.Option(help="Global batch in sequences (default: 2 a rank).")] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
     warm_up: Annotated[int, typer.Option(help="Steps before timing.")] = 3,
@@ -42,7 +45,7 @@ def train(
         if not count:
             raise ValueError("this machine has no GPU: say how many CPU --ranks to use")
         overrides = {} if layers is None else {"layers": layers}
-        config = GPTConfig.preset(model, max_seq_len=seq_len, **overrides)
+        config = GPTConfig.preset(model, max_seq_len=seq_len, vocab=vocab, **overrides)
         workload = Workload(config, batch or 2 * count, seq_len, warm_up, repeats, rounds, checkpointing, reduce_fp32)
         rows = bench_train(workload, count, out, Cluster.detect().gpu.peak_flops.bf16, peers)
         if as_json:
