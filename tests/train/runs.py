@@ -16,7 +16,7 @@ from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.data import Sampler
-from stretto.train.optimizer import ShardOptimizer
+from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.trainer import train
 from stretto.train.weights import import_safetensors
 
@@ -118,9 +118,16 @@ def save_steps(out: Path, steps: list[int], keep: int) -> None:
 
 
 def load_weights(make: Any, grid: dict[str, int], file: Path) -> dict[str, Tensor]:
-    """Import a safetensors file on a grid. Returns the whole weights."""
-    model, _, _ = sharded(make, grid, seed=2)
+    """Import a safetensors file on a grid. Returns the whole weights.
+
+    Each rank's shards are those of a plain model that imports the file and is then put on the grid.
+    """
+    model, _, on_grid = sharded(make, grid, seed=2)
     import_safetensors(model, file)
+    plain = make()
+    import_safetensors(plain, file)
+    for ours, expected in zip(model.parameters(), parallelize(plain, on_grid).parameters(), strict=True):
+        assert torch.equal(local_shard(ours), local_shard(expected))
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 

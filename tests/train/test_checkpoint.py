@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
@@ -325,6 +326,16 @@ def test_a_shard_that_holds_code_is_refused_and_not_run(copy: Path, tmp_path: Pa
     with pytest.raises(ValueError, match="is damaged"):
         read_tensor(path, read_metadata(path).tensors["model.norm.weight"])
     assert not mark.exists()
+
+
+def test_one_process_loads_without_a_process_group_or_a_warning(saved: Path) -> None:
+    model = runs.make_gpt()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load_checkpoint(checkpoint_path(saved, 2), model)
+    entries = read_metadata(checkpoint_path(saved, 2)).tensors
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, read_tensor(checkpoint_path(saved, 2), entries[f"model.{name}"])), name
 
 
 def test_torchs_own_tools_read_a_checkpoint(saved: Path) -> None:

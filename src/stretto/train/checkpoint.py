@@ -7,6 +7,7 @@ Writing is atomic; loading runs no code from the files (`checkpoint_storage` say
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -123,14 +124,16 @@ def save_checkpoint(
 def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | None = None) -> CheckpointMetadata:
     """Read a checkpoint, whatever grid wrote it, into the model and its optimizer, and return its index.
 
-    Collective. `model` may be plain or made by `parallelize`. Raises ValueError like `check_checkpoint`.
+    Collective where there is a process group. `model` may be plain or made by `parallelize`. Raises ValueError like
+    `check_checkpoint`.
     """
     metadata = read_metadata(path)
     name = None if optimizer is None else optimizer.name
     _check_matches(path, metadata, _shapes(model), name)
     if optimizer is not None:
         _allocate_slots(path, metadata, optimizer)
-    with _first_failure(ValueError, f"the checkpoint {path} cannot be read"):
+    with _first_failure(ValueError, f"the checkpoint {path} cannot be read"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
         dcp.load(
             _training_state(model, optimizer),
             storage_reader=SafeReader(path, metadata),

@@ -24,7 +24,7 @@ from stretto.parallel import (
 from stretto.train.checkpoint import find_checkpoint, load_checkpoint, prepare_folder, save_checkpoint
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.launch import resolve_device
-from stretto.train.metrics import MetricsLog, require_tensorboard, write_summary
+from stretto.train.metrics import SUMMARY_FILE, MetricsLog, require_tensorboard, write_summary
 from stretto.train.optimizer import build_optimizer
 from stretto.train.options import TrainConfig
 from stretto.train.preflight import build_model_config, open_data
@@ -69,6 +69,7 @@ def train(config: TrainConfig, *, display: Display = "auto") -> None:
         if is_first:
             config.out.mkdir(parents=True, exist_ok=True)
             prepare_folder(config.out, start)
+            (config.out / SUMMARY_FILE).unlink(missing_ok=True)  # an earlier run's, should this one be cut short
             log = stack.enter_context(MetricsLog(config.out, start, tensorboard=config.train.tensorboard))
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
