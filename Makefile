@@ -45,5 +45,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+docs-figures: $(VENV)/.installed
+	$(BIN)/python docs/figures.py
+
 clean:
 	rm -rf $(VENV) build *.egg-info src/*.egg-info

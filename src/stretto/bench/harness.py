@@ -41,8 +41,13 @@ def machine_kind() -> dict[str, str]:
     return kind
 
 
-def write_result(out: Path, name: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> Path:
-    """Write `out`/`name`.json: the command, the date, the machine's kind, `about` and the rows. Returns the path."""
+def write_result(
+    out: Path, name: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **about: Any
+) -> Path:
+    """Write `out`/`name`.json (command, date, kind of machine, `about`, rows) and the table as .md beside it.
+
+    Returns the JSON's path.
+    """
     out.mkdir(parents=True, exist_ok=True)
     result = {
         "command": "stretto " + " ".join(sys.argv[1:]),
@@ -53,7 +58,18 @@ def write_result(out: Path, name: str, rows: Sequence[Mapping[str, Any]], **abou
     }
     path = out / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
+    machine = ", ".join(f"{value}" if key == "devices" else f"{key} {value}" for key, value in machine_kind().items())
+    lines = [f"`{result['command']}`, {result['date']}, {machine}", ""]
+    lines.append("| " + " | ".join(column.heading for column in columns) + " |")
+    lines.append("|" + "---|" * len(columns))
+    lines += ["| " + " | ".join(_cells(columns, row)) + " |" for row in rows]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     return path
+
+
+def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[str]:
+    values = [(column.form, row.get(column.key)) for column in columns]
+    return ["-" if value is None else form.format(value) for form, value in values]
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -62,9 +78,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[st
     for column in columns:
         table.add_column(column.heading, justify="right")
     for row in rows:
-        values = (row.get(column.key) for column in columns)
-        forms = (column.form for column in columns)
-        table.add_row(*("-" if v is None else form.format(v) for v, form in zip(values, forms, strict=True)))
+        table.add_row(*_cells(columns, row))
     Console(width=160).print(table)
 
 

@@ -67,7 +67,7 @@ def bench_parity(most_ranks: int, out: Path) -> list[dict[str, Any]]:
         rows += run_ranks(ranks, _compare_all, ranks)
         ranks *= 2
     print_table("Difference from one rank after five steps", COLUMNS, rows)
-    write_result(out, "parity", rows, steps=STEPS, batch=BATCH, seq_len=SEQ_LEN)
+    write_result(out, "parity", COLUMNS, rows, steps=STEPS, batch=BATCH, seq_len=SEQ_LEN)
     return rows
 
 

@@ -31,7 +31,7 @@ COLUMNS = (
     Column("step_milliseconds", "step (ms)", "{:.0f}"),
     Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
     Column("loss", "loss", "{:.4f}"),
-    Column("error", "", "{}"),
+    Column("error", "error", "{}"),
 )
 
 
@@ -70,10 +70,13 @@ def bench_train(
 ) -> list[dict[str, Any]]:
     """Measure, print the table, and write train.json and train.png to `out`."""
     rows = run_ranks(ranks, _measure_all, workload, ranks, peak_flops, with_peers)
+    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
     rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
-    print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", COLUMNS, rows)
+    print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", columns, rows)
     formula = "72 B s l h^2 (1 + s/6h + V/12lh) / (step x GPUs x peak)"
-    path = write_result(out, "train", rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops)
+    path = write_result(
+        out, "train", columns, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops
+    )
     plot_train(path, path.with_suffix(".png"))
     return rows
 

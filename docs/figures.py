@@ -1,0 +1,65 @@
+"""Draws the pictures of the docs: `make docs-figures`."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+COLOURS = {(0, 0): "#9ecae1", (1, 0): "#fdae6b", (0, 1): "#a1d99b", (1, 1): "#bcbddc"}
+
+
+def draw_matrix(axes: Axes, title: str, rows: tuple[str, str], columns: tuple[str, str], copies: str) -> None:
+    """A matrix in 2 x 2 (or 4 x 2) blocks; each cell names the coordinates of the ranks that hold it."""
+    row_axis, row_name = rows
+    column_axis, column_name = columns
+    is_weight = row_axis == "xz"
+    count = 4 if is_weight else 2
+    for row in range(count):
+        for column in range(2):
+            outer = row // 2 if is_weight else row
+            height = 1 / count
+            box = Rectangle((column / 2, 1 - (row + 1) * height), 0.5, height)
+            box.set(facecolor=COLOURS[column, outer], edgecolor="white", linewidth=2)
+            axes.add_patch(box)
+            held_by = f"x={outer} z={row % 2}" if is_weight else f"{row_axis}={row}"
+            axes.text(
+                column / 2 + 0.25,
+                1 - (row + 0.5) * height,
+                f"{column_axis}={column}, {held_by}",
+                ha="center",
+                va="center",
+                fontsize=9,
+            )
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
+    axes.set_xlabel(column_name, fontsize=10)
+    axes.set_ylabel(row_name, fontsize=10)
+    axes.set_title(f"{title}\n{copies}", fontsize=10)
+    axes.set_frame_on(False)
+
+
+def draw_grid(path: Path) -> None:
+    """How a normal linear's input, weight and output lie on a grid of x=2, y=2, z=2."""
+    figure = Figure(figsize=(10.5, 3.9), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    draw_matrix(left, "input", ("z", "batch: over z"), ("y", "in features: over y"), "the same on every x")
+    draw_matrix(
+        middle,
+        "weight (as stored)",
+        ("xz", "out features: over x, then rows over z"),
+        ("y", "in features: over y"),
+        "all-gathered over z before use",
+    )
+    draw_matrix(
+        right,
+        "output",
+        ("z", "batch: over z"),
+        ("x", "out features: over x"),
+        "summed over y; the same on every y",
+    )
+    figure.suptitle("A normal linear. The next one is swapped: read x for y and y for x", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    draw_grid(Path(__file__).parent / "grid.png")
