@@ -3,7 +3,7 @@
 transformers is not imported here: models say what they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -48,8 +48,11 @@ def _base(model: nn.Module) -> tuple[nn.Module, str]:
     return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
 
 
-def plan_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models."""
+def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models.
+
+    `known`: names of submodules of which the user has said what they are, whatever the model's plan says.
+    """
     if not is_pretrained_model(model):
         return {}, {}
     config: Any = model.config
@@ -66,7 +69,9 @@ def plan_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
         }
         attributes = _GPT2_ATTRIBUTES
     else:
-        roles = _roles_of_tp_plan(base, getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
+        tp_plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+        unknown = {name: module for name, module in base.named_modules() if prefix + name not in known}
+        roles = _roles_of_tp_plan(base, tp_plan, unknown)
         attributes = {}
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
     head = getattr(model, "lm_head", None)
@@ -78,9 +83,8 @@ def plan_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
 
 
-def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, Any]:
+def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     roles: dict[str, Any] = {}
-    modules = dict(base.named_modules())
     for pattern, style in tp_plan.items():
         names = [name for name in modules if _wildcard(name) == pattern]
         if not names:

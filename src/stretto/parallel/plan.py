@@ -1,7 +1,7 @@
 """Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -84,7 +84,6 @@ def read_plan(
     In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
     submodules with parameters (or dropout) of which nothing says what they are.
     """
-    own, own_attributes = _own_plan(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Role] = {}
     for pattern, value in (roles or {}).items():
@@ -93,6 +92,7 @@ def read_plan(
             near = get_close_matches(pattern, list(modules), n=1, cutoff=0.0)
             raise ValueError(f"no submodule is named {pattern!r}; the nearest name is {near[0]!r}")
         found.update(dict.fromkeys(names, Role.parse(value)))
+    own, own_attributes = _own_plan(model, found)
     for pattern, value in own.items():
         for name in _matching(pattern, modules):
             found.setdefault(name, Role.parse(value))
@@ -109,11 +109,11 @@ def read_plan(
     return Plan({name: found[name] for name in modules if name in found}, attributes)
 
 
-def _own_plan(model: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def _own_plan(model: nn.Module, known: Container[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     own = getattr(model, "parallel_plan", None)
     if callable(own):
         return own(), {}
-    return huggingface.plan_of(model)
+    return huggingface.plan_of(model, known)
 
 
 def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
