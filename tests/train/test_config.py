@@ -90,7 +90,6 @@ def test_ranks_are_the_grids_product_unless_said() -> None:
         ("data.path=[]", "data.path is [], but must name at least one file or folder"),
         ("model.heads=none", "model.heads is missing: give model.layers, model.hidden and model.heads"),
         ("train.batch=none", "train.batch is 'none', but must be a whole number"),
-        ("train.warmup_steps=6", "train.warmup_steps is 6, but must be at most train.steps; 5 would do"),
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr; 0.0003 would do"),
         ("train.momentum=0.9", "train.momentum is 0.9, but only sgd has momentum"),
         ("train.micro_batch=3", "train.micro_batch is 3, but must divide a rank's 8 sequences"),
@@ -131,6 +130,10 @@ def test_all_that_is_missing_is_listed_with_its_meaning() -> None:
         assert words in str(refused.value)
 
 
+def test_a_trial_may_end_before_the_warm_up_does() -> None:
+    assert make_config(SMALLEST, ["train.steps=5", "train.warmup_steps=10"]).train.steps == 5
+
+
 def test_the_nearest_grid_changes_as_few_axes_as_it_can() -> None:
     assert nearest_grid(GridConfig(x=2, z=2), 8) == GridConfig(data=2, x=2, z=2)
     assert nearest_grid(GridConfig(x=2, y=2, z=2), 4).ranks == 4
@@ -158,6 +161,7 @@ def test_the_file_given_is_not_changed_by_overrides() -> None:
         (".".join("a" * 60_000) + " = 1", "longer than 8192 bytes"),
         ("a = 1" + "0" * 5000, "is not valid TOML"),
     ],
+    ids=["syntax", "encoding", "nesting", "size", "line", "number"],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str | bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

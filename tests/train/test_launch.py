@@ -151,11 +151,9 @@ def test_ranks_stop_when_the_launcher_is_killed(out: Path) -> None:
         "from tests.train import test_launch, launch_entries; from pathlib import Path; "
         f"test_launch.launch(launch_entries.sum_until_stopped, test_launch.config_for(Path({str(out)!r}), 2))"
     )
-    root = Path(__file__).parents[2]
     launcher = subprocess.Popen(
         [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}", "TMPDIR": tempfile.gettempdir()},
-        cwd=root,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": tempfile.gettempdir()},
     )
     processes = pids(out, 2)
     launcher.kill()

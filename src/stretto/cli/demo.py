@@ -82,7 +82,9 @@ def _write_sample(config: "TrainConfig") -> str:
     assert checkpoint is not None  # the run has just ended
     load_checkpoint(checkpoint, model)
     tokens = generate(model, list(PROMPT.encode()), SAMPLE_TOKENS, temperature=0.7, seed=1)
-    return bytes(tokens).decode(errors="replace")
+    text = bytes(tokens).decode(errors="replace")
+    # A model of bytes may write what would steer a terminal.
+    return "".join(character if character.isprintable() or character == "\n" else "·" for character in text)
 
 
 def _result(run: "Run", other: "Run | None", sample: str) -> dict[str, object]:
@@ -98,11 +100,12 @@ def _show(run: "Run", other: "Run | None", sample: str) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
+    from rich.text import Text
 
     from stretto.report import largest_difference
 
     console = Console()
-    table = Table("step", run.label, title="Loss, nats a token", title_justify="left")
+    table = Table("step", run.label)
     if other is not None:
         table.add_column(other.label)
     shown = sorted(
@@ -111,18 +114,18 @@ def _show(run: "Run", other: "Run | None", sample: str) -> None:
     for at in shown:
         beside = [f"{other.losses[at]:.5f}"] if other is not None else []
         table.add_row(str(run.steps[at]), f"{run.losses[at]:.5f}", *beside)
-    console.print()
+    console.print("\nLoss, nats a token:")
     console.print(table)
     if other is not None:
         console.print(f"largest difference at any step: {largest_difference(run, other):.1e}")
     sent = {axis: count for axis, count in run.summary["bytes_sent"].items() if count}
     if sent:
-        table = Table("axis", "bytes", title="Sent by one rank in one step", title_justify="left")
+        table = Table("axis", "bytes")
         table.columns[1].justify = "right"
         for axis, count in sent.items():
             table.add_row(axis, f"{count:,}")
-        console.print()
+        console.print("\nSent by one rank in one step:")
         console.print(table)
     console.print()
-    console.print(Panel(sample, title="What the model writes now", title_align="left"), markup=False)
-    console.print(f"\nThe loss curve: {run.out / 'loss.png'}    All of it: {run.out / 'summary.md'}")
+    console.print(Panel(Text(sample), title="What the model writes now", title_align="left"))
+    print(f"\nThe loss curve: {run.out / 'loss.png'}    All of it: {run.out / 'summary.md'}")

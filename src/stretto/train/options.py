@@ -239,10 +239,6 @@ def _contradictions(config: TrainConfig) -> list[str]:
             f"{min(divisors(local), key=lambda n: abs(n - wanted))}, "
             f"or a train.batch of {nearest_multiple(run.batch, parts * wanted)}"
         )
-    if run.warmup_steps > run.steps:
-        problems.append(
-            f"train.warmup_steps is {run.warmup_steps}, but must be at most train.steps; {run.steps} would do"
-        )
     if run.min_lr > run.lr:
         problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
     if run.optimizer != "sgd" and run.momentum:

@@ -1,0 +1,137 @@
+"""What the commands print and refuse, without starting a run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import stretto
+from stretto.cli import app
+from stretto.train.config import load_config
+from stretto.train.reference import reference
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+out = "{out}"
+[model]
+layers = 1
+hidden = 16
+heads = 4
+[data]
+path = "{data}"
+[train]
+steps = 2
+batch = 4
+seq_len = 8
+"""
+
+
+def stretto_command(*arguments: object) -> tuple[int, str]:
+    """The exit status, and what was printed on either stream, in one line without a frame."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    return result.exit_code, " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("a text to train on, long enough for a sequence or two" * 20)
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(out=tmp_path / "out", data=tmp_path / "text.txt"))
+    return file
+
+
+def test_help_names_every_command() -> None:
+    status, text = stretto_command("--help")
+    assert status == 0
+    for command in ("train", "demo", "cluster", "export"):
+        assert command in text
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["demo"], ["export"], ["cluster"], ["cluster", "list"], ["cluster", "show"]]
+)
+def test_every_command_has_help(command: list[str]) -> None:
+    status, text = stretto_command(*command, "--help")
+    assert status == 0
+    assert "Usage: " in text
+
+
+def test_the_version_is_the_packages() -> None:
+    assert stretto_command("--version") == (0, f"stretto {stretto.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["trian"], "train"), (["train", "a.toml", "--sett", "a=1"], "--set"), (["cluster", "lst"], "list")],
+)
+def test_a_misspelt_command_or_option_names_the_nearest(arguments: list[str], words: str) -> None:
+    status, text = stretto_command(*arguments)
+    assert status == 2
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stesp=3", "train.stesp is an unknown option; did you mean train.steps?"),
+        ("ranks=4", "ranks is 4, but the grid data=1 x=1 y=1 z=1 has 1"),
+        ("data.path=nowhere.txt", "nowhere.txt"),
+        ("train.seq_len=5000", "seq_len"),
+        ("grid.x=8", "4"),  # heads
+        ("model.hidden=18", "model.hidden is 18, which 4 heads do not divide"),
+        ("model.max_seq_len=4", "train.seq_len is 8, but the model's max_seq_len is 4"),
+        ("train.resume=nowhere", "there is no checkpoint at nowhere"),
+        ("out=/dev/null/run", "/dev/null is not a folder"),
+    ],
+)
+def test_bad_input_is_refused_in_one_message_before_anything_is_made(run_file: Path, override: str, words: str) -> None:
+    status, text = stretto_command("train", run_file, "--set", override)
+    assert status == 2
+    assert words in text
+    assert "Traceback" not in text
+    assert not (run_file.parent / "out").exists()
+
+
+def test_with_json_an_error_is_json_too(run_file: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(run_file), "--set", "train.steps=0", "--json"])
+    assert result.exit_code == 2
+    assert "train.steps is 0" in json.loads(result.output.splitlines()[-1])["error"]
+
+
+def test_clusters_are_listed_and_shown() -> None:
+    assert "perlmutter" in stretto_command("cluster", "list")[1]
+    assert "A100" in stretto_command("cluster", "show", "perlmutter")[1]
+    assert json.loads(stretto_command("cluster", "show", "perlmutter", "--json")[1])["gpus_per_node"] == 4
+    assert json.loads(stretto_command("cluster", "detect", "--json")[1])["nodes"] == 1
+    status, text = stretto_command("cluster", "show", "perlmuter")
+    assert (status, "did you mean 'perlmutter'" in text) == (2, True)
+
+
+def test_a_cluster_file_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\ngpus_per_node = 4\n[gpu]\nname = "NVIDIA H200"\n')
+    assert "mine" in stretto_command("cluster", "show", file)[1]
+
+
+def test_exporting_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    status, text = stretto_command("export", tmp_path / "nowhere", "--to", tmp_path / "a.safetensors")
+    assert (status, "nowhere" in text) == (2, True)
+
+
+def test_the_demos_configuration_runs_on_the_grid_of_the_readme() -> None:
+    overrides = ["ranks=4", "grid.x=2", "grid.z=2", "train.steps=5", "out=somewhere"]
+    config = load_config(ROOT / "configs" / "demo.toml", overrides)
+    assert (config.ranks, config.train.steps, config.out) == (4, 5, Path("somewhere"))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+def test_every_example_configuration_can_be_read(file: Path) -> None:
+    assert load_config(file).train.steps > 0
+
+
+def test_the_page_on_configuration_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference(), (
+        "options have changed: python -m stretto.train.reference docs/configuration.md"
+    )

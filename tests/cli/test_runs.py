@@ -1,0 +1,130 @@
+"""`stretto train` from the first step to the last, with real ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+CONFIG = """
+ranks = 2
+[grid]
+x = 2
+[model]
+layers = 1
+hidden = 16
+heads = 2
+[data]
+path = "{data}"
+[train]
+steps = 3
+batch = 4
+seq_len = 8
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "stretto", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a run has written that step's metrics."""
+    file, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    while not file.exists() or len(file.read_text().splitlines()) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("a text to train on, long enough for many sequences" * 100)
+    (folder / "run.toml").write_text(f'out = "{folder / "out"}"\n' + CONFIG.format(data=folder / "text.txt"))
+    return folder / "run.toml"
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path) -> tuple[Path, dict[str, object]]:
+    """A run of two ranks that has ended, and what --json printed."""
+    status, output, errors = finish(start("train", config, "--json"))
+    assert status == 0, errors
+    (line,) = output.splitlines()
+    return config.parent / "out", json.loads(line)
+
+
+def test_a_run_leaves_everything_in_its_folder(finished: tuple[Path, dict[str, object]]) -> None:
+    out, result = finished
+    for name in ("config.toml", "metrics.jsonl", "summary.json", "loss.png", "summary.md"):
+        assert (out / name).stat().st_size > 0
+    assert (result["step"], result["ranks"], result["stopped_by"]) == (3, 2, None)
+    assert result["checkpoint"] == str(out / "checkpoints" / "step-00000003")
+    assert result["loss"] == json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+
+
+def test_a_run_is_exported_under_the_models_names(finished: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
+    status, output, errors = finish(start("export", finished[0], "--to", tmp_path / "model.safetensors"))
+    assert (status, errors) == (0, "")
+    assert "wrote" in output
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        sizes = [file.get_tensor(name).numel() for name in file.keys()]  # noqa: SIM118  (no mapping)
+    assert sum(sizes) == finished[1]["parameters"]
+
+
+def test_a_rank_that_is_killed_ends_the_job_with_its_name_and_the_last_checkpoint(config: Path, tmp_path: Path) -> None:
+    process = start("train", config, "--set", "train.steps=100000", "--set", "train.checkpoint_every=2",
+                    "--set", f"out={tmp_path / 'out'}")  # fmt: skip
+    wait_for_step(tmp_path / "out", 5, process)
+    ranks = children(process)
+    os.kill(ranks[1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    status, _, errors = finish(process)
+    assert time.monotonic() - killed_at < 30
+    assert status == 1
+    assert "rank 1 of 2 failed: it was killed by SIGKILL" in errors
+    assert f"the last checkpoint is {tmp_path / 'out' / 'checkpoints' / 'step-0000'}" in errors
+    assert "Traceback" not in errors
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def test_ctrl_c_writes_a_checkpoint_that_another_number_of_ranks_continues(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start("train", config, "--set", "train.steps=100000", "--set", f"out={out}", "--json")
+    wait_for_step(out, 2, process)
+    process.send_signal(signal.SIGINT)
+    status, output, errors = finish(process)
+    assert status == 130, errors
+    stopped = json.loads(output)
+    assert stopped["stopped_by"] == "SIGINT"
+    assert stopped["checkpoint"] == str(out / "checkpoints" / f"step-{stopped['step']:08d}")
+
+    steps = stopped["step"] + 2
+    status, output, errors = finish(
+        start("train", out / "config.toml", "--set", "grid={x=1}", "--set", "ranks=1", "--set", f"train.steps={steps}",
+              "--set", "train.resume=latest")
+    )  # fmt: skip
+    assert status == 0, errors
+    assert f"after {steps} steps" in output
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(
+        range(1, steps + 1)
+    )
