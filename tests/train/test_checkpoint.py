@@ -113,6 +113,7 @@ def crash_at_each_change(folder: Path) -> None:
     Processes are forked from this one, which has no threads, until one has come to its end.
     """
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA cannot be used in a forked process
     runs.sharded(runs.make_gpt, {}, seed=1)  # imports, once, what each child would import
     torch.distributed.destroy_process_group()
     for count in itertools.count(1):
@@ -270,6 +271,18 @@ def test_an_index_that_lies_is_refused(copy: Path, field: str, value: Any) -> No
 
     edit_metadata(path, change)
     with pytest.raises(ValueError, match=r"metadata\.json is damaged"):
+        read_metadata(path)
+
+
+def test_pieces_that_share_bytes_of_a_file_are_refused(copy: Path) -> None:
+    path = checkpoint_path(copy, 2)
+
+    def change(content: dict[str, Any]) -> None:
+        tensors = content["tensors"]
+        tensors["model.copy"] = tensors["model.embedding.weight"]
+
+    edit_metadata(path, change)
+    with pytest.raises(ValueError, match=r"metadata\.json is damaged: pieces in __0_0\.distcp overlap"):
         read_metadata(path)
 
 

@@ -1,6 +1,7 @@
 """`metadata.json`, the index of a checkpoint: what is in it and where, as plain data, checked before use."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -116,10 +117,12 @@ def read_metadata(path: Path) -> CheckpointMetadata:
 
 def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
     """Compare each shard file's length with what the index says is in it."""
-    needed: dict[str, int] = {}
+    needed: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for entry in metadata.tensors.values():
         for chunk in entry.chunks:
-            needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.bytes)
+            needed[chunk.file] = max(needed[chunk.file], chunk.start + chunk.bytes)
+            total[chunk.file] += chunk.bytes
     for name, size in sorted(needed.items()):
         file = path / name
         if not file.is_file():
@@ -128,6 +131,8 @@ def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
             raise ValueError(
                 f"the checkpoint's file {file} is truncated: {file.stat().st_size} bytes of {size} are there"
             )
+        if total[name] > size:  # else a small file could stand for any amount of memory
+            raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
 
 
 def first_difference(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str | None:

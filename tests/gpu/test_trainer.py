@@ -1,0 +1,107 @@
+"""Training runs on GPUs: the loop under NCCL, its checkpoints, and that it never waits for the device."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.bench.harness import run_ranks
+from stretto.train.checkpoint_metadata import read_metadata
+from stretto.train.checkpoint_storage import read_tensor
+from stretto.train.config import make_config
+from stretto.train.trainer import _Run, train
+
+RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+GRIDS = {1: ["", ""], 2: ["grid.x=2", "grid.z=2"], 4: ["grid.x=2 grid.z=2", "grid.data=2 grid.y=2"]}
+RUNS = {
+    "whole": "train.checkpoint_every=3 {first}",
+    "again": "train.resume=whole/checkpoints/step-00000003 {first}",
+    "other": "train.resume=whole/checkpoints/step-00000003 {second}",
+    "bf16": "train.dtype=bf16 {first}",
+    "sgd": "train.optimizer=sgd train.lr=0.1 train.momentum=0.9 train.micro_batch=1 {second}",
+}
+
+
+def train_all(folder: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    (folder / "text.txt").write_text("It was a bright cold day in April. " * 200)
+    first, second = GRIDS[RANKS]
+    step = _Run.step
+
+    def step_without_waiting(run: _Run, number: int, lr: float) -> Any:
+        if number == 1 or (run.config.train.resume and number == 4):  # first steps set things up
+            return step(run, number, lr)
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            result = step(run, number, lr)
+            torch.cuda.set_sync_debug_mode("default")
+        places = [f"{wait.filename}:{wait.lineno}\n" for wait in waits if "called a synchronizing" in str(wait.message)]
+        with open(folder / "waits.txt", "a") as file:
+            file.writelines(places)
+        return result
+
+    for name, overrides in RUNS.items():
+        values = {
+            "out": str(folder / name),
+            "device": "cuda",
+            "ranks": RANKS,
+            "data": {"path": str(folder / "text.txt")},
+            "model": {"layers": 2, "hidden": 128, "heads": 8, "positions": "rotary"},
+            "train": {"steps": 6, "batch": 16, "seq_len": 64, "lr": 1e-3},
+        }
+        options = overrides.format(first=first, second=second).replace("whole/", f"{folder}/whole/").split()
+        with mock.patch.object(_Run, "step", step_without_waiting):
+            train(make_config(values, options), display="none")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if RANKS == 0:
+        pytest.fail("these tests need a GPU: run `make test` on a machine without one")
+    folder = tmp_path_factory.mktemp("trainer")
+    run_ranks(RANKS, train_all, folder)
+    return folder
+
+
+def test_no_step_waits_for_the_gpu(folder: Path) -> None:
+    assert set((folder / "waits.txt").read_text().splitlines()) == set()
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_continues_bit_by_bit_on_the_same_grid(folder: Path) -> None:
+    assert losses(folder, "again") == losses(folder, "whole")[3:]
+    whole, again = (folder / name / "checkpoints" / "step-00000006" for name in ("whole", "again"))
+    entries = read_metadata(again).tensors
+    for name, entry in read_metadata(whole).tensors.items():
+        assert torch.equal(read_tensor(whole, entry), read_tensor(again, entries[name])), name
+
+
+def test_a_resumed_run_continues_on_another_grid(folder: Path) -> None:
+    assert losses(folder, "other") == pytest.approx(losses(folder, "whole")[3:], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["whole", "bf16", "sgd"])
+def test_every_run_learns(folder: Path, name: str) -> None:
+    assert len(losses(folder, name)) == 6
+    assert losses(folder, name)[-1] < losses(folder, name)[0] - 0.1
+
+
+def test_bf16_stays_near_fp32(folder: Path) -> None:
+    assert losses(folder, "bf16") == pytest.approx(losses(folder, "whole"), rel=1e-2)
+
+
+def test_the_summary_names_the_gpu_and_what_it_held(folder: Path) -> None:
+    summary = json.loads((folder / "whole" / "summary.json").read_text())
+    assert summary["device"] == torch.cuda.get_device_name(0)
+    assert summary["peak_memory_bytes"] > 4 * 4 * summary["parameters"] / RANKS  # weights, gradients, two moments
+    assert (sum(summary["bytes_sent"].values()) > 0) == (RANKS > 1)
