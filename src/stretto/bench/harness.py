@@ -50,7 +50,7 @@ def write_result(
     """
     out.mkdir(parents=True, exist_ok=True)
     result = {
-        "command": "stretto " + " ".join(sys.argv[1:]),
+        "command": _command(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine_kind(),
         **about,
@@ -65,6 +65,16 @@ def write_result(
     lines += ["| " + " | ".join(_cells(columns, row)) + " |" for row in rows]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     return path
+
+
+def _command() -> str:
+    """The command line as it was given, less the folder that it wrote to."""
+    arguments = sys.argv[1:]
+    for index, argument in enumerate(arguments):
+        if argument == "--out":
+            del arguments[index : index + 2]
+            break
+    return " ".join(["stretto", *arguments])
 
 
 def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[str]:

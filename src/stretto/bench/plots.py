@@ -17,11 +17,11 @@ def plot_train(result: Path, picture: Path) -> None:
     bars = speed.barh(names, [row["tokens_per_second_per_gpu"] for row in rows], color=colours)
     speed.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
     speed.set_xlabel("tokens/s a GPU")
-    speed.margins(x=0.18)
+    speed.margins(x=0.18, y=0.02)
     bars = memory.barh(names, [row["peak_memory_gib"] for row in rows], color=colours)
     memory.bar_label(bars, fmt="{:.0f}", padding=3, fontsize=8)
     memory.set_xlabel("peak memory (GiB)")
-    memory.margins(x=0.15)
+    memory.margins(x=0.15, y=0.02)
     model = data["workload"]["model"]
     figure.suptitle(
         f"GPT, {model['layers']} layers of hidden {model['hidden']}, sequence length {data['workload']['seq_len']}, "
