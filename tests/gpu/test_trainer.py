@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.bench.harness import run_ranks
+from stretto.parallel import Grid
 from stretto.train.checkpoint_metadata import read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import make_config
@@ -28,6 +29,7 @@ RUNS = {
 
 
 def train_all(folder: Path) -> None:
+    Grid(data=RANKS, device="cuda")  # one process group for all runs
     torch.backends.cuda.matmul.allow_tf32 = False
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 200)
     first, second = GRIDS[RANKS]

@@ -179,6 +179,13 @@ def test_a_finished_run_that_is_resumed_changes_nothing(ranks: MakeRanks, tmp_pa
     assert run(ranks, tmp_path, "train.steps=2", "train.resume=latest") == before
 
 
+def test_a_process_without_a_group_leaves_none_behind(tmp_path: Path) -> None:
+    for name in ("once", "again"):
+        runs.train_quietly(runs.configure(tmp_path / name, "train.steps=1"))
+        assert not torch.distributed.is_initialized()
+    assert runs.metrics_of(tmp_path / "once")[0]["loss"] == runs.metrics_of(tmp_path / "again")[0]["loss"]
+
+
 def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path / "often", "train.steps=5", "train.checkpoint_every=2", "train.keep_checkpoints=9")
     run(ranks, tmp_path / "end", "train.steps=2")

@@ -41,16 +41,26 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.f
 def train(config: TrainConfig, *, display: Display = "auto") -> None:
     """Train as `config` says, from the start or from a checkpoint, and leave everything in `config.out`.
 
-    Every rank of the job calls it, with torch.distributed's environment (a run of one rank needs none). Ends
-    early, with a checkpoint, when a rank gets SIGINT or SIGTERM. `display` is what rank 0 shows on the
-    screen.
+    Every rank of the job calls it, with torch.distributed's environment (a run of one rank needs none). It joins
+    the job's process group and leaves it again, unless the caller has joined. Ends early, with a checkpoint, when a
+    rank gets SIGINT, SIGTERM or SIGHUP. `display` is what rank 0 shows on the screen.
 
     Raises ValueError for what the configuration, the data or the checkpoint does not allow, and
     DivergenceError, with the step and the last checkpoint, when the loss is no longer a number.
     """
     if config.train.tensorboard:
         require_tensorboard()
+    is_callers_group = dist.is_initialized()
     grid = Grid(**config.grid.sizes(), device=resolve_device(config).device)
+    _train_on(grid, config, display)
+    if not is_callers_group:
+        # Python's own end would close the connections at any moment, also while another rank uses them.
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
+    """All of a run, on a grid that is there."""
     resumed_from = find_checkpoint(config.out, config.train.resume)
     run = _Run(config, grid)
     start = 0 if resumed_from is None else run.resume(resumed_from)
