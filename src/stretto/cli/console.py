@@ -31,9 +31,12 @@ def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
 
 @contextmanager
 def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
-    """Turn a ValueError, which is written for users, into its message and exit status 2."""
+    """Turn a ValueError, which is written for users, or a file that cannot be written, into exit status 2."""
     try:
         yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise fail(f"{where}{error.strerror or error}", BAD_INPUT, as_json=as_json) from error
     except ValueError as error:
         raise fail(str(error), BAD_INPUT, as_json=as_json) from error
 

@@ -139,7 +139,7 @@ def _run_ranks(entry: Entry, config: TrainConfig, patience: Patience) -> signal.
             role="rank",
             local_world_size=config.ranks,
             entrypoint=sys.executable,
-            args=("-m", "stretto.train.rank", f"{entry.__module__}:{entry.__qualname__}", str(config_file)),
+            args=("-m", "stretto.train.rank", *_rank_arguments(entry, config_file)),
             rdzv_handler=handler,
             max_restarts=0,
             monitor_interval=0.1,
@@ -190,6 +190,11 @@ def _rendezvous() -> RendezvousHandler:
             local_addr="localhost",
         )
     )
+
+
+def _rank_arguments(entry: Entry, config_file: Path) -> tuple[str, str, str]:
+    """What `stretto.train.rank` takes: the function's name, the configuration, and who to stop with."""
+    return f"{entry.__module__}:{entry.__qualname__}", str(config_file), str(os.getpid())
 
 
 def _rank_environment(ranks: int) -> dict[str, str]:

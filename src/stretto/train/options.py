@@ -162,7 +162,9 @@ class RunConfig(Section):
     """How to train."""
 
     steps: int = option(..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1)
-    batch: int = option(..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1)
+    batch: int = option(
+        ..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1, lt=1 << 31
+    )
     seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=1 << 24)
     seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
     dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")

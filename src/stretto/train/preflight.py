@@ -10,6 +10,7 @@ from stretto.parallel import validate
 from stretto.train.checkpoint import check_checkpoint, find_checkpoint
 from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
 from stretto.train.launch import resolve_device
+from stretto.train.metrics import require_tensorboard
 from stretto.train.options import TrainConfig
 
 PYTHON_DOCS = "python-docs"
@@ -22,6 +23,8 @@ def preflight(config: TrainConfig) -> TrainConfig:
     """
     config = resolve_device(config)
     _check_folder(config.out)
+    if config.train.tensorboard:
+        require_tensorboard()
     model = build_model_config(config, open_data(config))
     with torch.device("meta"):
         validate(GPT(model), config.grid.sizes())

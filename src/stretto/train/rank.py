@@ -1,4 +1,4 @@
-"""What a rank's process runs: `python -m stretto.train.rank MODULE:FUNCTION CONFIG.json`. `launch` starts it."""
+"""What a rank's process runs: `python -m stretto.train.rank MODULE:FUNCTION CONFIG.json PID`. `launch` starts it."""
 
 import ctypes
 import os
@@ -17,20 +17,20 @@ from stretto.train.options import TrainConfig
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def main(function: str, config_file: str) -> None:
+def main(function: str, config_file: str, launcher: str) -> None:
     """Import the function and call it with the configuration. What it raises goes to the launcher's error file."""
-    _stop_when_launcher_dies()
+    _stop_with(int(launcher))
     module, _, name = function.partition(":")
     entry = reduce(getattr, name.split("."), import_module(module))
     entry(TrainConfig.model_validate_json(Path(config_file).read_text()))  # type: ignore[operator]
 
 
-def _stop_when_launcher_dies() -> None:
+def _stop_with(launcher: int) -> None:
     """Have the kernel send SIGTERM should the launcher be killed, so that the rank stops as if asked to."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it died before the call
-            os.kill(os.getpid(), signal.SIGTERM)
+    if os.getppid() != launcher:  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -19,7 +19,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_REQUEST = 1.0  # seconds within which signals count as one: `timeout`, for one, sends its own twice
 POLL = 0.05  # seconds
 # What ranks say whose peer has gone, and so not why.
-LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "distnetworkerror")
+LOST_PEER = (
+    "closed by peer", "reset by peer", "broken pipe",  # gloo
+    "remote process exited", "communicator was aborted",  # NCCL
+    "distnetworkerror",  # the store
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ class Supervisor:
             if rank.error_file.exists():
                 reason, trace = _read_error(rank.error_file)
                 is_lost_peer = any(words in reason.lower() for words in LOST_PEER)
+                if is_lost_peer and self._has_passed_on:
+                    continue  # its peer was asked to stop before it could note that
                 yield Failure(number, reason, trace, (1 + is_lost_peer, rank.error_file.stat().st_mtime))
             elif status is not None and status < 0:
                 # Nothing else makes a process end so: it comes before the errors of those that lost it.
