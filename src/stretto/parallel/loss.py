@@ -187,7 +187,7 @@ class ParallelLoss(nn.Module):
             )
         precision = head.plan.shard.precision
         hidden = precision.cast(hidden).flatten(0, -2)
-        scale = torch.as_tensor(1.0, dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
+        scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
         bias = None if head.bias is None else local(head.bias)
         part = _HeadLoss.apply(hidden, local(head.weight), bias, targets, scale, head)
         return _SumOverBatch.apply(part, batch)
