@@ -20,8 +20,8 @@ class Grid:
     `data` and `z` split the batch; `x`, `y` and `z` split the weights. Start the job with torchrun (or
     `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the same grid.
 
-    Attributes: `mesh`, the DeviceMesh with dims named data, y, x, z; `device`, this rank's torch.device; `sizes`, a
-    mapping from axis to size.
+    Attributes: `mesh`, the DeviceMesh with dims named data, y, x, z; `parameter_mesh`, its part without dims of size 1,
+    on which parameters are; `device`, this rank's torch.device; `sizes`, a mapping from axis to size.
 
     Raises ValueError when the sizes do not multiply to the number of ranks.
     """
@@ -43,6 +43,10 @@ class Grid:
         # Flattened and shaped anew: torch 2.11 reads the mesh's order off its strides, those of dims of size 1 too.
         order = torch.arange(ranks).view(data, z, y, x).permute(0, 2, 3, 1).reshape(-1).view(data, y, x, z)
         self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_AXES)
+        # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
+        # operator's first use), so parameters live on the part of the mesh that does split something.
+        self.parameter_axes = tuple(axis for axis in MESH_AXES if self.sizes[axis] > 1) or ("z",)
+        self.parameter_mesh = self.mesh[self.parameter_axes]
         self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in AXES}
         self._groups["batch"] = self.mesh["data", "z"]._flatten("batch").get_group()
         world = dist.group.WORLD

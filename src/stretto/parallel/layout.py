@@ -1,6 +1,6 @@
 """Where a parameter's numbers live: how the grid's axes cut it, and how shards become the whole again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.parallel.grid import MESH_AXES, Grid
+from stretto.parallel.grid import AXES, Grid
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Layout:
     shape: tuple[int, ...]
     splits: tuple[Split, ...]
 
-    def placements(self) -> list[Placement]:
-        """The same, as DTensor placements over the grid's mesh (dims data, y, x, z)."""
+    def placements(self, axes: Sequence[str]) -> list[Placement]:
+        """The same, as DTensor placements over a mesh with these axes."""
         by_axis = {split.axis: split for split in self.splits}
-        return [_placement(by_axis.get(axis)) for axis in MESH_AXES]
+        return [_placement(by_axis.get(axis)) for axis in axes]
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """How many ranks hold each number of the parameter."""
@@ -123,12 +123,17 @@ def _placement(split: Split | None) -> Placement:
 
 
 def shard_parameter(whole: Tensor, layout: Layout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
-    """This rank's shard of `whole` as a DTensor parameter on the grid's mesh and device."""
+    """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters."""
     coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
     local = layout.shard(whole, grid.sizes, coordinates).to(grid.device)
     stride = torch.empty(layout.shape, device="meta").stride()
     tensor = DTensor.from_local(
-        local, grid.mesh, layout.placements(), run_check=False, shape=torch.Size(layout.shape), stride=stride
+        local,
+        grid.parameter_mesh,
+        layout.placements(grid.parameter_axes),
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=stride,
     )
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     parameter.stretto_layout = layout  # type: ignore[attr-defined]
@@ -159,14 +164,15 @@ def gather(tensor: Tensor, layout: Layout | None = None) -> Tensor:
             )
         return tensor.full_tensor().detach()
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
-    sizes = {axis: mesh.get_group(axis).size() for axis in MESH_AXES}
-    coordinates = {axis: mesh.get_local_rank(axis) for axis in MESH_AXES}
+    axes = mesh.mesh_dim_names or ()
+    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
+    coordinates = dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
     whole = local.new_zeros(layout.shape)
     cut = {split.axis for split in layout.splits}
-    if all(coordinates[axis] == 0 for axis in MESH_AXES if axis not in cut):  # one replica of each number
+    if all(coordinates[axis] == 0 for axis in AXES if axis not in cut):  # one replica of each number
         for box in layout.boxes(sizes, coordinates):
             _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
-    for axis in MESH_AXES:
+    for axis in axes:
         if sizes[axis] > 1:
             dist.all_reduce(whole, group=mesh.get_group(axis))
     return whole

@@ -192,8 +192,8 @@ def pieces_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedState:
         return ShardedState(shape, (Piece((0,) * len(shape), shard),))
     mesh = parameter.device_mesh
     assert mesh.mesh_dim_names is not None
-    sizes = {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
-    coordinates = {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
+    coordinates = dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
     pieces = []
     for box in layout_of(parameter).boxes(sizes, coordinates):
         values = shard
