@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.models import GPT, GPTConfig
+from stretto.parallel.grid import AXES
 from stretto.parallel.layout import layout_of
 from stretto.train.checkpoint_metadata import CheckpointMetadata, first_difference, read_metadata
 from stretto.train.checkpoint_storage import (
