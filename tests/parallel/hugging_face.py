@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models, made from their configurations without any weights, and a mode that makes fp64 mean fp64."""
+"""Tiny Hugging Face models, made from configurations without any weights, and a mode that makes fp64 mean fp64."""
 
 import warnings
 from typing import Any
@@ -15,7 +15,7 @@ VOCAB = 61  # no axis divides it
 class Fp32IsFp64(TorchFunctionMode):
     """Takes float64 wherever Python code asks torch for float32.
 
-    Hugging Face models compute norms, rotary angles and the loss in fp32 whatever their dtype: parity would end at 1e-7.
+    Hugging Face models compute norms, rotary angles and the loss in fp32 whatever their dtype: parity ends at 1e-7.
     Wrap the plain model and the parallel one alike.
     """
 

@@ -49,7 +49,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model and one way to train it. `make_model(*model_args)` must be importable, so that ranks can make it too."""
+    """One model and one way to train it. `make_model(*model_args)` must be importable, for ranks make it too."""
 
     make_model: Callable[..., nn.Module]
     model_args: tuple[Any, ...] = ()
