@@ -94,6 +94,15 @@ def test_bad_input_is_refused_in_one_message_before_anything_is_made(run_file: P
     assert not (run_file.parent / "out").exists()
 
 
+def test_another_number_of_ranks_than_torchrun_started_is_refused(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, text = stretto_command("train", run_file)
+    assert (status, "ranks is 1, but torchrun started 2; ranks=2 would do" in text) == (2, True)
+
+
 def test_with_json_an_error_is_json_too(run_file: Path) -> None:
     result = CliRunner().invoke(app, ["train", str(run_file), "--set", "train.steps=0", "--json"])
     assert result.exit_code == 2

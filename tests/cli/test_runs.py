@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from typer.testing import CliRunner
+
+from stretto.cli import app
 
 CONFIG = """
 ranks = 2
@@ -39,7 +42,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=240)
     return process.returncode, output, errors
 
 
@@ -83,9 +86,9 @@ def test_a_run_leaves_everything_in_its_folder(finished: tuple[Path, dict[str, o
 
 
 def test_a_run_is_exported_under_the_models_names(finished: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
-    status, output, errors = finish(start("export", finished[0], "--to", tmp_path / "model.safetensors"))
-    assert (status, errors) == (0, "")
-    assert "wrote" in output
+    result = CliRunner().invoke(app, ["export", str(finished[0]), "--to", str(tmp_path / "model.safetensors")])
+    assert result.exit_code == 0
+    assert "wrote" in result.output
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         sizes = [file.get_tensor(name).numel() for name in file.keys()]  # noqa: SIM118  (no mapping)
     assert sum(sizes) == finished[1]["parameters"]

@@ -50,7 +50,9 @@ def train(
         run = write_report(checked.out) if has_trained else None
         if as_json:
             print_json(_result(checked.out, run, stopped_by))
-        elif run is not None:
+        elif run is None:
+            print("stopped before the first step")
+        else:
             print(f"loss {run.losses[-1]:.4f} after {run.steps[-1]} steps; see {checked.out / 'summary.md'}")
     if stopped_by is not None:
         raise exit_by(stopped_by)

@@ -53,13 +53,8 @@ def launch(entry: Entry, config: TrainConfig, patience: Patience | None = None) 
     within seconds after a rank has failed, and ValueError when torchrun started another number of ranks than
     `config.ranks`. Leaves no process and no file but those of `entry`, and in `config.out` a failed rank's traceback.
     """
+    check_started_ranks(config)
     if is_rank():
-        started = int(os.environ["WORLD_SIZE"])
-        if started != config.ranks:
-            raise ValueError(
-                f"ranks is {config.ranks}, but torchrun started {started}; "
-                f"ranks={started} would do, and a grid such as {nearest_grid(config.grid, started)}"
-            )
         return _run_here(record(entry), config)
     if config.ranks == 1:
         return _run_here(entry, config)
@@ -69,6 +64,15 @@ def launch(entry: Entry, config: TrainConfig, patience: Patience | None = None) 
 def is_rank() -> bool:
     """Whether this process is a rank that torchrun, or something like it, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_started_ranks(config: TrainConfig) -> None:
+    """Raise ValueError when torchrun started another number of ranks than `config.ranks`."""
+    if is_rank() and (started := int(os.environ["WORLD_SIZE"])) != config.ranks:
+        raise ValueError(
+            f"ranks is {config.ranks}, but torchrun started {started}; "
+            f"ranks={started} would do, and a grid such as {nearest_grid(config.grid, started)}"
+        )
 
 
 def resolve_device(config: TrainConfig) -> TrainConfig:

@@ -9,7 +9,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import validate
 from stretto.train.checkpoint import check_checkpoint, find_checkpoint
 from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
-from stretto.train.launch import resolve_device
+from stretto.train.launch import check_started_ranks, resolve_device
 from stretto.train.metrics import require_tensorboard
 from stretto.train.options import TrainConfig
 
@@ -21,6 +21,7 @@ def preflight(config: TrainConfig) -> TrainConfig:
 
     Raises ValueError with the option, its value, the rule, and what would do.
     """
+    check_started_ranks(config)
     config = resolve_device(config)
     _check_folder(config.out)
     if config.train.tensorboard:
