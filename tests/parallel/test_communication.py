@@ -228,7 +228,10 @@ def test_checkpointing_repeats_the_forward_pass_of_the_blocks_and_nothing_of_the
 
 
 def forward_messages(config: GPTConfig, sizes: Sizes, only_last: bool = False) -> Counter[Message]:
-    """Line 4 of Algorithm 3 for every linear (or each block's last one). Kept weights are not gathered again."""
+    """Lines 2 and 4 of Algorithm 3 for every linear (or each block's last one).
+
+    Checkpointing drops what a block saved, gathered weights too: recomputing it gathers them again.
+    """
     data, x, y, z = sizes
     rows = BATCH * SEQ_LEN // (data * z)
     in_a_block = len(list(linears(config))) // config.layers
@@ -236,6 +239,7 @@ def forward_messages(config: GPTConfig, sizes: Sizes, only_last: bool = False) -
     for index, linear in enumerate(linears(config)):
         if not only_last or index % in_a_block == in_a_block - 1:
             axis, size_x = ("x", y) if linear.is_swapped else ("y", x)
+            messages[Message("z", "all-gather", linear.k * linear.n // (x * y), 4)] += 1
             messages[Message(axis, "all-reduce", rows * linear.n // size_x, 4)] += 1
     return only_those_sent(messages, sizes)
 
