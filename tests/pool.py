@@ -34,6 +34,8 @@ import torch.distributed as dist
 
 POOL_SIZE = 8
 START_LIMIT = 120.0  # seconds for all workers to come up
+# torch's caches keep a job's meshes, their process groups and these groups' threads: workers retire before it is felt.
+JOBS_OF_A_WORKER = 20
 GRACE = 10.0  # seconds for the other ranks to end once one has raised, and for all to leave the process group
 GROUP_LIMIT = timedelta(minutes=30)  # longer than any job's: the parent ends a hang, and knows who hung
 
@@ -90,6 +92,8 @@ class Pool:
         if not 1 <= world_size <= self.size:
             raise ValueError(f"{world_size} ranks asked of a pool of {self.size}: 1 to {self.size} will do")
         call = _pickle_call(function, args, kwargs)
+        if self._jobs % JOBS_OF_A_WORKER == 0:
+            self.kill()
         try:
             self._start()
             return self._run_job(self._workers[:world_size], call, timeout)
