@@ -1,6 +1,6 @@
 """A Hugging Face model on a grid. Built from a configuration here; `from_pretrained` works the same way.
 
-    torchrun --nproc-per-node 4 examples/hugging_face.py
+torchrun --nproc-per-node 4 examples/hugging_face.py
 """
 
 import torch
