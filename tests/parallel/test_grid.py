@@ -16,7 +16,6 @@ def describe(sizes: Sizes) -> dict[str, object]:
     return {
         "names": grid.mesh.mesh_dim_names,
         "device": grid.device.type,
-        "divisor": grid.batch_size_divisor,
         "sizes": tuple(grid.size(axis) for axis in AXES),
         "coordinates": {axis: grid.coordinate(axis) for axis in (*AXES, "batch")},
         "members": {axis: dist.get_process_group_ranks(grid.group(axis)) for axis in (*AXES, "batch", "world")},
@@ -32,9 +31,8 @@ def test_ranks_are_laid_out_data_z_y_x_with_x_innermost(ranks, sizes):
         lengths = dict(zip(AXES, sizes, strict=True))
         members = {axis: [rank + (place - at[axis]) * strides[axis] for place in range(lengths[axis])] for axis in AXES}
         assert seen == {
-            "names": ("data", "z", "y", "x"),
+            "names": ("data", "y", "x", "z"),
             "device": "cpu",
-            "divisor": data * z,
             "sizes": sizes,
             "coordinates": {**at, "batch": at["data"] * z + at["z"]},
             "members": {

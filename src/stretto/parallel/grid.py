@@ -54,16 +54,21 @@ class Grid:
         self._groups["world"] = world
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `axis` only (in data and z for "batch", in any for "world")."""
+        """The ranks that differ from this one in `axis` only (in data and z for "batch", in any for "world").
+
+        Raises ValueError for an unknown axis; so do `size` and `coordinate`.
+        """
+        if axis not in self._groups:
+            raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._groups)}")
         return self._groups[axis]
 
     def size(self, axis: str) -> int:
         """How many ranks `axis` has: data, x, y, z, "batch" (data x z) or "world"."""
-        return self._groups[axis].size()
+        return self.group(axis).size()
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along `axis`; along "batch", which shard of the global batch it is fed."""
-        return self._groups[axis].rank()
+        return self.group(axis).rank()
 
     def __repr__(self) -> str:
         return "Grid(" + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items()) + ")"
