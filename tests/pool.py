@@ -10,6 +10,7 @@ no rank closes its sockets while another still needs them. A rank that raised le
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -34,8 +35,6 @@ import torch.distributed as dist
 
 POOL_SIZE = 8
 START_LIMIT = 120.0  # seconds for all workers to come up
-# torch's caches keep a job's meshes, their process groups and these groups' threads: workers retire before it is felt.
-JOBS_OF_A_WORKER = 20
 GRACE = 10.0  # seconds for the other ranks to end once one has raised, and for all to leave the process group
 GROUP_LIMIT = timedelta(minutes=30)  # longer than any job's: the parent ends a hang, and knows who hung
 
@@ -92,8 +91,6 @@ class Pool:
         if not 1 <= world_size <= self.size:
             raise ValueError(f"{world_size} ranks asked of a pool of {self.size}: 1 to {self.size} will do")
         call = _pickle_call(function, args, kwargs)
-        if self._jobs % JOBS_OF_A_WORKER == 0:
-            self.kill()
         try:
             self._start()
             return self._run_job(self._workers[:world_size], call, timeout)
@@ -271,13 +268,14 @@ def _work(pipe: Connection, folder: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(1)
+    caches = _find_caches()
     gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
     with _stack_file(folder, os.getpid()).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         pipe.send("started")
         with contextlib.suppress(EOFError):
             while True:
-                _run_rank(pipe, pipe.recv())
+                _run_rank(pipe, pipe.recv(), caches)
 
 
 def _end_with_parent() -> None:
@@ -286,7 +284,20 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run_rank(pipe: Connection, job: _Job) -> None:
+def _find_caches() -> list[Callable[[], object]]:
+    """What empties torch's caches of meshes.
+
+    They would keep each job's process groups, whose threads (gloo's poll a hundred times a second) add up until
+    nothing else gets to run.
+    """
+    from torch.distributed.tensor import _redistribute, debug  # slow to import, and only workers need it
+
+    wrappers = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+    ours = [wrapper.cache_clear for wrapper in wrappers if str(wrapper.__module__).startswith("torch.distributed")]
+    return [*ours, _redistribute.clear_redistribute_planner_cache, debug._clear_sharding_prop_cache]
+
+
+def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]]) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -302,6 +313,8 @@ def _run_rank(pipe: Connection, job: _Job) -> None:
         pipe.recv()  # all ranks have an outcome
     if dist.is_initialized():
         dist.destroy_process_group()
+    for clear in caches:
+        clear()
     gc.collect()
     pipe.send("left")
 

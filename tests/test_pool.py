@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.pool import Pool, RankError
 
@@ -63,6 +64,16 @@ def make_subgroups() -> list[float]:
     return sums
 
 
+def use_a_mesh(names: tuple[str, str]) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    matrix = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+    (matrix @ matrix).redistribute(placements=[Replicate(), Replicate()])
+
+
+def number_of_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def leave_a_different_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -89,6 +100,14 @@ def test_jobs_share_the_same_processes_and_each_gets_fresh_groups(ranks):
 def test_one_jobs_settings_do_not_reach_the_next(ranks):
     ranks(2).run(leave_a_different_default_dtype)
     assert ranks(2).run(default_dtype_and_threads) == [(torch.float32, 1)] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_job_leaves_no_thread_of_its_process_groups_behind(ranks):
+    before = ranks(4).run(number_of_threads)
+    for turn in range(3):
+        ranks(4).run(use_a_mesh, (f"a{turn}", f"b{turn}"))
+    assert ranks(4).run(number_of_threads) == before
 
 
 def test_a_small_job_on_a_running_pool_takes_less_than_a_tenth_of_a_second(ranks):
