@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,11 @@ def test_an_interrupted_pytest_leaves_no_process(ending, tmp_path):
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED_TEST)
     command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "--rootdir", tmp_path, tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    # What runs in the background of a shell ignores Ctrl-C, and its children with it.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=listen
+    )
     line = next(line for line in child.stdout if "workers" in line)
     *pids, folder = line.partition("workers ")[2].split()
     child.send_signal(ending)

@@ -89,11 +89,12 @@ def test_five_steps_on_every_grid_equal_those_of_one_rank(ranks, sizes, precisio
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_every_variant_agrees_on_a_grid_of_all_three_tensor_axes(ranks, variant):
+def test_every_variant_agrees_on_a_grid_of_all_three_tensor_axes_with_torchs_own_optimizer(ranks, variant):
     print(f"seed {SEED}")
     case, precision = VARIANTS[variant], PRECISIONS["fp64-adamw"]
     expected = train_plainly(case, precision)
-    assert ranks(8).run(disagreements, (1, 2, 2, 2), case, precision, expected) == [{}] * 8
+    found = ranks(8).run(disagreements, (1, 2, 2, 2), case, precision, expected, optimizes_shards=False)
+    assert found == [{}] * 8
 
 
 def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: torch.Tensor) -> float:
