@@ -1,7 +1,7 @@
 """Stretto overlaps communication with computation in distributed deep learning.
 
-The front door is four names: `Cluster` (what the machine is), `Grid` (how its ranks are laid out),
-`parallelize` (put a model on a grid) and the command `stretto`. They are imported on first use, so that
+The front door is five names: `Cluster` (what the machine is), `plan` (which grid suits it), `Grid` (how its ranks are
+laid out), `parallelize` (put a model on a grid) and the command `stretto`. They are imported on first use, so that
 `import stretto` costs nothing and parts that need no GPU library stay free of it.
 """
 
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
     from stretto.parallel import Grid, parallelize
+    from stretto.planner import plan
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Grid", "__version__", "parallelize"]
+__all__ = ["Cluster", "Grid", "__version__", "parallelize", "plan"]
 
 _HOMES = {
     "Cluster": "stretto.cluster",
     "Grid": "stretto.parallel",
     "parallelize": "stretto.parallel",
+    "plan": "stretto.planner",
 }
 
 

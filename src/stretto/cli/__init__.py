@@ -12,6 +12,7 @@ from stretto.cli.bench import app as bench
 from stretto.cli.cluster import app as cluster
 from stretto.cli.demo import demo
 from stretto.cli.export import export
+from stretto.cli.plan import plan
 from stretto.cli.train import train
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(demo)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.command()(export)

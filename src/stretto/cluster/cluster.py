@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stretto.cluster import detection, files
 from stretto.cluster.description import describe
-from stretto.cluster.model import GPU, InNodeBandwidth, NetworkLink, NodeLink
+from stretto.cluster.model import GPU, InNodeBandwidth, Matmul, NetworkLink, NodeLink, Transfer
 from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
 
 
@@ -25,6 +25,8 @@ class Cluster:
     gpus_per_node: int = field(metadata=figure(Kind.COUNT))
     nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
     in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
+    matmuls: tuple[Matmul, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Matmul))
+    transfers: tuple[Transfer, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Transfer))
     gpu: GPU = field(metadata=figure(Kind.TABLE, of=GPU))
     in_node: NodeLink = field(default=NodeLink(), metadata=figure(Kind.TABLE, of=NodeLink))
     between_nodes: NetworkLink = field(default=NetworkLink(), metadata=figure(Kind.TABLE, of=NetworkLink))

@@ -39,7 +39,12 @@ def _detect_gpus() -> Detected | None:
     datasheet = DATASHEETS.get(names[0]) if len(names) == 1 else None
     if datasheet is None:
         return len(devices), GPU(name=" + ".join(names)[:LONGEST_TEXT], memory=memory), sources
-    gpu = GPU(names[0], memory, datasheet.memory_bandwidth, datasheet.peak_flops)
+    gpu = GPU(
+        name=names[0],
+        memory=memory,
+        memory_bandwidth=datasheet.memory_bandwidth,
+        peak_flops=datasheet.peak_flops,
+    )
     sources |= {"gpu.memory_bandwidth": datasheet.source, "gpu.peak_flops": datasheet.source}
     return len(devices), gpu, sources
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from stretto.cluster.schema import Kind, check, figure
 
+MATMUL_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+MATMUL_LAYOUTS = ("NN", "NT", "TN")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _FLOP_RATE = figure(Kind.QUANTITY, "FLOP/s")
 
 
@@ -39,6 +42,8 @@ class GPU:
     memory_bandwidth: float | None = field(
         default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
     )
+    # Attention forward and backward, causal, counting only the products that its mask leaves; with a fused kernel.
+    attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
     # As its vendor says, and the best that a matmul was measured at.
     peak_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
     empirical_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
@@ -98,3 +103,44 @@ class InNodeBandwidth:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A measured matrix product [m, k] x [k, n] of one GPU.
+
+    `layout` says how the operands lay: "NN", "NT" (the second transposed, as a linear's weight) or "TN" (the first, as
+    in a weight's gradient).
+    """
+
+    m: int = field(metadata=figure(Kind.COUNT))
+    n: int = field(metadata=figure(Kind.COUNT))
+    k: int = field(metadata=figure(Kind.COUNT))
+    dtype: str = field(metadata=figure(Kind.TEXT))
+    layout: str = field(metadata=figure(Kind.TEXT))
+    seconds: float = field(metadata=figure(Kind.QUANTITY, "seconds"))
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name, known in (("dtype", MATMUL_DTYPES), ("layout", MATMUL_LAYOUTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A measured collective inside a node: all groups of `size` GPUs that lie `preceding` apart at once.
+
+    `bytes` is what a ring algorithm sends from one GPU, `seconds` what the collective took.
+    """
+
+    collective: str = field(metadata=figure(Kind.TEXT))
+    preceding: int = field(metadata=figure(Kind.COUNT))
+    size: int = field(metadata=figure(Kind.COUNT))
+    bytes: int = field(metadata=figure(Kind.COUNT, "bytes"))
+    seconds: float = field(metadata=figure(Kind.QUANTITY, "seconds"))
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"collective = {self.collective!r}: must be one of {', '.join(COLLECTIVES)}")

@@ -4,104 +4,15 @@ Nothing here knows about ranks. Two habits let `stretto.parallelize` shard it: s
 -1 where a number of heads would stand, and `GPT.parallel_plan` says, as plain data, what each submodule is.
 """
 
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.models.config import GPTConfig
+
 IGNORED_TARGET = -100
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT. Counts are whole-model numbers, whatever grid it will run on.
-
-    `ffn` is the MLP's inner width (default 4 x hidden); `kv_heads` below `heads` is grouped-query attention.
-    Raises ValueError when the numbers do not fit together.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int | None = None
-    ffn: int | None = None
-    vocab: int = 50257
-    max_seq_len: int = 2048
-    positions: Literal["learned", "rotary"] = "learned"
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    bias: bool = True
-    tie_embeddings: bool = True
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
-        if self.ffn is not None and self.ffn < 1:
-            raise ValueError(f"model.ffn is {self.ffn}, but must be at least 1")
-        if self.hidden % self.heads:
-            nearest = max(1, round(self.hidden / self.heads)) * self.heads
-            raise ValueError(
-                f"model.hidden is {self.hidden}, which {self.heads} heads do not divide; "
-                f"the nearest hidden size that would do is {nearest}"
-            )
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - (self.kv_heads or 0)))
-            raise ValueError(
-                f"model.kv_heads is {self.kv_heads}, which does not divide {self.heads} heads; "
-                f"the nearest number that would do is {nearest}"
-            )
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of features, but a head has {self.head_dim}: make hidden / heads even"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout is {self.dropout}, but must be in [0, 1)")
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def ffn_width(self) -> int:
-        return self.ffn or 4 * self.hidden
-
-    @classmethod
-    def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
-        """A named size: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""
-        if name not in PRESETS:
-            near = get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"no model is named {name!r}; did you mean {near!r}? Known: {', '.join(PRESETS)}")
-        known = {field.name for field in fields(cls)}
-        for option in overrides:
-            if option not in known:
-                near = get_close_matches(option, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"a GPT has no option {option!r}; did you mean {near!r}?")
-        return replace(PRESETS[name], **overrides)
-
-
-PRESETS: dict[str, GPTConfig] = {
-    "gpt2-small": GPTConfig(layers=12, hidden=768, heads=12, max_seq_len=1024),
-    # Table 5.1 of paper 003. It names no vocabulary; GPT-2's is taken.
-    "gpt-5b": GPTConfig(layers=24, hidden=4096, heads=32),
-    "gpt-10b": GPTConfig(layers=32, hidden=5120, heads=40),
-    "gpt-20b": GPTConfig(layers=32, hidden=7168, heads=56),
-    "gpt-40b": GPTConfig(layers=38, hidden=9216, heads=72),
-    "gpt-60b": GPTConfig(layers=56, hidden=9216, heads=72),
-    "gpt-80b": GPTConfig(layers=42, hidden=12288, heads=96),
-    "gpt-160b": GPTConfig(layers=84, hidden=12288, heads=96),
-    "gpt-320b": GPTConfig(layers=96, hidden=16384, heads=128),
-    "gpt-640b": GPTConfig(layers=192, hidden=16384, heads=128),
-}
 
 
 def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

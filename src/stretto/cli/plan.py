@@ -1,0 +1,154 @@
+"""`stretto plan`: which grid is fastest and fits, before there is a machine."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.console import Json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from stretto.cluster import Cluster
+    from stretto.planner import Plan
+
+
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.toml]", help="A training configuration: its model, batch, lengths and dtype."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A size of Table 5.1 (gpt-20b), a .toml with [model], or a Hugging Face config.json."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many (default: the configuration's ranks, or all).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch, in sequences.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="paper: only the linears' collectives (equations 5.1 to 5.7). full: computation, latency, overlap too."
+        ),
+    ] = "paper",
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: the configuration's, or bf16).")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank takes at once (default: searched).")] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option(help="Activation checkpointing (default: where it is needed).")
+    ] = None,
+    keep_gathered: Annotated[
+        bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
+    ] = None,
+    overlap: Annotated[bool, typer.Option(help="For --cost full: collectives are hidden where they can be.")] = True,
+    top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 15,
+    as_json: Json = False,
+) -> None:
+    """Rank every grid of data x X x Y x Z for a model on a cluster, with predicted time, memory, and why.
+
+    Needs no GPU. For example:
+
+    - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
+    - stretto plan configs/demo.toml --cluster dgx-h200 --gpus 4 --cost full
+    """
+    with refusing_bad_input(as_json=as_json):
+        given: dict[str, Any] = {
+            "gpus": gpus,
+            "batch": batch,
+            "seq_len": seq_len,
+            "dtype": dtype,
+            "optimizer": optimizer,
+        }
+        asked = _from_config(config) if config is not None else {}
+        asked |= {name: value for name, value in given.items() if value is not None}
+        if model is not None:
+            asked["model"] = model
+        for name, option in (("model", "--model"), ("batch", "--batch"), ("seq_len", "--seq-len")):
+            if asked.get(name) is None:
+                raise ValueError(f"{option} is missing: give it, or a CONFIG.toml that has it")
+        if cluster is None:
+            raise ValueError("--cluster is missing: name a machine of `stretto cluster list`, or a cluster file")
+        machine = _read_cluster(cluster)
+
+        from stretto.planner import plan as search
+
+        plans = search(
+            asked.pop("model"),
+            machine,
+            cost=cost,  # type: ignore[arg-type]
+            micro_batch=micro_batch,
+            checkpoint_activations=checkpointing,
+            keep_gathered=keep_gathered,
+            overlaps=overlap,
+            **asked,
+        )
+    if as_json:
+        print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
+    else:
+        _print_table(plans, machine, cost, top)
+
+
+def _from_config(path: Path) -> dict[str, Any]:
+    """What a training configuration says that a plan asks for. The data is not opened: it may not be there yet."""
+    from stretto.train.config import load_config
+
+    config = load_config(path)
+    run = config.train
+    is_bytes = config.data.tokenizer == "bytes" and config.data.format in ("auto", "text")
+    if config.model.known_vocab() is None and not is_bytes:
+        raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
+    gpt = config.model.to_gpt(data_vocab=256, seq_len=run.seq_len)
+    return {
+        "model": gpt,
+        "gpus": config.ranks if config.ranks > 1 else None,
+        "batch": run.batch,
+        "seq_len": run.seq_len,
+        "dtype": run.dtype,
+        "optimizer": run.optimizer,
+    }
+
+
+def _read_cluster(name: str) -> "Cluster":
+    from stretto.cluster import Cluster
+
+    is_file = Path(name).suffix == ".toml" or (name not in Cluster.presets() and Path(name).is_file())
+    return Cluster.load(name) if is_file else Cluster.preset(name)
+
+
+def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    fitting = sum(plan.fits for plan in plans)
+    console = Console()
+    table = Table(title=f"{len(plans)} grids on {cluster.name}, {fitting} of which fit", box=box.SIMPLE_HEAD)
+    for heading in ("", "grid", "micro", "step", "exposed ms: x/y/z/data", "memory"):
+        table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
+    for place, plan in enumerate(plans[:top], start=1):
+        exposed = " / ".join(_milliseconds(plan.exposed[axis]) for axis in ("x", "y", "z", "data"))
+        table.add_row(
+            str(place),
+            " ".join(f"{axis}={size}" for axis, size in plan.grid.items() if size > 1) or "one rank",
+            f"{plan.micro_batch}{'*' if plan.checkpoint_activations else ' '}",
+            f"{plan.step_time:.4g} s",
+            exposed,
+            f"{plan.peak_memory / 1e9:.1f} GB",
+            style=None if plan.fits else "dim",
+        )
+    console.print(table)
+    if any(plan.checkpoint_activations for plan in plans[:top]):
+        console.print("* with activation checkpointing", highlight=False)
+    if cost == "paper":
+        console.print("Step: communication alone, by paper 003; --cost full predicts whole steps.", highlight=False)
+    for place, plan in enumerate(plans[:top], start=1):
+        console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
+
+
+def _milliseconds(time: float) -> str:
+    return f"{time * 1e3:,.0f}" if time >= 0.01 else f"{time * 1e3:.2g}"

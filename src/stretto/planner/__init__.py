@@ -1,0 +1,6 @@
+"""Which grid is fastest and fits, before there is a machine. No GPU library is imported."""
+
+from stretto.planner.architecture import Architecture, Linear, read_architecture
+from stretto.planner.search import Plan, plan
+
+__all__ = ["Architecture", "Linear", "Plan", "plan", "read_architecture"]

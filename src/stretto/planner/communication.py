@@ -1,0 +1,128 @@
+"""What a step sends, and how long that takes: paper 003, section 5.1.2, equations 5.1 to 5.7.
+
+Bytes are those that a ring algorithm sends from one rank. Times add up the five kinds of collectives by the axis that
+they run over, which for a swapped linear is the other one: x and y change roles in every equation.
+"""
+
+from dataclasses import dataclass
+
+from stretto.cluster import Cluster
+from stretto.planner.architecture import Architecture, Linear
+from stretto.planner.grids import GridSizes
+
+AXES = ("x", "y", "z", "data")
+KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data")
+AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data"), strict=True))
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What one rank sends in a step, in bytes (or, over a bandwidth, in seconds), by collective and axis."""
+
+    all_gather_z: float = 0.0
+    reduce_scatter_z: float = 0.0
+    all_reduce_y: float = 0.0
+    all_reduce_x: float = 0.0
+    all_reduce_data: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Equation 5.6: their sum."""
+        return self.all_gather_z + self.reduce_scatter_z + self.all_reduce_y + self.all_reduce_x + self.all_reduce_data
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
+
+    def times(self, factor: float) -> "Volume":
+        return Volume(*(getattr(self, kind) * factor for kind in KINDS))
+
+    def by_name(self) -> dict[str, float]:
+        """The five and their total."""
+        return {kind: getattr(self, kind) for kind in KINDS} | {"total": self.total}
+
+
+@dataclass(frozen=True)
+class LinearTraffic:
+    """What one rank sends for one linear in a step, in numbers (not bytes), by equation."""
+
+    all_gather: float  # 5.1: the weight, over z, once
+    reduce_scatter: float  # 5.2: its gradient, over z
+    output: float  # 5.3: the output's partial sums, in the forward pass, over `output_axis`
+    gradient: float  # 5.4: those of the input's gradient, in the backward pass, over `input_axis`
+    data: float  # 5.5: the weight's gradient, over data
+    output_axis: str
+    input_axis: str
+
+
+def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraffic:
+    """Equations 5.1 to 5.5 for one linear, x and y swapped for a swapped one. `tokens` (m): those of a data group."""
+    k, n = linear.inputs, linear.outputs
+    gx, gy, gz, gdata = grid.x, grid.y, grid.z, grid.data
+    output_axis, input_axis = "y", "x"
+    if linear.is_swapped:
+        gx, gy, output_axis, input_axis = gy, gx, "x", "y"
+    return LinearTraffic(
+        all_gather=(gz - 1) * k * n / (gx * gy * gz),
+        reduce_scatter=(gz - 1) / gz * k * n / (gx * gy),
+        output=2 * (gy - 1) / gy * tokens * n / (gz * gx),
+        gradient=2 * (gx - 1) / gx * tokens * k / (gz * gy),
+        data=2 * (gdata - 1) / gdata * k * n / (gx * gy * gz),
+        output_axis=output_axis,
+        input_axis=input_axis,
+    )
+
+
+def linears_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: int = 1) -> Volume:
+    """Equation 5.6 over all linears of all blocks, in bytes of `element` a number.
+
+    `gathers`: how often a step gathers a weight over z. Algorithm 3 keeps it for the backward pass: once.
+    """
+    total = Volume()
+    for linear in model.linears:
+        traffic = linear_traffic(linear, grid, tokens)
+        sums = {traffic.output_axis: traffic.output, traffic.input_axis: traffic.gradient}
+        total += Volume(gathers * traffic.all_gather, traffic.reduce_scatter, sums["y"], sums["x"], traffic.data)
+    return total.times(model.layers * element)
+
+
+def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
+    """Bytes/s that a rank sends at in the axis's collectives, all groups of the axis at work at once.
+
+    Case 1, groups inside a node: the measured row of `in_node_bandwidths`; where there is none, the figures of the
+    node's links (a group of `size` reaches size - 1 peers, each by its own link, up to all of a GPU's links). Case 2,
+    groups across nodes: equation 5.7. Raises ValueError for a figure that the cluster does not have.
+    """
+    size, preceding = grid.sizes()[axis], grid.preceding(axis)
+    if preceding * size > cluster.gpus_per_node:
+        if cluster.inter_node_bandwidth is None:
+            cluster.require("nics_per_node")
+            cluster.require("between_nodes.bandwidth")
+        assert cluster.inter_node_bandwidth is not None
+        return cluster.inter_node_bandwidth / min(cluster.gpus_per_node, preceding)
+    measured = cluster.measured_in_node_bandwidth(preceding, size)
+    if measured is not None:
+        return measured
+    whole = cluster.require("in_node.bandwidth")
+    pair = cluster.in_node.pair_bandwidth
+    return whole if pair is None or size == 1 else min(whole, (size - 1) * pair)
+
+
+def bandwidths(cluster: Cluster, grid: GridSizes) -> dict[str, float | None]:
+    """`bandwidth` of every axis; for one of a single rank what a group there would get, or None if that is not known.
+
+    Raises ValueError for a figure that an axis of several ranks needs and the cluster does not have.
+    """
+    known: dict[str, float | None] = {}
+    for axis in AXES:
+        try:
+            known[axis] = bandwidth(cluster, grid, axis)
+        except ValueError:
+            if grid.sizes()[axis] > 1:
+                raise
+            known[axis] = None
+    return known
+
+
+def seconds(volume: Volume, rates: dict[str, float | None]) -> Volume:
+    """Bytes over the bandwidth of the axis that they are sent over."""
+    return Volume(*(getattr(volume, kind) / (rates[AXIS_OF[kind]] or 1.0) for kind in KINDS))

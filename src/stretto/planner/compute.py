@@ -1,0 +1,154 @@
+"""How long a rank computes: matrix products from a measured table or a roofline, the rest by FLOPs or by bytes."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from stretto.cluster import Cluster
+from stretto.planner.grids import GridSizes
+from stretto.planner.workload import Choice, Workload
+
+# What real kernels reach, where the cluster does not say what was measured on it.
+MATMUL_EFFICIENCY = 0.75  # of the datasheet's peak, for large products
+ATTENTION_EFFICIENCY = 0.6  # of what matrix products reach, forward and backward pass together
+MEMORY_EFFICIENCY = 0.8  # of the memory's bandwidth, for element-wise kernels
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds that a rank computes in a step, nothing waited for: all micro-batches and all blocks together.
+
+    `weight_gradients`, one for each of a block's linears, are in `backward` too: an all-reduce hides under them.
+    """
+
+    forward: float
+    backward: float
+    weight_gradients: tuple[float, ...]
+    head: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.head + self.optimizer
+
+
+class Device:
+    """What one GPU of a cluster computes in how much time. Raises ValueError for a figure that is not there."""
+
+    def __init__(self, cluster: Cluster, dtype: str) -> None:
+        self.cluster = cluster
+        self.dtype = dtype
+        measured = getattr(cluster.gpu.empirical_flops, dtype)
+        self.flops = measured or MATMUL_EFFICIENCY * cluster.require(f"gpu.peak_flops.{dtype}")
+        self.memory_bandwidth = MEMORY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
+        self._seconds: dict[tuple[int, int, int], float] = {}
+
+    @cached_property
+    def _measured(self) -> list[tuple[tuple[float, float, float], float]]:
+        """Log sizes and measured FLOP/s of this dtype's products."""
+        best: dict[tuple[int, int, int], float] = {}
+        for row in self.cluster.matmuls:
+            if row.dtype == self.dtype:
+                key = (row.m, row.n, row.k)
+                best[key] = min(row.seconds, best.get(key, math.inf))
+        return [((math.log(m), math.log(n), math.log(k)), 2 * m * n * k / t) for (m, n, k), t in best.items()]
+
+    def matmul(self, m: float, n: float, k: float) -> float:
+        """Seconds of a product [m, k] x [k, n]: from the nearest measured shapes, else a roofline."""
+        key = (round(m), round(n), round(k))
+        if key not in self._seconds:
+            self._seconds[key] = self._matmul(*key)
+        return self._seconds[key]
+
+    def _matmul(self, m: int, n: int, k: int) -> float:
+        if min(m, n, k) < 1:
+            return 0.0
+        flops = 2.0 * m * n * k
+        element = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[self.dtype]
+        if self._measured:
+            return flops / self._interpolate((math.log(m), math.log(n), math.log(k)))
+        return max(flops / self.flops, element * (m * k + k * n + m * n) / self.memory_bandwidth)
+
+    def _interpolate(self, place: tuple[float, float, float]) -> float:
+        """FLOP/s at a place among the measured ones: the four nearest, each by the inverse square of its distance."""
+        distances = sorted(
+            (sum((a - b) ** 2 for a, b in zip(place, at, strict=True)), rate) for at, rate in self._measured
+        )
+        if distances[0][0] < 1e-12:
+            return distances[0][1]
+        weights = [(1 / distance, rate) for distance, rate in distances[:4]]
+        return math.exp(sum(w * math.log(rate) for w, rate in weights) / sum(w for w, _ in weights))
+
+    def attention(self, flops: float) -> float:
+        """Seconds of attention's own products (scores and their sum), of so many FLOPs."""
+        rate = self.cluster.gpu.attention_flops or ATTENTION_EFFICIENCY * self.flops
+        return flops / rate
+
+    def traffic(self, num_bytes: float) -> float:
+        """Seconds of element-wise work that moves so many bytes."""
+        return num_bytes / self.memory_bandwidth
+
+
+def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
+    """A step's computation on one rank, by the parts that communication can hide under."""
+    model, grid = workload.model, choice.grid
+    micro_batches = choice.micro_batches(workload)
+    tokens = choice.micro_batch * workload.seq_len
+    products, gradients = 0.0, []
+    for linear in model.linears:
+        over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
+        k, n = linear.inputs / into, linear.outputs / over
+        products += device.matmul(tokens, n, k)
+        gradients.append(device.matmul(n, k, tokens))
+    # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
+    scores = device.attention(2 * tokens * workload.seq_len * model.queries / grid.x)
+    forward_bytes, backward_bytes = _element_wise(workload, grid)
+    forward = products + scores + device.traffic(forward_bytes * tokens)
+    backward = products + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
+    casts = _casts(workload, choice)
+    layers = model.layers * micro_batches
+    if choice.checkpoint_activations:
+        backward += forward
+    parameters = _parameters(workload, grid)
+    return Compute(
+        forward=layers * forward + device.traffic(casts * micro_batches),
+        backward=layers * backward + device.traffic(casts * micro_batches),
+        weight_gradients=tuple(layers * gradient for gradient in gradients),
+        head=micro_batches * _head(workload, grid, tokens, device),
+        # AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads and scales.
+        optimizer=device.traffic(parameters * workload.master * ({"adamw": 7, "sgd": 3}[workload.optimizer] + 3)),
+    )
+
+
+def _parameters(workload: Workload, grid: GridSizes) -> float:
+    return workload.model.parameters / (grid.x * grid.y * grid.z)
+
+
+def _element_wise(workload: Workload, grid: GridSizes) -> tuple[float, float]:
+    """Bytes a token that a block's norms, activation and sums read and write, forward and backward."""
+    model = workload.model
+    hidden, ffn = model.hidden / grid.y, model.ffn / grid.x
+    qkv = (model.queries + 2 * model.keys) / grid.x
+    gates = 2 if model.is_gated else 1
+    # A norm over y is made of plain operations in fp32: about five times the traffic of one kernel.
+    norm = 2 if grid.y == 1 else 12
+    forward = 2 * norm * hidden + 2 * 3 * hidden + 3 * gates * ffn + (2 * qkv if model.is_rotary else 0)
+    backward = 2 * 2 * norm * hidden + 2 * 3 * hidden + (3 * gates + 1) * ffn + (4 if model.is_rotary else 3) * qkv
+    if model.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
+        backward += qkv + ffn + 2 * hidden
+        forward += (3 * 2 * hidden if grid.x > 1 else 0) + (3 * (qkv + ffn) if grid.y > 1 else 0)
+    return forward * workload.element, backward * workload.element
+
+
+def _casts(workload: Workload, choice: Choice) -> float:
+    """Bytes of turning a rank's weights into dtype before they are used, or its gradients back."""
+    if workload.element == workload.master:
+        return 0.0
+    return _parameters(workload, choice.grid) * (workload.master + workload.element)
+
+
+def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) -> float:
+    """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit."""
+    vocab, hidden = -(-workload.model.vocab // grid.x), workload.model.hidden / grid.y
+    products = 2 * device.matmul(tokens, vocab, hidden) + device.matmul(vocab, hidden, tokens)
+    return products + device.traffic(tokens * vocab * (11 * workload.master + 4 * workload.element))

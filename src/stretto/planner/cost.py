@@ -1,0 +1,161 @@
+"""How long a step takes, by one of two models.
+
+`paper`: paper 003's own assumptions. Only the linears' collectives count, at the bandwidths of section 5.1.2, with no
+start-up, nothing hidden and no computation: good for ranking grids, not for telling the time.
+
+`full` adds what they leave out: computation, embedding, head and norms, a start-up latency a message, and overlap.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stretto.cluster import Cluster
+from stretto.planner.communication import AXIS_OF, KINDS, Volume, bandwidths, linear_traffic, linears_volume, seconds
+from stretto.planner.compute import Compute, Device, compute
+from stretto.planner.workload import Choice, Workload
+
+PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
+# A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
+SLOWDOWN_BESIDE_COMMUNICATION = 0.2
+# Seconds that a hop of a ring takes to start, where the cluster does not say.
+IN_NODE_LATENCY = 3e-6
+BETWEEN_NODES_LATENCY = 6e-6
+_SUM_OVER = {"x": "all_reduce_x", "y": "all_reduce_y", "data": "all_reduce_data"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step's predicted seconds. `communication` is all of it; `exposed`, by axis, what computation does not hide."""
+
+    step_time: float
+    bandwidth: Mapping[str, float | None]
+    communication: Volume
+    exposed: Mapping[str, float]
+    compute: Compute | None = field(default=None)
+
+
+def paper_cost(workload: Workload, choice: Choice, cluster: Cluster) -> Cost:
+    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data."""
+    grid = choice.grid
+    rates = bandwidths(cluster, grid)
+    gathers = 1 if choice.keep_gathered else 2
+    volume = linears_volume(workload.model, grid, workload.tokens / grid.data, PAPER_ELEMENT, gathers=gathers)
+    times = seconds(volume, rates)
+    return Cost(times.total, rates, times, _by_axis(times.by_name()))
+
+
+def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Device, *, overlaps: bool = True) -> Cost:
+    """Computation and communication of a step on one rank, and how much of the latter stays exposed.
+
+    `overlaps=False`: every collective is waited for where it is issued.
+    """
+    work = compute(workload, choice, device)
+    step = _Step(workload, choice, cluster, work)
+    communication = step.communication()
+    exposed = step.exposed() if overlaps else {kind: getattr(communication, kind) for kind in KINDS}
+    waiting = sum(exposed.values())
+    beside = SLOWDOWN_BESIDE_COMMUNICATION * (communication.total - waiting)
+    return Cost(work.total + waiting + beside, step.rates, communication, _by_axis(exposed), work)
+
+
+class _Step:
+    """The collectives of one step on one rank, in seconds, by what can hide them."""
+
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, work: Compute) -> None:
+        self.workload, self.choice, self.cluster, self.work = workload, choice, cluster, work
+        grid, layers = choice.grid, workload.model.layers
+        self.rates = bandwidths(cluster, grid)
+        self.micro_batches = choice.micro_batches(workload)
+        self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
+        element, gradient = workload.element, workload.gradient_element
+        tokens = workload.tokens / grid.data / self.micro_batches
+        # Activation checkpointing runs the forward pass, and so its sums, a second time.
+        self.forward_passes = 2 if choice.checkpoint_activations else 1
+        self.gathers = 2 if choice.checkpoint_activations or not choice.keep_gathered else 1
+        self.forward_sums, self.backward_sums = [], []
+        self.all_gather = self.reduce_scatter = self.data = 0.0
+        for linear in workload.model.linears:
+            traffic = linear_traffic(linear, grid, tokens)
+            self.all_gather += self.calls * self._ring("z", traffic.all_gather * element)
+            self.reduce_scatter += self.calls * self._ring("z", traffic.reduce_scatter * gradient)
+            self.data += layers * self._ring("data", traffic.data * gradient)
+            forward = self.calls * self.forward_passes * self._ring(traffic.output_axis, traffic.output * element, 2)
+            backward = self.calls * self._ring(traffic.input_axis, traffic.gradient * element, 2)
+            self.forward_sums.append((traffic.output_axis, forward))
+            self.backward_sums.append((traffic.input_axis, backward))
+
+    def communication(self) -> Volume:
+        """All of it, hidden or not."""
+        return self._volume(self.all_gather * self.gathers, self.reduce_scatter, self.data, self.backward_sums)
+
+    def exposed(self) -> dict[str, float]:
+        """What is left when the next weight is gathered under this linear, an input's gradient is summed under the
+        weight's gradient, and weights' gradients travel under the rest of the backward pass."""
+        work, parts = self.work, self.calls * len(self.workload.model.linears)
+        sums = [
+            (axis, max(0.0, time - hiding))
+            for (axis, time), hiding in zip(self.backward_sums, work.weight_gradients, strict=True)
+        ]
+        room = work.backward - sum(
+            min(t, h) for (_, t), h in zip(self.backward_sums, work.weight_gradients, strict=True)
+        )
+        gathered_forward = self._left(self.all_gather, work.forward, parts)
+        again = (self.gathers - 1) * self.all_gather
+        in_backward = self.reduce_scatter + again
+        left = self._left(in_backward, room, parts)
+        share = self.reduce_scatter / in_backward if in_backward else 0.0
+        # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
+        room_for_data = max(0.0, room - in_backward) / self.micro_batches
+        data = self._left(self.data, room_for_data, self.workload.model.layers)
+        volume = self._volume(gathered_forward + left * (1 - share), left * share, data, sums)
+        return {kind: getattr(volume, kind) for kind in KINDS}
+
+    @staticmethod
+    def _left(time: float, room: float, parts: int) -> float:
+        """What does not fit into `room`; at least one of its parts, the first gathered or the last to be scattered."""
+        return max(time - room, time / parts) if time else 0.0
+
+    def _volume(self, gather: float, scatter: float, data: float, backward: list[tuple[str, float]]) -> Volume:
+        sums = {"x": 0.0, "y": 0.0}
+        for axis, time in (*self.forward_sums, *backward):
+            sums[axis] += time
+        return Volume(gather, scatter, sums["y"], sums["x"], data) + self._outside_blocks()
+
+    def _outside_blocks(self) -> Volume:
+        """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
+        workload, grid, model = self.workload, self.choice.grid, self.workload.model
+        element, micro_batches = workload.element, self.micro_batches
+        tokens = workload.tokens / grid.batch_parts / micro_batches
+        vocab, hidden = model.vocab / grid.x, model.hidden / grid.y
+        table = vocab * hidden
+        z, x, y, data = grid.z, grid.x, grid.y, grid.data
+        gather = 2 * micro_batches * self._ring("z", (z - 1) / z * table * element)
+        scatter = 2 * micro_batches * self._ring("z", (z - 1) / z * table * workload.gradient_element)
+        tables = 1 if model.is_tied else 2
+        over_data = tables * self._ring("data", 2 * (data - 1) / data * table / z * workload.gradient_element, 2)
+        activations = 2 * (x - 1) / x * tokens * hidden * element
+        over_x = micro_batches * (2 * self._ring("x", activations, 2) + 2 * self._ring("x", 8 * tokens, 2))
+        logits = self._ring("y", 2 * (y - 1) / y * tokens * vocab * element, 2)
+        norms = (1 + self.forward_passes) * (2 * model.layers + 1) * self._ring("y", 2 * (y - 1) / y * tokens * 8, 2)
+        return Volume(gather, scatter, micro_batches * (logits + norms), over_x, over_data)
+
+    def _ring(self, axis: str, num_bytes: float, rounds: int = 1) -> float:
+        """Seconds of one collective that sends so many bytes from a rank, in `rounds` trips around the ring."""
+        size = self.choice.grid.sizes()[axis]
+        if size == 1:
+            return 0.0
+        cluster, grid = self.cluster, self.choice.grid
+        if grid.preceding(axis) * size > cluster.gpus_per_node:
+            latency = cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
+        else:
+            latency = cluster.in_node.latency or IN_NODE_LATENCY
+        rate = self.rates[axis]
+        assert rate is not None
+        return rounds * (size - 1) * latency + num_bytes / rate
+
+
+def _by_axis(times: Mapping[str, float]) -> dict[str, float]:
+    by_axis = dict.fromkeys(("data", "x", "y", "z"), 0.0)
+    for kind in KINDS:
+        by_axis[AXIS_OF[kind]] += times[kind]
+    return by_axis

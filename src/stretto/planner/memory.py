@@ -1,0 +1,108 @@
+"""How much memory a rank needs, by component, at the moment when it needs most.
+
+Two moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes
+its slice of logits. At the end of the backward pass the activations are gone and all gradients are there. Components
+are given at the worse of the two, so that their sum is the peak of what is allocated.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stretto.planner.architecture import Architecture
+from stretto.planner.grids import GridSizes, divisors
+from stretto.planner.workload import Choice, Workload
+
+# `stretto.parallel.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in dtype.
+LOGITS_SLICE = 2**26
+# What the allocator may hand out: the rest is the driver's context, the collectives' buffers and fragmentation.
+USABLE = 0.92
+
+
+def local_parameters(model: Architecture, grid: GridSizes) -> float:
+    """Parameters that one rank holds."""
+    cut = grid.x * grid.y * grid.z
+    weights = model.linear_weights / cut
+    embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z * (1 if model.is_tied else 2)
+    biases = sum(
+        linear.outputs / (grid.y if linear.is_swapped else grid.x) for linear in model.linears if linear.has_bias
+    )
+    norms = (2 * model.layers + 1) * model.hidden / grid.y * (2 if model.has_norm_bias else 1)
+    return weights + embedding + model.layers * biases + norms + model.positions * model.hidden / grid.y
+
+
+def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float, float]:
+    """Numbers a token that one block keeps for its backward pass, and how many of them are its input."""
+    x, y = grid.x, grid.y
+    norms = 4 * model.hidden / y  # input and output of both
+    attention = (2 * model.queries + 2 * model.keys) / x  # queries, keys, values, and the result
+    if model.is_rotary:  # turned copies; the values' views keep the whole product of qkv alive
+        attention += (model.queries + model.keys) / x
+    if model.fuses_qkv and model.kv_heads < model.heads and not model.is_rotary:
+        attention += model.queries / x  # grouped queries are copied out of the fused product
+    mlp = (4 if model.is_gated else 2) * model.ffn / x
+    return norms + attention + mlp, model.hidden / y
+
+
+def memory(workload: Workload, choice: Choice) -> dict[str, float]:
+    """Bytes by component at the peak, on the rank that needs most.
+
+    parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
+    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
+    """
+    model, grid, element = workload.model, choice.grid, workload.element
+    parameters = local_parameters(model, grid)
+    states = {"adamw": 2, "sgd": 0}[workload.optimizer]
+    fixed = {"parameters": parameters * workload.master, "optimizer": states * parameters * workload.master}
+    tokens = choice.micro_batch * workload.seq_len
+    block_weights = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
+    largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
+    # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
+    is_copied = grid.z > 1 or element < workload.master
+    kept, own_input = activations_of_a_block(model, grid)
+    if choice.checkpoint_activations:
+        activations = (model.layers * own_input + kept) * tokens
+        gathered = block_weights if choice.keep_gathered else 2 * largest
+    else:
+        activations = model.layers * kept * tokens
+        gathered = model.layers * block_weights if choice.keep_gathered else 2 * largest
+    edges = 3 * model.hidden / grid.y * tokens  # the last norm's input and output, and the gradient by the latter
+    head = -(-model.vocab // grid.x) * model.hidden / grid.y
+    slice_elements = min(-(-model.vocab // grid.x) * tokens, LOGITS_SLICE)
+    exact = workload.master
+    logits = slice_elements * (exact + element) + head * (exact + 2 * element)
+    gradients = parameters * workload.master
+    after_forward = {
+        **fixed,
+        "gradients": gradients if choice.micro_batches(workload) > 1 else 0.0,
+        "gathered_weights": gathered * element if is_copied else 0.0,
+        "activations": (activations + edges) * element,
+        "logits": logits,
+        "temporary": 0.0,
+    }
+    widest = max((model.ffn * (2 if model.is_gated else 1)) / grid.x, model.hidden / grid.y)
+    after_backward = {
+        **fixed,
+        "gradients": gradients,
+        "gathered_weights": (block_weights if choice.keep_gathered else 2 * largest) * element if is_copied else 0.0,
+        "activations": kept * tokens * element,
+        "logits": 0.0,
+        "temporary": (widest * tokens + max(2 * largest, head)) * element,
+    }
+    return max(after_forward, after_backward, key=lambda parts: sum(parts.values()))
+
+
+def peak(components: Mapping[str, float]) -> float:
+    """Bytes in all."""
+    return sum(components.values())
+
+
+def largest_micro_batch(workload: Workload, choice: Choice, limit: float) -> int | None:
+    """The largest micro-batch at which the choice stays within `limit` bytes; None if none does."""
+    candidates = divisors(workload.batch // choice.grid.batch_parts)
+
+    def is_too_large(micro_batch: int) -> bool:
+        return peak(memory(workload, replace(choice, micro_batch=micro_batch))) > limit
+
+    fitting = bisect_left(candidates, True, key=is_too_large)
+    return candidates[fitting - 1] if fitting else None

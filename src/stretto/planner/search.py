@@ -1,0 +1,214 @@
+"""`plan`: every grid, with the micro-batch and checkpointing that suit it best, ranked and explained. Needs no GPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from stretto.cluster import Cluster
+from stretto.planner.architecture import Architecture, read_architecture
+from stretto.planner.compute import Device
+from stretto.planner.cost import Cost, full_cost, paper_cost
+from stretto.planner.explanation import explain
+from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
+from stretto.planner.workload import Choice, Dtype, Workload
+
+MAX_GPUS = 1 << 20
+CostModel = Literal["paper", "full"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One grid, how to run it, and what that is predicted to take.
+
+    `bandwidth` is bytes/s by axis, `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
+    most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible.
+    """
+
+    grid: Mapping[str, int]
+    micro_batch: int
+    checkpoint_activations: bool
+    keep_gathered: bool
+    bandwidth: Mapping[str, float | None]
+    communication: Mapping[str, float]
+    exposed: Mapping[str, float]
+    compute_time: float | None
+    step_time: float
+    memory: Mapping[str, float]
+    fits: bool
+    is_possible: bool
+    why: str
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes in all, at the peak."""
+        return peak(self.memory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return vars(self) | {"peak_memory": self.peak_memory}
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    choice: Choice
+    cost: Cost
+    memory: Mapping[str, float]
+    fits: bool
+    impossible: str | None
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
+        choice, sizes = self.choice, self.choice.grid
+        order = (choice.checkpoint_activations, not choice.keep_gathered, -choice.micro_batch)
+        layout = (sizes.x, sizes.y, sizes.z, sizes.data)
+        return (
+            self.impossible is not None,
+            not self.fits,
+            _rounded(self.cost.step_time),
+            order,
+            peak(self.memory),
+            layout,
+        )
+
+
+def plan(
+    model: Any,
+    cluster: Cluster | str,
+    *,
+    gpus: int | None = None,
+    batch: int,
+    seq_len: int,
+    cost: CostModel = "paper",
+    dtype: Dtype = "bf16",
+    optimizer: Literal["adamw", "sgd"] = "adamw",
+    micro_batch: int | None = None,
+    checkpoint_activations: bool | None = None,
+    keep_gathered: bool | None = None,
+    overlaps: bool = True,
+) -> list[Plan]:
+    """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
+
+    model: a name of Table 5.1, a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
+    gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
+    cost: "paper" counts the linears' collectives alone (paper 003, equations 5.1 to 5.7): step_time is their total.
+        "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
+    micro_batch, checkpoint_activations, keep_gathered: fixed where given; searched where not (the paper's model keeps
+        weights gathered: Algorithm 3).
+    overlaps: for "full": whether collectives are hidden (`parallelize(overlap=...)`).
+
+    Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
+    cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the batch.
+    """
+    machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
+    architecture = read_architecture(model, seq_len)
+    workload = Workload(architecture, batch, seq_len, dtype, optimizer)
+    _check_cost(cost)
+    ranks = _check_gpus(machine, gpus)
+    micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
+    device = Device(machine, dtype) if cost == "full" else None
+    limit = USABLE * machine.require("gpu.memory")
+    keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
+    checkpoints = [False, True] if checkpoint_activations is None else [checkpoint_activations]
+
+    candidates = []
+    for grid in every_grid(ranks):
+        impossible = why_impossible(architecture, grid, batch)
+        options = [
+            _judge(
+                workload, Choice(grid, 1, checkpoint, keep), machine, device, limit, micro_batch, impossible, overlaps
+            )
+            for keep in keeps
+            for checkpoint in checkpoints
+        ]
+        candidates.append(min(options, key=lambda candidate: candidate.rank))
+    candidates.sort(key=lambda candidate: candidate.rank)
+    if candidates[0].impossible is not None:
+        raise ValueError(_nothing_possible(architecture, ranks, batch, candidates))
+    return [_to_plan(candidate, candidates[0], machine, limit) for candidate in candidates]
+
+
+def _judge(
+    workload: Workload,
+    choice: Choice,
+    cluster: Cluster,
+    device: Device | None,
+    limit: float,
+    micro_batch: int | None,
+    impossible: str | None,
+    overlaps: bool,
+) -> _Candidate:
+    """The choice with its best micro-batch: the largest that fits, since fewer are never slower."""
+    local = workload.batch // choice.grid.batch_parts
+    if impossible is None and micro_batch is not None and local % micro_batch:
+        impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
+    size = micro_batch or (largest_micro_batch(workload, choice, limit) if impossible is None else None)
+    choice = replace(choice, micro_batch=size or 1)
+    components = memory(workload, choice)
+    fits = impossible is None and peak(components) <= limit
+    cost = (
+        paper_cost(workload, choice, cluster)
+        if device is None
+        else full_cost(workload, choice, cluster, device, overlaps=overlaps)
+    )
+    return _Candidate(choice, cost, components, fits, impossible)
+
+
+def _rounded(time: float) -> float:
+    """Twelve digits of a time: sums of the same terms in another order are the same time."""
+    return float(f"{time:.12g}")
+
+
+def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float) -> Plan:
+    choice, cost = candidate.choice, candidate.cost
+    return Plan(
+        grid=choice.grid.sizes(),
+        micro_batch=choice.micro_batch,
+        checkpoint_activations=choice.checkpoint_activations,
+        keep_gathered=choice.keep_gathered,
+        bandwidth=cost.bandwidth,
+        communication={kind: _rounded(time) for kind, time in cost.communication.by_name().items()},
+        exposed=cost.exposed,
+        compute_time=None if cost.compute is None else cost.compute.total,
+        step_time=_rounded(cost.step_time),
+        memory=candidate.memory,
+        fits=candidate.fits,
+        is_possible=candidate.impossible is None,
+        why=candidate.impossible
+        or explain(choice, cost, candidate.memory, best.choice, best.cost, best.fits, limit, cluster),
+    )
+
+
+def _check_cost(cost: str) -> None:
+    if cost not in ("paper", "full"):
+        raise ValueError(f"cost is {cost!r}, but must be 'paper' or 'full'")
+
+
+def _check_gpus(cluster: Cluster, gpus: int | None) -> int:
+    if gpus is None:
+        if cluster.gpus is None:
+            raise ValueError(f"cluster {cluster.name!r} does not say how many nodes it has: say how many gpus to use")
+        return cluster.gpus
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MAX_GPUS:
+        raise ValueError(f"gpus is {gpus!r}, but must be a whole number from 1 to {MAX_GPUS}")
+    if cluster.gpus is not None and gpus > cluster.gpus:
+        raise ValueError(f"{gpus} GPUs are more than cluster {cluster.name!r} has: {cluster.gpus}")
+    return gpus
+
+
+def _check_micro_batch(micro_batch: int, batch: int) -> int:
+    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or not 1 <= micro_batch <= batch:
+        raise ValueError(f"micro_batch is {micro_batch!r}, but must be a whole number from 1 to the batch, {batch}")
+    return micro_batch
+
+
+def _nothing_possible(model: Architecture, ranks: int, batch: int, candidates: Sequence[_Candidate]) -> str:
+    reasons = list(dict.fromkeys(candidate.impossible for candidate in candidates))[:3]
+    powers = (1 << exponent for exponent in range(ranks.bit_length() - 1, -1, -1))
+    fewer = (*range(ranks - 1, max(0, ranks - 64), -1), *powers)
+    smaller = next((n for n in fewer if any(not why_impossible(model, grid, batch) for grid in every_grid(n))), 1)
+    return (
+        f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {'; '.join(map(str, reasons))}; "
+        f"{smaller} GPUs would do"
+    )

@@ -1,0 +1,70 @@
+"""What is to be trained and how: the questions that a plan answers, and one answer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.planner.architecture import Architecture
+from stretto.planner.grids import GridSizes
+
+Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step: the model, the global batch in sequences, and the numbers' types.
+
+    Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
+    (fp64 for fp64). `reduce_fp32`: weight gradients travel in fp32.
+    """
+
+    model: Architecture
+    batch: int
+    seq_len: int
+    dtype: Dtype = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    reduce_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
+                raise ValueError(f"{name} is {value!r}, but must be a whole number from 1 to {1 << 31}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(ELEMENT_BYTES)}")
+        if self.optimizer not in ("adamw", "sgd"):
+            raise ValueError(f"optimizer is {self.optimizer!r}, but must be adamw or sgd")
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation, and of a weight on the wire."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def master(self) -> int:
+        """Bytes of a parameter, of its gradient, and of each number of optimizer state."""
+        return max(4, self.element)
+
+    @property
+    def gradient_element(self) -> int:
+        """Bytes of a weight gradient on the wire."""
+        return max(4, self.element) if self.reduce_fp32 else self.element
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch."""
+        return self.batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients)."""
+
+    grid: GridSizes
+    micro_batch: int
+    checkpoint_activations: bool = False
+    keep_gathered: bool = True
+
+    def micro_batches(self, workload: Workload) -> int:
+        """How many a step has."""
+        return max(1, workload.batch // self.grid.batch_parts // self.micro_batch)
