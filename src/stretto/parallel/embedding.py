@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce
-from stretto.parallel.linear import Precision, WeightShard, local
+from stretto.parallel.linear import WeightShard, local
+from stretto.parallel.precision import Precision
 
 
 class _VocabularyLookup(torch.autograd.Function):
@@ -16,13 +17,13 @@ class _VocabularyLookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         ids: Tensor,
-        shard: Tensor,
+        parameter: Tensor,
         first_row: int,
         padding_row: int,
         weight: WeightShard,
         group: Any,
     ) -> Tensor:
-        rows = weight.gather(shard)
+        rows = weight.gather(parameter)
         ids = ids - first_row
         is_elsewhere = (ids < 0) | (ids >= weight.rows)
         ids = ids.masked_fill(is_elsewhere, 0)
@@ -30,7 +31,7 @@ class _VocabularyLookup(torch.autograd.Function):
             found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
         else:
             found = rows.new_zeros(*ids.shape, rows.shape[1])
-        ctx.weight, ctx.padding_row = weight, padding_row
+        ctx.weight, ctx.padding_row, ctx.parameter = weight, padding_row, parameter
         ctx.save_for_backward(ids, is_elsewhere)
         return all_reduce(found, group)
 
@@ -43,7 +44,8 @@ class _VocabularyLookup(torch.autograd.Function):
             rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
         else:
             rows = gradient.new_zeros(0, gradient.shape[-1])
-        return None, weight.scatter(rows), None, None, None, None
+        weight.deliver(ctx.parameter, rows)
+        return None, None, None, None, None, None
 
 
 class ParallelEmbedding(nn.Module):
@@ -71,9 +73,10 @@ class ParallelEmbedding(nn.Module):
         padding_row = -1 if padding_idx is None else padding_idx - first_row
         self.padding_row = padding_row if 0 <= padding_row < plan.rows else -1
 
+    @torch.compiler.disable
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.weight.shape[0], "token id")
-        return _VocabularyLookup.apply(ids, local(self.weight), self.first_row, self.padding_row, self.plan, self.group)
+        return _VocabularyLookup.apply(ids, self.weight, self.first_row, self.padding_row, self.plan, self.group)
 
 
 class ParallelPositions(nn.Module):
@@ -88,6 +91,7 @@ class ParallelPositions(nn.Module):
         self.precision = precision
         self.padding_idx = padding_idx
 
+    @torch.compiler.disable
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.weight.shape[0], "position")
         return F.embedding(ids, self.precision.cast(local(self.weight)), self.padding_idx)

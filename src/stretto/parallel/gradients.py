@@ -1,63 +1,234 @@
 """Gradients: summed where ranks saw different tokens, deferred while micro-batches accumulate, clipped by one norm."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.parallel.communication import all_reduce
+from stretto.parallel.communication import Pending, all_reduce, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import layout_of
-from stretto.parallel.linear import Precision
+from stretto.parallel.overlap import Overlap, at_end_of_backward
+from stretto.parallel.precision import Precision
+
+# A bucket's size: large enough for the links' full bandwidth, small enough that the last one is not long in the way.
+BUCKET_BYTES = 64 * 2**20
+# Weight gradients that may be on their way over z at once: about two blocks'. It bounds the memory that they hold.
+SCATTERS_IN_FLIGHT = 8
 
 
 class GradientSum:
-    """Sums each parameter's gradient over the axes along which ranks saw different tokens (or heads).
+    """Brings each parameter's gradient together: over z to its shard, then over the axes that saw different tokens.
 
-    The hook runs once a backward pass and parameter, on all that this pass adds to the gradient, before it is added.
-    While `is_deferred`, gradients accumulate unsummed; the next pass sums them with its own.
+    Weights come by `scatter`, in the order in which the backward pass makes them; norms, biases and positions through
+    autograd (`watch`). What is to be summed fills buckets, which are sent as they fill; all of it is in `.grad` when
+    `backward()` returns. While `is_deferred`, gradients accumulate unsummed; the next pass sums them with its own.
+
+    The first backward pass shows in which order gradients come, and how often each (a tied weight: twice). Buckets
+    are filled by that order, so that they are the same whatever is hidden, and so are the bits of their sums.
     """
 
-    def __init__(self, grid: Grid, precision: Precision) -> None:
+    def __init__(self, grid: Grid, precision: Precision, overlap: Overlap) -> None:
         self.grid = grid
         self.precision = precision
+        self.overlap = overlap
         self.is_deferred = False
+        self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._unsummed: set[nn.Parameter] = set()
+        self._expected: dict[nn.Parameter, int] | None = None
+        self._pass = _Pass()
 
-    def watch(self, parameter: nn.Parameter, axes: Sequence[str]) -> None:
-        """Sum this parameter's gradients over `axes` from now on."""
-        groups = [self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1]
-        if groups and parameter.requires_grad:
-            parameter.register_hook(lambda gradient: self._sum(parameter, gradient, groups))
+    def watch(self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool) -> None:
+        """Sum this parameter's gradients over `axes` from now on. A weight's are brought by `scatter`."""
+        self._groups[parameter] = tuple(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1)
+        if not is_weight and self._groups[parameter] and parameter.requires_grad:
+            # Python's garbage collector does not see what this second kind of hook refers to: a cycle would stay.
+            this = ref(self)
+            parameter.register_hook(lambda _: self._before_accumulation(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda done: _alive(this)._after_accumulation(done))
 
-    def _sum(self, parameter: nn.Parameter, gradient: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    def scatter(self, parameter: nn.Parameter, start: Callable[[], Pending]) -> None:
+        """Take a weight's gradient: `start` begins the reduce-scatter over z that makes it this rank's shard's."""
+        current = self._enter()
+        pending = start()
+        if not self.overlap.reduce_scatter:
+            pending.wait()
+        current.scatters.append((parameter, pending))
+        while len(current.scatters) > SCATTERS_IN_FLIGHT:
+            self._settle(*current.scatters.popleft())
+
+    def _enter(self) -> "_Pass":
+        """The state of the backward pass that is running; a new one drops what a failed one has left."""
+        task = torch._C._current_graph_task_id()
+        if self._pass.graph_task != task:
+            self._pass = _Pass(task)
+            at_end_of_backward(self._finish)
+        return self._pass
+
+    def _before_accumulation(self, parameter: nn.Parameter) -> None:
+        """Put aside what `.grad` holds already, so that autograd adds nothing to it before the sum over ranks."""
         if self.is_deferred:
-            if parameter not in self._unsummed and parameter.grad is not None:
-                raise RuntimeError("deferred_reduction: zero the gradients before the first micro-batch of a step")
-            self._unsummed.add(parameter)
-            return gradient
-        assert isinstance(gradient, DTensor)
-        mine = gradient.to_local()
+            self._note_unsummed(parameter)
+            return
+        self._enter().held[parameter] = parameter.grad
+        parameter.grad = None
+
+    def _after_accumulation(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if self.is_deferred:
+            return
+        mine = _local_gradient(parameter)
+        parameter.grad = self._enter().held.pop(parameter)
+        self._arrive(parameter, mine)
+
+    def _note_unsummed(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._unsummed and parameter.grad is not None:
+            raise RuntimeError("deferred_reduction: zero the gradients before the first micro-batch of a step")
+        self._unsummed.add(parameter)
+
+    def _settle(self, parameter: nn.Parameter, pending: Pending) -> None:
+        mine = pending.wait()
+        if not self._groups[parameter]:
+            _accumulate(parameter, mine)
+        elif self.is_deferred:
+            self._note_unsummed(parameter)
+            _accumulate(parameter, mine)
+        else:
+            self._arrive(parameter, mine)
+
+    def _arrive(self, parameter: nn.Parameter, mine: Tensor) -> None:
+        """One part of a gradient is here; with the last one it goes into its bucket."""
+        arrived = self._pass.arrived
+        parts = arrived.pop(parameter, [])  # taken out and put in again: the order is that of the last parts
+        arrived[parameter] = [*parts, mine]
+        if self._expected is not None and len(arrived[parameter]) == self._expected.get(parameter):
+            self._put(parameter)
+
+    def _put(self, parameter: nn.Parameter) -> None:
+        parts = self._pass.arrived.pop(parameter)
+        self._pass.counts[parameter] = len(parts)
+        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         if parameter in self._unsummed:
             self._unsummed.remove(parameter)
-            assert isinstance(parameter.grad, DTensor)
-            mine = mine + parameter.grad.to_local()
+            total = total.to(parameter.dtype) + _local_gradient(parameter)
             parameter.grad = None
-        wire = self.precision.reduce or self.precision.compute or mine.dtype
-        total = mine.to(wire, copy=True, memory_format=torch.contiguous_format)
-        for group in groups:
-            all_reduce(total, group)
-        return DTensor.from_local(
-            total.to(parameter.dtype),
-            gradient.device_mesh,
-            gradient.placements,
+        groups = self._groups[parameter]
+        bucket = self._pass.open.setdefault((groups, parameter.dtype), _Bucket(groups))
+        bucket.add(parameter, total.to(self.precision.wire(total)))
+        if bucket.num_bytes >= BUCKET_BYTES:
+            self._close((groups, parameter.dtype))
+
+    def _close(self, key: Any) -> None:
+        bucket = self._pass.open.pop(key)
+        bucket.pack()
+        self._pass.closed.append(bucket)
+        if self.overlap.data:
+            bucket.start()
+
+    def _finish(self) -> None:
+        """The end of a backward pass: everything that is on its way arrives."""
+        current = self._pass
+        while current.scatters:
+            self._settle(*current.scatters.popleft())
+        for parameter in list(current.arrived):
+            self._put(parameter)
+        for key in list(current.open):
+            self._close(key)
+        for bucket in current.closed:
+            if not self.overlap.data:
+                bucket.start()
+        for bucket in current.closed:
+            bucket.deliver()
+        if current.counts:
+            self._expected = current.counts
+        self._pass = _Pass()
+
+
+@dataclass
+class _Pass:
+    """What one backward pass has on its way."""
+
+    graph_task: int = -1
+    scatters: deque[tuple[nn.Parameter, Pending]] = field(default_factory=deque)
+    held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
+    arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
+    counts: dict[nn.Parameter, int] = field(default_factory=dict)
+    open: dict[Any, "_Bucket"] = field(default_factory=dict)
+    closed: list["_Bucket"] = field(default_factory=list)
+
+
+class _Bucket:
+    """Gradients that are summed over the same ranks in one message."""
+
+    def __init__(self, groups: tuple[dist.ProcessGroup, ...]) -> None:
+        self.groups = groups
+        self.num_bytes = 0
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._shapes: list[tuple[nn.Parameter, torch.Size]] = []
+        self._flat: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._gradients.append((parameter, gradient))
+        self.num_bytes += gradient.numel() * gradient.element_size()
+
+    def pack(self) -> None:
+        """One flat copy; the gradients themselves are freed."""
+        self._shapes = [(parameter, gradient.shape) for parameter, gradient in self._gradients]
+        self._flat = torch.cat([gradient.reshape(-1) for _, gradient in self._gradients])
+        self._gradients = []
+
+    def start(self) -> None:
+        assert self._flat is not None
+        self._pending = start_all_reduce(self._flat, self.groups[0])
+
+    def deliver(self) -> None:
+        """Wait for the sum and add it to the parameters' gradients."""
+        assert self._pending is not None
+        flat = self._pending.wait()
+        for group in self.groups[1:]:
+            all_reduce(flat, group)
+        offset = 0
+        for parameter, shape in self._shapes:
+            _accumulate(parameter, flat[offset : offset + shape.numel()].view(shape), is_shared=True)
+            offset += shape.numel()
+
+
+def _alive(sums: "ref[GradientSum]") -> GradientSum:
+    alive = sums()
+    if alive is None:
+        raise RuntimeError("this parameter's model is gone: keep what stretto.parallelize has returned")
+    return alive
+
+
+def _accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False) -> None:
+    """Add this rank's shard of a gradient to `.grad`. `is_shared`: its memory belongs to something larger."""
+    with torch.no_grad():
+        if parameter.grad is not None:
+            _local_gradient(parameter).add_(mine)
+            return
+        assert isinstance(parameter, DTensor)
+        parameter.grad = DTensor.from_local(
+            mine.to(parameter.dtype, copy=is_shared),
+            parameter.device_mesh,
+            parameter.placements,
             run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The 3D-parallel linear of paper 003, Algorithm 3."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,42 +9,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.parallel.communication import all_reduce, gather_rows, scatter_rows
+from stretto.parallel.communication import Pending, all_reduce, start_all_reduce, start_gather_rows, start_scatter_rows
+from stretto.parallel.gradients import GradientSum
+from stretto.parallel.overlap import GatherAhead
+from stretto.parallel.precision import Precision
 
 
-@dataclass(frozen=True)
-class Precision:
-    """In which dtypes a parallelized module works.
-
-    `compute` is the dtype of activations and of weights on the wire (None: the parameter's own); `reduce` that of
-    weight gradients on the wire (None: as computed). Parameters and their accumulated gradients keep their own dtype.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-    def cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self.compute is None else tensor.to(self.compute)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightShard:
-    """How a weight's shard becomes the block that one rank multiplies with: gathered over z along dim 0."""
+    """How a weight's shard becomes the block that one rank multiplies with, and a gradient finds back to the shard.
+
+    Gathered over z along dim 0 in the compute dtype (Algorithm 3, line 2); gradients are scattered over z in the
+    reduction dtype (line 14).
+    """
 
     rows: int
     local_rows: int
     group: dist.ProcessGroup
     precision: Precision
+    gather_ahead: GatherAhead
+    gradients: GradientSum
 
-    def gather(self, shard: Tensor) -> Tensor:
-        """All-gather over z (Algorithm 3, line 2), in the compute dtype."""
-        return gather_rows(self.precision.cast(shard), self.rows, self.group)
+    def gather(self, parameter: Tensor) -> Tensor:
+        """The whole rows of a DTensor parameter."""
+        shard = local(parameter)
+        if self.group.size() == 1:
+            return self.precision.cast(shard)
+        return self.gather_ahead.gather(self, shard, self._start)
 
-    def scatter(self, gradient: Tensor) -> Tensor:
-        """Reduce-scatter over z (line 14), in the reduction dtype."""
+    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Send the gradient of the whole rows on its way to the parameter; it arrives before `backward` returns."""
         if self.precision.reduce is not None:
             gradient = gradient.to(self.precision.reduce)
-        return scatter_rows(gradient, self.local_rows, self.group)
+        self.gradients.scatter(parameter, partial(start_scatter_rows, gradient, self.local_rows, self.group))
+
+    def watch(self, parameter: Tensor) -> None:
+        """Gather this parameter ahead from now on."""
+        self.gather_ahead.register(self, lambda: (local(parameter), self._start))
+
+    def _start(self, shard: Tensor) -> Pending:
+        return start_gather_rows(self.precision.cast(shard), self.rows, self.group)
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,15 @@ class LinearPlan:
     input_group: dist.ProcessGroup
     is_transposed: bool
     keep_gathered: bool
+    hides_all_reduce: bool
 
 
 class _Linear3D(torch.autograd.Function):
+    """Takes the DTensor parameter itself: its gradient goes there by `WeightShard.deliver`, not through autograd."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        weight = plan.shard.gather(shard)
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        weight = plan.shard.gather(parameter)
         sums_output = plan.output_group.size() > 1
         matrix = weight.t() if plan.is_transposed else weight
         # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
@@ -73,25 +81,28 @@ class _Linear3D(torch.autograd.Function):
             all_reduce(y, plan.output_group)
             if bias is not None:
                 y += bias
-        ctx.plan, ctx.has_bias = plan, bias is not None
-        ctx.save_for_backward(x, weight if plan.keep_gathered else shard)
+        ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
+        ctx.save_for_backward(x, weight if plan.keep_gathered else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
-        x, kept = ctx.saved_tensors
-        grad_x = grad_shard = grad_bias = None
+        x, weight = ctx.saved_tensors
+        grad_bias = None
+        grad_x: Pending | None = None
         if ctx.needs_input_grad[0]:
-            weight = kept if plan.keep_gathered else plan.shard.gather(kept)
-            grad_x = all_reduce(gradient @ (weight.t() if plan.is_transposed else weight), plan.input_group)
+            weight = plan.shard.gather(ctx.parameter) if weight is None else weight
+            grad_x = start_all_reduce(gradient @ (weight.t() if plan.is_transposed else weight), plan.input_group)
+            if not plan.hides_all_reduce:
+                grad_x.wait()
         rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             product = columns.t() @ rows if plan.is_transposed else rows.t() @ columns
-            grad_shard = plan.shard.scatter(product)
+            plan.shard.deliver(ctx.parameter, product)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return grad_x, grad_shard, grad_bias, None
+        return None if grad_x is None else grad_x.wait(), None, grad_bias, None
 
 
 class ParallelLinear(nn.Module):
@@ -107,10 +118,11 @@ class ParallelLinear(nn.Module):
         self.register_parameter("bias", bias)
         self.plan = plan
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(local(self.bias))
-        return _Linear3D.apply(cast(x), local(self.weight), bias, self.plan)
+        return _Linear3D.apply(cast(x), self.weight, bias, self.plan)
 
     def extra_repr(self) -> str:
         return f"weight={tuple(self.weight.shape)} of which {tuple(local(self.weight).shape)} here"

@@ -40,6 +40,7 @@ class ParallelHead(ParallelLinear):
     def vocab(self) -> int:
         return self.weight.shape[0]
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         if self.defers_loss:
             self.passed_through = x
@@ -67,14 +68,14 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        shard: Tensor,
+        parameter: Tensor,
         bias: Tensor | None,
         targets: Tensor,
         scale: Tensor,
         head: ParallelHead,
     ) -> Tensor:
         plan = head.plan
-        weight = plan.shard.gather(shard)
+        weight = plan.shard.gather(parameter)
         rows = plan.shard.rows
         weight = F.pad(weight, (0, 0, 0, -rows % ROW_MULTIPLE))
         exact = statistics_dtype(hidden)
@@ -106,15 +107,16 @@ class _HeadLoss(torch.autograd.Function):
         if grad_hidden is not None and grad_weight is not None:
             all_reduce(grad_hidden, plan.input_group)
             ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(hidden.dtype), grad_bias)
-        ctx.plan = plan
+        ctx.plan, ctx.parameter = plan, parameter
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         hidden = grad_hidden * gradient.to(grad_hidden.dtype)
-        shard = ctx.plan.shard.scatter(grad_weight * gradient.to(grad_weight.dtype))
-        return hidden, shard, None if grad_bias is None else grad_bias * gradient, None, None, None
+        if ctx.needs_input_grad[1]:
+            ctx.plan.shard.deliver(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
+        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -168,6 +170,7 @@ class ParallelLoss(nn.Module):
         super().__init__()
         self._head = (head,)  # in a tuple: not a submodule, or its parameters would be there under two names
 
+    @torch.compiler.disable
     def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:
         (head,) = self._head
         hidden, head.passed_through = head.passed_through, None
@@ -189,5 +192,5 @@ class ParallelLoss(nn.Module):
         hidden = precision.cast(hidden).flatten(0, -2)
         scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
         bias = None if head.bias is None else local(head.bias)
-        part = _HeadLoss.apply(hidden, local(head.weight), bias, targets, scale, head)
+        part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head)
         return _SumOverBatch.apply(part, batch)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce, gather_rows
-from stretto.parallel.linear import Precision, local
+from stretto.parallel.linear import local
+from stretto.parallel.precision import Precision
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:

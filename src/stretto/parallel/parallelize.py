@@ -17,11 +17,13 @@ from stretto.parallel.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.gradients import GradientSum
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Layout, Split, layout_of, shard_parameter
-from stretto.parallel.linear import LinearPlan, ParallelLinear, Precision, WeightShard
+from stretto.parallel.linear import LinearPlan, ParallelLinear, WeightShard
 from stretto.parallel.loss import ParallelHead, ParallelLoss
 from stretto.parallel.norm import ParallelNorm
 from stretto.parallel.norm_kinds import norm_kind
+from stretto.parallel.overlap import GatherAhead, Overlap
 from stretto.parallel.plan import Plan, Role, read_plan
+from stretto.parallel.precision import Precision
 from stretto.parallel.validation import is_conv1d, validate_plan
 
 
@@ -35,6 +37,7 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     keep_gathered: bool = True,
     sharded_loss: bool = True,
+    overlap: Overlap | bool = True,
     seed: int = 0,
 ) -> nn.Module:
     """Shard `model` over `grid` in place, and return it (paper 003, Algorithm 3).
@@ -53,6 +56,7 @@ def parallelize(
     reduce_dtype: of weight gradients on the wire (None: as computed, in `dtype`).
     keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
     sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
+    overlap: which collectives hide under computation (False: none); results are the same.
     seed: a model on the meta device is initialized here, from this seed and each module's name, alike on every grid.
 
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
@@ -61,7 +65,9 @@ def parallelize(
     plan = read_plan(model, roles, local_attributes)
     validate_plan(model, plan, grid.sizes)
     _check_ranks_agree(model, plan, grid)
-    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), keep_gathered, seed)
+    if isinstance(overlap, bool):
+        overlap = Overlap() if overlap else Overlap.none()
+    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, keep_gathered, seed)
     for name, role in plan.roles.items():
         if role.role != "loss":
             _replace(model, name, builder.build(name, model.get_submodule(name), role))
@@ -74,6 +80,7 @@ def parallelize(
         assert isinstance(head, ParallelHead)
         _install_loss(model, head, plan, sharded_loss)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
+    model.register_forward_pre_hook(lambda *_: builder.gather_ahead.begin_forward())
     return model
 
 
@@ -91,13 +98,17 @@ def validate(
 class _Builder:
     """Makes the parallel counterpart of each submodule, and each parameter once, however many modules share it."""
 
-    def __init__(self, model: nn.Module, grid: Grid, precision: Precision, keep_gathered: bool, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, grid: Grid, precision: Precision, overlap: Overlap, keep_gathered: bool, seed: int
+    ) -> None:
         self.model = model
         self.grid = grid
         self.precision = precision
         self.keep_gathered = keep_gathered
         self.seed = seed
-        self.gradient_sum = GradientSum(grid, precision)
+        self.overlap = overlap
+        self.gradient_sum = GradientSum(grid, precision, overlap)
+        self.gather_ahead = GatherAhead(overlap.all_gather)
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
         self._originals = list(model.parameters())
@@ -127,7 +138,14 @@ class _Builder:
         if module.bias is not None:
             features = (Split(0, output_axis, role.segments),)
             bias = self._parameter(module.bias, source.bias, features, ("batch",))  # type: ignore[arg-type]
-        plan = LinearPlan(shard, grid.group(input_axis), grid.group(output_axis), is_transposed, self.keep_gathered)
+        plan = LinearPlan(
+            shard,
+            output_group=grid.group(input_axis),
+            input_group=grid.group(output_axis),
+            is_transposed=is_transposed,
+            keep_gathered=self.keep_gathered,
+            hides_all_reduce=self.overlap.all_reduce,
+        )
         if role.role == "head":
             return ParallelHead(weight, bias, plan, self._first(weight.shape[0]), grid)
         return ParallelLinear(weight, bias, plan)
@@ -171,19 +189,27 @@ class _Builder:
         """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further."""
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
-        weight = self._parameter(original, source.weight, splits, ("data",))  # type: ignore[arg-type]
+        weight = self._parameter(original, source.weight, splits, ("data",), is_weight=True)  # type: ignore[arg-type]
         coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
         before_z = Layout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
-        return weight, WeightShard(before_z, local_rows, grid.group("z"), self.precision)
+        shard = WeightShard(before_z, local_rows, grid.group("z"), self.precision, self.gather_ahead, self.gradient_sum)
+        shard.watch(weight)
+        return weight, shard
 
     def _parameter(
-        self, original: nn.Parameter, whole: Tensor, splits: tuple[Split, ...], sum_axes: tuple[str, ...]
+        self,
+        original: nn.Parameter,
+        whole: Tensor,
+        splits: tuple[Split, ...],
+        sum_axes: tuple[str, ...],
+        *,
+        is_weight: bool = False,
     ) -> nn.Parameter:
         if id(original) not in self._made:
             layout = Layout(tuple(original.shape), splits)
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
-            self.gradient_sum.watch(parameter, sum_axes)
+            self.gradient_sum.watch(parameter, sum_axes, is_weight=is_weight)
             self._made[id(original)] = parameter
         return self._made[id(original)]
 

@@ -1,0 +1,138 @@
+"""Which collectives hide under computation (paper 003, section 5.1.4), and the weights that are gathered ahead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from stretto.parallel.communication import Pending
+
+# How many weights are on their way besides the one in use: one is enough while it takes less time than a product.
+GATHERED_AHEAD = 1
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What `parallelize` hides. Switching one off changes when things are sent, never what: results keep their bits.
+
+    all_reduce: an input gradient's sum under the weight gradient's product ("OAR").
+    reduce_scatter: weight gradients' way to their shards under the rest of the backward pass ("ORS").
+    all_gather: the next weight's gathering under this one's product ("OAG").
+    data: buckets of gradients are summed over data under the backward pass, otherwise after it.
+    """
+
+    all_reduce: bool = True
+    reduce_scatter: bool = True
+    all_gather: bool = True
+    data: bool = True
+
+    @classmethod
+    def none(cls) -> "Overlap":
+        """Every collective is waited for where it is issued."""
+        return cls(**{option.name: False for option in fields(cls)})
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (a forward pass that is run again for it included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that this thread is in has done everything else."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """A weight on its way, and what it was gathered from: it is stale if that has changed since."""
+
+    key: object
+    version: tuple[int, int]
+    pending: Pending
+
+
+@dataclass
+class _Chain:
+    """The order in which one kind of pass gathers weights, as it was seen; `position` is the next one in it."""
+
+    order: list[object] = field(default_factory=list)
+    position: int = 0
+    ahead: list[_Gathering] = field(default_factory=list)
+
+    def restart(self) -> None:
+        self.position = 0
+        self.drop()
+
+    def drop(self) -> None:
+        for gathering in self.ahead:
+            gathering.pending.wait()
+        self.ahead.clear()
+
+
+class GatherAhead:
+    """Gathers each weight while the one before it computes, in the order that the first pass showed.
+
+    Forward passes have one order and backward passes another: with activation checkpointing or weights that are not
+    kept, these gather again. An order that turns out wrong is learned anew, and costs only what it would have hidden.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
+        self._forward, self._backward = _Chain(), _Chain()
+        self._weights: dict[object, Callable[[], tuple[Tensor, Callable[[Tensor], Pending]]]] = {}
+        self._graph_task = -1
+
+    def begin_forward(self) -> None:
+        """A forward pass of the whole model begins."""
+        if not in_backward():
+            self._forward.restart()
+
+    def register(self, key: object, weight: Callable[[], tuple[Tensor, Callable[[Tensor], Pending]]]) -> None:
+        """`weight()` returns the shard as it is now, and what starts to gather it."""
+        self._weights[key] = weight
+
+    def gather(self, key: object, shard: Tensor, start: Callable[[Tensor], Pending]) -> Tensor:
+        """The whole weight of `shard`: what was gathered ahead, or gathered now."""
+        if not self.is_on:
+            return start(shard).wait()
+        chain = self._current_chain()
+        self._follow(chain, key)
+        ahead = chain.ahead.pop(0) if chain.ahead and chain.ahead[0].key == key else None
+        if ahead is not None and ahead.version != _version(shard):
+            ahead.pending.wait()
+            ahead = None
+        pending = start(shard) if ahead is None else ahead.pending
+        whole = pending.wait()
+        self._start_next(chain)
+        return whole
+
+    def _current_chain(self) -> _Chain:
+        if not in_backward():
+            return self._forward
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:  # a new backward pass; the one before may have ended in an exception
+            self._graph_task = task
+            self._backward.restart()
+        return self._backward
+
+    def _follow(self, chain: _Chain, key: object) -> None:
+        """Advance in the order; where it does not go on with `key`, learn the rest anew."""
+        if chain.position >= len(chain.order) or chain.order[chain.position] != key:
+            chain.drop()
+            del chain.order[chain.position :]
+            if chain.position > 64 * len(self._weights):  # never restarted: someone calls submodules of their own
+                self.is_on = False
+            chain.order.append(key)
+        chain.position += 1
+
+    def _start_next(self, chain: _Chain) -> None:
+        while len(chain.ahead) < GATHERED_AHEAD and chain.position + len(chain.ahead) < len(chain.order):
+            key = chain.order[chain.position + len(chain.ahead)]
+            shard, start = self._weights[key]()
+            chain.ahead.append(_Gathering(key, _version(shard), start(shard)))
+
+
+def _version(shard: Tensor) -> tuple[int, int]:
+    """Changes when the shard is written to in place, or replaced."""
+    return shard.data_ptr(), shard._version
