@@ -316,6 +316,7 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]]) -
     for clear in caches:
         clear()
     gc.collect()
+    gc.freeze()  # what is left now stays: modules that this job has imported
     pipe.send("left")
 
 

@@ -5,12 +5,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, checkpoint_activations, count_collectives, deferred_reduction, parallelize
+from stretto.parallel import (
+    Grid,
+    checkpoint_activations,
+    count_collectives,
+    deferred_reduction,
+    gradients,
+    parallelize,
+)
 from tests.parallel.training import Sizes, my_rows
 from tests.parallel.wire import Message, WireCounter, bytes_by_axis
 
@@ -50,6 +58,7 @@ class Options:
     checkpoints: bool = False
     micro_batches: int = 1
     dtype: torch.dtype | None = None
+    fills_buckets: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,16 @@ def equations(config: GPTConfig, sizes: Sizes, gathers: int = 1) -> dict[str, fl
 
 
 def observe(sizes: Sizes, config: GPTConfig, options: Options) -> Observed:
-    """Two training steps on this rank, each counted twice: by Stretto and by this test."""
+    """Two training steps on this rank, each counted twice: by Stretto and by this test.
+
+    Unless told otherwise, each gradient has a bucket of its own, so that it can be told from others on the wire.
+    """
+    bucket_bytes = gradients.BUCKET_BYTES if options.fills_buckets else 1
+    with mock.patch.object(gradients, "BUCKET_BYTES", bucket_bytes):
+        return observe_steps(sizes, config, options)
+
+
+def observe_steps(sizes: Sizes, config: GPTConfig, options: Options) -> Observed:
     data, x, y, z = sizes
     grid = Grid(data=data, x=x, y=y, z=z)
     torch.manual_seed(SEED)
@@ -190,6 +208,18 @@ def test_a_gpts_linears_send_what_the_equations_say_and_its_blocks_nothing_else_
         print("norms and biases of a block:", *sorted(of_one_block.items()), sep="\n  ")
         print("embedding, last norm, head and loss:", *sorted((apart - of_one_block).items()), sep="\n  ")
         assert [message for message in of_one_block if not is_small(message, config, sizes)] == []
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str)
+def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_ranks(ranks, sizes):
+    print(f"seed {SEED}")
+    single_ranks = ranks(prod(sizes)).run(observe, sizes, CONFIG, Options())
+    filled_ranks = ranks(prod(sizes)).run(observe, sizes, CONFIG, Options(fills_buckets=True))
+    for single, filled in zip(single_ranks, filled_ranks, strict=True):
+        assert filled.bytes_by_axis == single.bytes_by_axis
+        for step in filled.steps:
+            sums = [message for message in step.elements() if message.axis == "data" and message.numel > 1]
+            assert len(sums) == 1, sums
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)

@@ -9,6 +9,7 @@ from stretto.parallel.gradients import clip_grad_norm_, deferred_reduction
 from stretto.parallel.grid import AXES, Grid
 from stretto.parallel.layout import Box, Layout, Split, gather, layout_of
 from stretto.parallel.loss import mean_over_batch
+from stretto.parallel.overlap import Overlap
 from stretto.parallel.parallelize import parallelize, validate
 from stretto.parallel.plan import Role
 
@@ -19,6 +20,7 @@ __all__ = [
     "CollectiveCounts",
     "Grid",
     "Layout",
+    "Overlap",
     "Role",
     "Split",
     "checkpoint_activations",

@@ -58,6 +58,9 @@ class GradientSum:
         """Take a weight's gradient: `start` begins the reduce-scatter over z that makes it this rank's shard's."""
         current = self._enter()
         pending = start()
+        if pending.work is None:  # z has one rank
+            self._settle(parameter, pending)
+            return
         if not self.overlap.reduce_scatter:
             pending.wait()
         current.scatters.append((parameter, pending))
