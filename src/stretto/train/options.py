@@ -79,6 +79,15 @@ class GridConfig(Section):
         return {"data": self.data, "x": self.x, "y": self.y, "z": self.z}
 
 
+class OverlapConfig(Section):
+    """Which collectives hide under computation. Switching one off changes no result."""
+
+    all_reduce: bool = option(True, "sum input gradients over x and y under the weight gradient's product (OAR)")
+    reduce_scatter: bool = option(True, "scatter weight gradients over z under the rest of the backward pass (ORS)")
+    all_gather: bool = option(True, "gather the next weight over z under this one's product (OAG)")
+    data: bool = option(True, "sum buckets of gradients over data under the backward pass, not after it")
+
+
 class ModelConfig(Section):
     """The GPT to train: a preset's name, its numbers, or a preset with some of them replaced."""
 
@@ -211,6 +220,7 @@ class TrainConfig(Section):
     model: ModelConfig
     data: DataConfig
     train: RunConfig
+    overlap: OverlapConfig = OverlapConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":

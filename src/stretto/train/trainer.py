@@ -15,6 +15,7 @@ from stretto.models import GPT
 from stretto.parallel import (
     AXES,
     Grid,
+    Overlap,
     checkpoint_activations,
     clip_grad_norm_,
     count_collectives,
@@ -115,6 +116,7 @@ class _Run:
             grid,
             dtype=dtype,
             keep_gathered=options.keep_gathered,
+            overlap=Overlap(**dict(config.overlap)),
             seed=options.seed,
         )
         if options.checkpoint_activations:
