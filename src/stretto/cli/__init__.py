@@ -13,6 +13,7 @@ from stretto.cli.cluster import app as cluster
 from stretto.cli.demo import demo
 from stretto.cli.export import export
 from stretto.cli.plan import plan
+from stretto.cli.probe import probe
 from stretto.cli.train import train
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(demo)
 app.command()(plan)
+app.command()(probe)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.command()(export)

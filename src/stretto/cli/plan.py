@@ -138,7 +138,7 @@ def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -
             f"{plan.micro_batch}{'*' if plan.checkpoint_activations else ' '}",
             f"{plan.step_time:.4g} s",
             exposed,
-            f"{plan.peak_memory / 1e9:.1f} GB",
+            f"{plan.peak_memory / 1e9:.3g} GB" if plan.peak_memory >= 1e8 else f"{plan.peak_memory / 1e6:.3g} MB",
             style=None if plan.fits else "dim",
         )
     console.print(table)

@@ -99,6 +99,13 @@ class Cluster:
                 return row.bandwidth
         return None
 
+    def measured_transfers(self, collective: str, preceding: int, size: int) -> tuple[Transfer, ...]:
+        """What such groups were measured at, by rising size of message; () if they were not."""
+        rows = (
+            row for row in self.transfers if (row.collective, row.preceding, row.size) == (collective, preceding, size)
+        )
+        return tuple(sorted(rows, key=lambda row: row.bytes))
+
     def require(self, key: str) -> float:
         """The figure with a dotted key such as "between_nodes.bandwidth".
 
@@ -112,8 +119,8 @@ class Cluster:
             value = getattr(value, part)
         if value is None:
             raise ValueError(
-                f"cluster {self.name!r} does not say {key}, which is needed here; save it to a file "
-                f"(Cluster.save), add the figure there and use that file"
+                f"cluster {self.name!r} does not say {key}, which is needed here; measure the machine with "
+                f"`stretto probe`, or save it to a file (Cluster.save), add the figure there and use that file"
             )
         if not isinstance(value, int | float):
             raise ValueError(f"{key} of a cluster is not one number")

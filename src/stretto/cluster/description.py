@@ -21,9 +21,12 @@ def describe(cluster: "Cluster") -> str:
     table = [f"  {label:<{width}}  {value}" for label, value in rows]
     parts = [fill(title, WIDTH), "\n".join(table)]
     if cluster.sources:
+        keys: dict[str, list[str]] = {}
+        for key, text in cluster.sources.items():
+            keys.setdefault(text, []).append(key)
         sources = (
-            fill(f"{key}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-            for key, text in cluster.sources.items()
+            fill(f"{', '.join(named)}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            for text, named in keys.items()
         )
         parts.append("\n".join(["Sources", *sources]))
     return "\n\n".join(parts)
@@ -36,8 +39,16 @@ def _rows(cluster: "Cluster") -> Iterator[tuple[str, str]]:
     yield "GPU", gpu.name
     yield "memory a GPU", _scaled(gpu.memory, "B")
     yield "memory bandwidth", _scaled(gpu.memory_bandwidth, "B/s")
+    if gpu.measured_memory_bandwidth:
+        yield "memory bandwidth, measured", _scaled(gpu.measured_memory_bandwidth, "B/s")
     yield "peak", _rates(gpu.peak_flops)
     yield "peak, measured", _rates(gpu.empirical_flops)
+    if gpu.attention_flops:
+        yield "attention, measured", _scaled(gpu.attention_flops, "FLOP/s")
+    if gpu.overlap_slowdown:
+        yield "slower beside a collective", f"{gpu.overlap_slowdown:.2g} s a second"
+    if cluster.matmuls or cluster.transfers:
+        yield "tables", f"{len(cluster.matmuls)} matrix products, {len(cluster.transfers)} collectives"
     yield "in a node, one GPU to all", _scaled(inside.bandwidth, "B/s a direction")
     yield "in a node, GPU to GPU", _scaled(inside.pair_bandwidth, "B/s a direction")
     yield "in a node, latency", _scaled(inside.latency, "s")

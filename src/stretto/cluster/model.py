@@ -42,6 +42,11 @@ class GPU:
     memory_bandwidth: float | None = field(
         default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
     )
+    # What a large copy was measured at, and the seconds that computation loses a second of a collective beside it.
+    measured_memory_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
+    )
+    overlap_slowdown: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds a second"))
     # Attention forward and backward, causal, counting only the products that its mask leaves; with a fused kernel.
     attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
     # As its vendor says, and the best that a matmul was measured at.

@@ -40,40 +40,43 @@ class Device:
         self.dtype = dtype
         measured = getattr(cluster.gpu.empirical_flops, dtype)
         self.flops = measured or MATMUL_EFFICIENCY * cluster.require(f"gpu.peak_flops.{dtype}")
-        self.memory_bandwidth = MEMORY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
-        self._seconds: dict[tuple[int, int, int], float] = {}
+        self.memory_bandwidth = cluster.gpu.measured_memory_bandwidth or (
+            MEMORY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
+        )
+        self._seconds: dict[tuple[int, int, int, str], float] = {}
 
     @cached_property
-    def _measured(self) -> list[tuple[tuple[float, float, float], float]]:
-        """Log sizes and measured FLOP/s of this dtype's products."""
-        best: dict[tuple[int, int, int], float] = {}
+    def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:
+        """Log sizes and measured FLOP/s of this dtype's products, by layout."""
+        measured: dict[str, list[tuple[tuple[float, float, float], float]]] = {}
         for row in self.cluster.matmuls:
             if row.dtype == self.dtype:
-                key = (row.m, row.n, row.k)
-                best[key] = min(row.seconds, best.get(key, math.inf))
-        return [((math.log(m), math.log(n), math.log(k)), 2 * m * n * k / t) for (m, n, k), t in best.items()]
+                place = (math.log(row.m), math.log(row.n), math.log(row.k))
+                measured.setdefault(row.layout, []).append((place, 2 * row.m * row.n * row.k / row.seconds))
+        return measured
 
-    def matmul(self, m: float, n: float, k: float) -> float:
+    def matmul(self, m: float, n: float, k: float, layout: str) -> float:
         """Seconds of a product [m, k] x [k, n]: from the nearest measured shapes, else a roofline."""
-        key = (round(m), round(n), round(k))
+        key = (round(m), round(n), round(k), layout)
         if key not in self._seconds:
             self._seconds[key] = self._matmul(*key)
         return self._seconds[key]
 
-    def _matmul(self, m: int, n: int, k: int) -> float:
+    def _matmul(self, m: int, n: int, k: int, layout: str) -> float:
         if min(m, n, k) < 1:
             return 0.0
         flops = 2.0 * m * n * k
         element = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[self.dtype]
-        if self._measured:
-            return flops / self._interpolate((math.log(m), math.log(n), math.log(k)))
+        if measured := self._measured.get(layout):
+            return flops / self._interpolate(measured, (math.log(m), math.log(n), math.log(k)))
         return max(flops / self.flops, element * (m * k + k * n + m * n) / self.memory_bandwidth)
 
-    def _interpolate(self, place: tuple[float, float, float]) -> float:
+    @staticmethod
+    def _interpolate(
+        measured: list[tuple[tuple[float, float, float], float]], place: tuple[float, float, float]
+    ) -> float:
         """FLOP/s at a place among the measured ones: the four nearest, each by the inverse square of its distance."""
-        distances = sorted(
-            (sum((a - b) ** 2 for a, b in zip(place, at, strict=True)), rate) for at, rate in self._measured
-        )
+        distances = sorted((sum((a - b) ** 2 for a, b in zip(place, at, strict=True)), rate) for at, rate in measured)
         if distances[0][0] < 1e-12:
             return distances[0][1]
         weights = [(1 / distance, rate) for distance, rate in distances[:4]]
@@ -94,17 +97,18 @@ def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
     model, grid = workload.model, choice.grid
     micro_batches = choice.micro_batches(workload)
     tokens = choice.micro_batch * workload.seq_len
-    products, gradients = 0.0, []
+    products, backward_products, gradients = 0.0, 0.0, []
     for linear in model.linears:
         over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
         k, n = linear.inputs / into, linear.outputs / over
-        products += device.matmul(tokens, n, k)
-        gradients.append(device.matmul(n, k, tokens))
+        products += device.matmul(tokens, n, k, "NT")
+        backward_products += device.matmul(tokens, k, n, "NN")
+        gradients.append(device.matmul(n, k, tokens, "TN"))
     # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
     scores = device.attention(2 * tokens * workload.seq_len * model.queries / grid.x)
     forward_bytes, backward_bytes = _element_wise(workload, grid)
     forward = products + scores + device.traffic(forward_bytes * tokens)
-    backward = products + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
+    backward = backward_products + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
     casts = _casts(workload, choice)
     layers = model.layers * micro_batches
     if choice.checkpoint_activations:
@@ -150,5 +154,6 @@ def _casts(workload: Workload, choice: Choice) -> float:
 def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) -> float:
     """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit."""
     vocab, hidden = -(-workload.model.vocab // grid.x), workload.model.hidden / grid.y
-    products = 2 * device.matmul(tokens, vocab, hidden) + device.matmul(vocab, hidden, tokens)
+    products = device.matmul(tokens, vocab, hidden, "NT") + device.matmul(tokens, hidden, vocab, "NN")
+    products += device.matmul(vocab, hidden, tokens, "TN")
     return products + device.traffic(tokens * vocab * (11 * workload.master + 4 * workload.element))

@@ -6,10 +6,11 @@ start-up, nothing hidden and no computation: good for ranking grids, not for tel
 `full` adds what they leave out: computation, embedding, head and norms, a start-up latency a message, and overlap.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stretto.cluster import Cluster
+from stretto.cluster import Cluster, Transfer
 from stretto.planner.communication import AXIS_OF, KINDS, Volume, bandwidths, linear_traffic, linears_volume, seconds
 from stretto.planner.compute import Compute, Device, compute
 from stretto.planner.workload import Choice, Workload
@@ -20,7 +21,6 @@ SLOWDOWN_BESIDE_COMMUNICATION = 0.2
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
 IN_NODE_LATENCY = 3e-6
 BETWEEN_NODES_LATENCY = 6e-6
-_SUM_OVER = {"x": "all_reduce_x", "y": "all_reduce_y", "data": "all_reduce_data"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Devi
     communication = step.communication()
     exposed = step.exposed() if overlaps else {kind: getattr(communication, kind) for kind in KINDS}
     waiting = sum(exposed.values())
-    beside = SLOWDOWN_BESIDE_COMMUNICATION * (communication.total - waiting)
+    slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
+    beside = slowdown * (communication.total - waiting)
     return Cost(work.total + waiting + beside, step.rates, communication, _by_axis(exposed), work)
 
 
@@ -76,11 +77,17 @@ class _Step:
         self.all_gather = self.reduce_scatter = self.data = 0.0
         for linear in workload.model.linears:
             traffic = linear_traffic(linear, grid, tokens)
-            self.all_gather += self.calls * self._ring("z", traffic.all_gather * element)
-            self.reduce_scatter += self.calls * self._ring("z", traffic.reduce_scatter * gradient)
-            self.data += layers * self._ring("data", traffic.data * gradient)
-            forward = self.calls * self.forward_passes * self._ring(traffic.output_axis, traffic.output * element, 2)
-            backward = self.calls * self._ring(traffic.input_axis, traffic.gradient * element, 2)
+            self.all_gather += self.calls * self._collective("all_gather", "z", traffic.all_gather * element)
+            self.reduce_scatter += self.calls * self._collective(
+                "reduce_scatter", "z", traffic.reduce_scatter * gradient
+            )
+            self.data += layers * self._collective("all_reduce", "data", traffic.data * gradient)
+            forward = (
+                self.calls
+                * self.forward_passes
+                * self._collective("all_reduce", traffic.output_axis, traffic.output * element)
+            )
+            backward = self.calls * self._collective("all_reduce", traffic.input_axis, traffic.gradient * element)
             self.forward_sums.append((traffic.output_axis, forward))
             self.backward_sums.append((traffic.input_axis, backward))
 
@@ -129,29 +136,51 @@ class _Step:
         vocab, hidden = model.vocab / grid.x, model.hidden / grid.y
         table = vocab * hidden
         z, x, y, data = grid.z, grid.x, grid.y, grid.data
-        gather = 2 * micro_batches * self._ring("z", (z - 1) / z * table * element)
-        scatter = 2 * micro_batches * self._ring("z", (z - 1) / z * table * workload.gradient_element)
+        of_table = (z - 1) / z * table
+        gather = 2 * micro_batches * self._collective("all_gather", "z", of_table * element)
+        scatter = 2 * micro_batches * self._collective("reduce_scatter", "z", of_table * workload.gradient_element)
         tables = 1 if model.is_tied else 2
-        over_data = tables * self._ring("data", 2 * (data - 1) / data * table / z * workload.gradient_element, 2)
+        of_shard = 2 * (data - 1) / data * table / z * workload.gradient_element
+        over_data = tables * self._collective("all_reduce", "data", of_shard)
         activations = 2 * (x - 1) / x * tokens * hidden * element
-        over_x = micro_batches * (2 * self._ring("x", activations, 2) + 2 * self._ring("x", 8 * tokens, 2))
-        logits = self._ring("y", 2 * (y - 1) / y * tokens * vocab * element, 2)
-        norms = (1 + self.forward_passes) * (2 * model.layers + 1) * self._ring("y", 2 * (y - 1) / y * tokens * 8, 2)
-        return Volume(gather, scatter, micro_batches * (logits + norms), over_x, over_data)
+        statistics = 2 * (x - 1) / x * tokens * 8
+        over_x = 2 * self._collective("all_reduce", "x", activations) + 2 * self._collective(
+            "all_reduce", "x", statistics
+        )
+        logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * vocab * element)
+        norms = (1 + self.forward_passes) * (2 * model.layers + 1)
+        over_y = logits + norms * self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * 8)
+        return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 
-    def _ring(self, axis: str, num_bytes: float, rounds: int = 1) -> float:
-        """Seconds of one collective that sends so many bytes from a rank, in `rounds` trips around the ring."""
-        size = self.choice.grid.sizes()[axis]
+    def _collective(self, kind: str, axis: str, num_bytes: float) -> float:
+        """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth."""
+        cluster, grid = self.cluster, self.choice.grid
+        size, preceding = grid.sizes()[axis], grid.preceding(axis)
         if size == 1:
             return 0.0
-        cluster, grid = self.cluster, self.choice.grid
-        if grid.preceding(axis) * size > cluster.gpus_per_node:
+        if preceding * size > cluster.gpus_per_node:
             latency = cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
+        elif measured := cluster.measured_transfers(kind, preceding, size):
+            return _interpolate(measured, num_bytes)
         else:
             latency = cluster.in_node.latency or IN_NODE_LATENCY
         rate = self.rates[axis]
         assert rate is not None
-        return rounds * (size - 1) * latency + num_bytes / rate
+        trips = 2 if kind == "all_reduce" else 1  # around the ring
+        return trips * (size - 1) * latency + num_bytes / rate
+
+
+def _interpolate(measured: Sequence[Transfer], num_bytes: float) -> float:
+    """Seconds of a message among measured ones: linear between two of them, by bandwidth beyond the largest."""
+    sizes = [row.bytes for row in measured]
+    above = bisect_left(sizes, num_bytes)
+    if above == 0:
+        return measured[0].seconds
+    if above == len(measured):
+        return measured[-1].seconds * num_bytes / sizes[-1]
+    low, high = measured[above - 1], measured[above]
+    part = (num_bytes - low.bytes) / (high.bytes - low.bytes)
+    return low.seconds + part * (high.seconds - low.seconds)
 
 
 def _by_axis(times: Mapping[str, float]) -> dict[str, float]:

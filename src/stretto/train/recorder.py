@@ -17,11 +17,12 @@ class DivergenceError(ArithmeticError):
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that the device has been given: where its loss and norm arrive, and when they have."""
+    """A step that the device has been given: where its loss and norm arrive, and between which marks it ran."""
 
     step: int
     lr: float
     numbers: Tensor
+    began: torch.cuda.Event | None
     arrival: torch.cuda.Event | None
 
 
@@ -37,20 +38,21 @@ class StepRecorder:
         self._tokens_a_step = tokens_a_step
         self._log, self._reporter = log, reporter
         self._waiting: list[_Launched] = []
-        self._clock = time.perf_counter()
         self._durations: list[float] = []
+        self._mark: torch.cuda.Event | None = None
+        self.restart_clock()
         self.last: StepMetrics | None = None
 
     def add(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
         """Note a step whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet."""
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double()))
-        arrival = None
+        began = self._mark
+        arrival: torch.cuda.Event | None = None
         if numbers.is_cuda:
             on_host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             numbers = on_host.copy_(numbers, non_blocking=True)
-            arrival = torch.cuda.Event()
-            arrival.record()
-        self._waiting.append(_Launched(step, lr, numbers, arrival))
+            self._mark = arrival = _mark_now()
+        self._waiting.append(_Launched(step, lr, numbers, began, arrival))
         while len(self._waiting) > (0 if arrival is None else 1):
             self._record(self._waiting.pop(0))
 
@@ -62,6 +64,7 @@ class StepRecorder:
     def restart_clock(self) -> None:
         """Leave the time since the last step out of the next one's: it went into a checkpoint."""
         self._clock = time.perf_counter()
+        self._mark = _mark_now() if torch.cuda.is_initialized() else None
 
     def tokens_per_second(self) -> float:
         """Over all steps but the first, which warms up, where there are more."""
@@ -77,6 +80,9 @@ class StepRecorder:
             launched.arrival.synchronize()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
+        if launched.began is not None and launched.arrival is not None:
+            # The host reads a step's numbers late, and those of the last two at once: the device knows.
+            seconds = launched.began.elapsed_time(launched.arrival) / 1e3
         loss, grad_norm = launched.numbers.tolist()
         for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
             if not math.isfinite(value):
@@ -94,3 +100,9 @@ class StepRecorder:
         if self._log is not None:
             self._log.write(self.last)
         self._reporter.show(self.last)
+
+
+def _mark_now() -> torch.cuda.Event:
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark

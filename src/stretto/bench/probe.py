@@ -1,0 +1,222 @@
+"""`stretto probe`: measure this machine into a cluster file, for a planner to use.
+
+All ranks measure at once, as they will work at once: links are shared, and so is a chip's power.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from stretto.bench.harness import machine_kind, run_ranks, time_steps
+from stretto.cluster import Cluster, InNodeBandwidth, Matmul, Transfer
+from stretto.parallel import Grid
+from stretto.parallel.communication import start_all_reduce, start_gather_rows, start_scatter_rows
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+LAYOUTS = ("NN", "NT", "TN")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: `message_bytes` of whole arrays, `sides` of matrices, repeats of each."""
+
+    message_bytes: tuple[int, ...]
+    sides: tuple[int, ...]
+    attention: tuple[int, int, int, int]  # batch, heads, sequence, head size
+    copied_bytes: int
+    repeats: int
+
+
+ON_GPU = Effort(
+    message_bytes=tuple(2**n for n in (12, 15, 18, 21, 24, 27, 30)),
+    sides=(1024, 2048, 4096, 8192, 16384),
+    attention=(2, 32, 2048, 128),
+    copied_bytes=2**30,
+    repeats=7,
+)
+ON_CPU = Effort(
+    message_bytes=tuple(2**n for n in (9, 12, 15, 18, 21)),
+    sides=(32, 64, 128, 256, 512),
+    attention=(2, 4, 64, 32),
+    copied_bytes=2**24,
+    repeats=7,
+)
+
+
+def probe(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -> Cluster:
+    """This machine as measured by `ranks` processes, one a GPU (or on the CPU's cores, with gloo).
+
+    `shapes`: (m, n, k) of products that are measured besides the table's. Raises ValueError for fewer than two ranks.
+    """
+    if ranks < 2:
+        raise ValueError(f"a probe measures links, so it takes at least 2 ranks; it was given {ranks}")
+    detected = Cluster.detect()
+    gpus = torch.cuda.device_count()
+    if gpus and ranks > gpus:
+        raise ValueError(f"{ranks} ranks need a GPU each, but there are {gpus}; --ranks {gpus} would do")
+    measured = run_ranks(ranks, _measure, ranks, dtype, tuple(shapes))
+    return _assemble(detected, ranks, dtype, measured)
+
+
+def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
+    """Every (preceding, size) of groups that fit (paper 003, section 5.1.2, case 1)."""
+    for preceding in range(1, ranks // 2 + 1):
+        for size in range(2, ranks // preceding + 1):
+            yield preceding, size
+
+
+def members(ranks: int, preceding: int, size: int) -> list[list[int]]:
+    """The ranks of each such group: `preceding` apart, all groups side by side; those left over sit out."""
+    return [
+        [block + inner + outer * preceding for outer in range(size)]
+        for block in range(0, ranks - preceding * size + 1, preceding * size)
+        for inner in range(preceding)
+    ]
+
+
+def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    device = Grid(data=ranks).device
+    effort = ON_GPU if device.type == "cuda" else ON_CPU
+    timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
+    measured: dict[str, Any] = {"transfers": list(_transfers(ranks, effort, device, timed))}
+    table = {(m, n, k) for m, n, k in itertools.product(effort.sides, repeat=3)} | set(shapes)
+    measured["matmuls"] = list(_matmuls(sorted(table), dtype, device, timed))
+    source = torch.empty(effort.copied_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    measured["memory_bandwidth"] = 2 * effort.copied_bytes / timed(lambda: target.copy_(source))
+    measured["attention_flops"] = _attention(effort, dtype, device, timed)
+    measured["slowdown"] = _slowdown(effort, dtype, device)
+    dist.destroy_process_group()
+    return measured
+
+
+def _transfers(
+    ranks: int, effort: Effort, device: torch.device, timed: Callable[[Callable[[], Any]], float]
+) -> Iterator[tuple[str, int, int, int, float]]:
+    """Rows (collective, preceding, size, bytes that a rank sends, seconds)."""
+    for preceding, size in hierarchies(ranks):
+        groups = [dist.new_group(group) for group in members(ranks, preceding, size)]
+        mine = next((group for group in groups if dist.get_rank() in dist.get_process_group_ranks(group)), None)
+        for total in effort.message_bytes:
+            rows = max(size, total // 4)
+            for kind, trips in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+                step = (lambda: None) if mine is None else _collective(kind, rows, mine, device)
+                seconds = timed(step)
+                yield kind, preceding, size, round(trips * 4 * rows * (size - 1) / size), seconds
+        for group in groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER and group is mine:
+                dist.destroy_process_group(group)
+
+
+def _collective(kind: str, rows: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Tensor]:
+    whole = torch.zeros(rows, device=device)
+    part = whole[: -(-rows // group.size())].clone()
+    match kind:
+        case "all_gather":
+            return lambda: start_gather_rows(part, part.numel() * group.size(), group).wait()
+        case "reduce_scatter":
+            return lambda: start_scatter_rows(whole, part.numel(), group).wait()
+        case _:
+            return lambda: start_all_reduce(whole, group).wait()
+
+
+def _matmuls(
+    shapes: Sequence[tuple[int, int, int]],
+    dtype: str,
+    device: torch.device,
+    timed: Callable[[Callable[[], Any]], float],
+) -> Iterator[tuple[int, int, int, str, float]]:
+    kind = TORCH_DTYPES[dtype]
+    for m, n, k in shapes:
+        for layout in LAYOUTS:
+            a = torch.randn((k, m) if layout == "TN" else (m, k), device=device, dtype=kind)
+            b = torch.randn((n, k) if layout == "NT" else (k, n), device=device, dtype=kind)
+            left, right = a.t() if layout == "TN" else a, b.t() if layout == "NT" else b
+            yield m, n, k, layout, timed(partial(torch.mm, left, right))
+
+
+def _attention(effort: Effort, dtype: str, device: torch.device, timed: Callable[[Callable[[], Any]], float]) -> float:
+    """FLOP/s of causal attention, forward and backward: 3.5 times the products that the mask leaves of the forward."""
+    batch, heads, seq_len, size = effort.attention
+    shape = (batch, heads, seq_len, size)
+    q, k, v = (torch.randn(shape, device=device, dtype=TORCH_DTYPES[dtype], requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, device=device, dtype=TORCH_DTYPES[dtype])
+
+    def step() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+
+    return 3.5 * 2 * batch * heads * seq_len**2 * size / timed(step)
+
+
+def _slowdown(effort: Effort, dtype: str, device: torch.device) -> float:
+    """Seconds that computation loses for each second of a collective beside it."""
+    group = dist.group.WORLD
+    assert group is not None
+    side = effort.sides[-2]
+    a = torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype])
+    message = torch.zeros(effort.message_bytes[-2] // 4, device=device)
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(a, a)
+
+    def both() -> None:
+        pending = start_all_reduce(message, group)
+        compute()
+        pending.wait()
+
+    timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
+    alone = timed(compute)
+    sending = timed(lambda: start_all_reduce(message, group).wait())
+    together = timed(both)
+    hidden = min(alone, sending)
+    return min(1.0, max(0.01, (together - max(alone, sending)) / hidden))
+
+
+def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any]) -> Cluster:
+    transfers = tuple(Transfer(*row) for row in measured["transfers"])
+    in_node = []
+    for preceding, size in hierarchies(ranks):
+        rows = [row for row in transfers if (row.preceding, row.size) == (preceding, size)]
+        top = max(row.bytes for row in rows if row.collective == "all_gather")
+        rates = [row.bytes / row.seconds for row in rows if row.bytes >= top]
+        in_node.append(InNodeBandwidth(preceding, size, statistics.median(rates)))
+    small = [row for row in transfers if (row.preceding, row.size) == (1, ranks) and row.collective == "all_gather"]
+    latency = min(row.seconds for row in small) / (ranks - 1)
+    best = max(2 * m * n * k / seconds for m, n, k, _, seconds in measured["matmuls"])
+    by_pair = {(row.preceding, row.size): row.bandwidth for row in in_node}
+    whole = max(by_pair[1, ranks], by_pair[1, 2])
+    kind = machine_kind()
+    about = ", ".join(f"{name} {value}" for name, value in kind.items() if name != "devices")
+    source = f"Measured by stretto probe, {ranks} ranks on {kind['devices']}, {about}, {time.strftime('%Y-%m-%d')}"
+    of_gpu = ("measured_memory_bandwidth", "attention_flops", "overlap_slowdown", "empirical_flops")
+    keys = ["in_node_bandwidths", "transfers", "matmuls", "in_node", *(f"gpu.{figure}" for figure in of_gpu)]
+    # Without GPUs a rank is a process, and they share the machine's memory.
+    share = 1.0 if torch.cuda.is_available() else detected.gpus_per_node / ranks
+    return replace(
+        detected,
+        name="probed",
+        gpus_per_node=ranks,
+        in_node_bandwidths=tuple(in_node),
+        transfers=transfers,
+        matmuls=tuple(Matmul(m, n, k, dtype, layout, seconds) for m, n, k, layout, seconds in measured["matmuls"]),
+        in_node=replace(detected.in_node, bandwidth=whole, pair_bandwidth=min(whole, by_pair[1, 2]), latency=latency),
+        gpu=replace(
+            detected.gpu,
+            memory=None if detected.gpu.memory is None else detected.gpu.memory * share,
+            measured_memory_bandwidth=measured["memory_bandwidth"],
+            attention_flops=measured["attention_flops"],
+            overlap_slowdown=measured["slowdown"],
+            empirical_flops=replace(detected.gpu.empirical_flops, **{dtype: best}),
+        ),
+        sources=dict(detected.sources) | dict.fromkeys(keys, source),
+    )

@@ -1,0 +1,50 @@
+"""`stretto probe`: measure this machine into a cluster file."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.cli.console import Json, print_json, refusing_bad_input
+
+
+def probe(
+    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
+    ranks: Annotated[int | None, typer.Option(help="Processes (default: the machine's GPUs, else its cores).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: bf16 on GPUs, fp32 without).")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Measure this model's products too (see `stretto plan --model`).")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Its global batches, in sequences.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Its tokens a sequence.")] = 2048,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine's links and matrix products into a cluster file, for `stretto plan --cost full`.
+
+    Every group of ranks that a grid can make inside the node, with small and large messages, all groups at once; a
+    table of matrix products; attention; memory. On GPUs over NCCL, without them over gloo between processes.
+    """
+    with refusing_bad_input(as_json=as_json):
+        if dtype not in (None, "bf16", "fp16", "fp32", "fp64"):
+            raise ValueError(f"--dtype is {dtype!r}, but must be bf16, fp16, fp32 or fp64")
+        if not out.parent.is_dir():
+            raise ValueError(f"{out.parent} is not a folder: {out} cannot be written there")
+
+        import torch
+
+        from stretto.bench.probe import probe as measure
+        from stretto.cluster import Cluster
+        from stretto.planner.probing import shapes_of
+
+        count = ranks if ranks is not None else torch.cuda.device_count() or Cluster.detect().gpus_per_node
+        shapes = shapes_of(model or [], batch or [], seq_len, count)
+        cluster = measure(count, dtype or ("bf16" if torch.cuda.is_available() else "fp32"), shapes)
+        cluster.save(out)
+    if as_json:
+        print_json(asdict(cluster) | {"sources": dict(cluster.sources), "out": out})
+    else:
+        print(cluster.describe())
+        print(f"written to {out}: stretto plan --cluster {out} --cost full ...")

@@ -1,0 +1,137 @@
+"""The planner's idea of a model against the model itself."""
+
+import json
+
+import pytest
+import torch
+
+import stretto
+from stretto.models import GPT, GPTConfig
+from stretto.models.config import PRESETS
+from stretto.parallel import validate
+from stretto.planner import read_architecture
+from stretto.planner.grids import every_grid, why_impossible
+
+SHAPES = {
+    "gpt2-like": GPTConfig(layers=3, hidden=48, heads=6, vocab=101, max_seq_len=32),
+    "llama-like": GPTConfig(
+        layers=2, hidden=64, heads=8, kv_heads=2, ffn=160, vocab=96, positions="rotary", activation="swiglu",
+        norm="rmsnorm", bias=False, tie_embeddings=False,
+    ),
+    "odd": GPTConfig(layers=1, hidden=40, heads=5, vocab=7, ffn=56, norm="rmsnorm"),
+}  # fmt: skip
+
+
+def meta_gpt(config: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_counted_as_the_model_has_them(shape):
+    config = SHAPES[shape]
+    assert read_architecture(config, 32).parameters == sum(p.numel() for p in meta_gpt(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64}),
+        ("Llama", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+                       "intermediate_size": 160, "vocab_size": 128}),
+        ("Llama", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 96,
+                       "vocab_size": 128, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("Qwen2", {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+                       "intermediate_size": 96, "vocab_size": 128}),
+        ("Mistral", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+                         "intermediate_size": 96, "vocab_size": 128}),
+    ],
+    ids=["gpt2", "llama", "llama with biases", "qwen2", "mistral"],
+)  # fmt: skip
+def test_hugging_face_configurations_are_read_as_the_models_are(tmp_path, kind, options):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**options)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict(), default=str))
+    for source in (str(file), file, model, config):
+        assert read_architecture(source, 64).parameters == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 16, 40])
+def test_a_grid_is_possible_for_the_planner_just_when_it_is_for_parallelize(shape, ranks):
+    config = SHAPES[shape]
+    architecture, model = read_architecture(config, 32), meta_gpt(config)
+    for grid in every_grid(ranks):
+        try:
+            validate(model, grid.sizes())
+            refusal = None
+        except ValueError as error:
+            refusal = str(error)
+        found = why_impossible(architecture, grid, batch=ranks)
+        assert (found is None) == (refusal is None), f"{grid}: planner says {found}, parallelize says {refusal}"
+
+
+def test_table_5_1s_models_have_about_the_parameters_in_their_names():
+    for name in PRESETS:
+        if name != "gpt2-small":
+            billions = float(name.removeprefix("gpt-").removesuffix("b"))
+            assert read_architecture(name, 2048).parameters / 1e9 == pytest.approx(billions, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[model]\nlayers = 2\nhidden = 64\nheads = 4\n', "model.vocab is missing"),
+        ('[model]\nlayers = -2\nhidden = 64\nheads = 4\nvocab = 9\n', "model.layers is -2"),
+        ('[model]\nlayers = true\nhidden = 64\nheads = 4\nvocab = 9\n', "model.layers is True"),
+        ('[model]\nlayer = 2\n', "did you mean 'layers'"),
+        ('[model]\nname = "gpt-20"\n', "did you mean 'gpt-20b'"),
+        ('[model]\nname = "gpt-5b"\nactivation = "relu"\n', "must be one of 'gelu', 'swiglu'"),
+        ('[model]\nname = "gpt-5b"\nbias = 1\n', "truth value"),
+        ("model = 3\n", "must be a table"),
+        ("[model\n", "Expected"),
+    ],
+)  # fmt: skip
+def test_a_bad_toml_is_refused_with_its_name_and_the_rule(tmp_path, text, message):
+    file = tmp_path / "model.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_architecture(str(file), 64)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{}", "model_type is None"),
+        ("[1, 2]", "no table"),
+        ("{", "Expecting"),
+        ("[" * 100_000, "recursion|nested|depth"),
+        ('{"model_type": "bert"}', "'bert', whose blocks are not known"),
+        ('{"model_type": "mixtral", "num_local_experts": 8}', "mixture of experts"),
+        (
+            '{"model_type": "gpt2", "n_embd": 10, "n_head": 3, "n_layer": 1, "vocab_size": 5, "n_positions": 4}',
+            "divide",
+        ),
+        ('{"model_type": "gpt2", "n_embd": 1e400, "n_head": 3}', "whole number"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "hidden_size is '64'"),
+    ],
+)
+def test_a_bad_config_json_is_refused_with_the_reason(tmp_path, config, message):
+    file = tmp_path / "config.json"
+    file.write_text(config)
+    with pytest.raises(ValueError, match=message):
+        stretto.plan(str(file), "perlmutter", gpus=4, batch=4, seq_len=64)
+
+
+def test_a_file_that_is_absent_or_too_large_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No such file"):
+        read_architecture(str(tmp_path / "absent.json"), 64)
+    large = tmp_path / "large.json"
+    large.write_text(" " * (1 << 20) + "{}")
+    with pytest.raises(ValueError, match="larger than"):
+        read_architecture(str(large), 64)
