@@ -37,17 +37,56 @@ def test_parameters_are_counted_as_the_model_has_them(shape):
     ("kind", "options"),
     [
         ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64}),
-        ("Llama", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
-                       "intermediate_size": 160, "vocab_size": 128}),
-        ("Llama", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 96,
-                       "vocab_size": 128, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-        ("Qwen2", {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
-                       "intermediate_size": 96, "vocab_size": 128}),
-        ("Mistral", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
-                         "intermediate_size": 96, "vocab_size": 128}),
+        (
+            "Llama",
+            {
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "intermediate_size": 160,
+                "vocab_size": 128,
+            },
+        ),
+        (
+            "Llama",
+            {
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "head_dim": 32,
+                "intermediate_size": 96,
+                "vocab_size": 128,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+            },
+        ),
+        (
+            "Qwen2",
+            {
+                "hidden_size": 64,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "intermediate_size": 96,
+                "vocab_size": 128,
+            },
+        ),
+        (
+            "Mistral",
+            {
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "intermediate_size": 96,
+                "vocab_size": 128,
+            },
+        ),
     ],
     ids=["gpt2", "llama", "llama with biases", "qwen2", "mistral"],
-)  # fmt: skip
+)
 def test_hugging_face_configurations_are_read_as_the_models_are(tmp_path, kind, options):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(**options)
@@ -85,17 +124,17 @@ def test_table_5_1s_models_have_about_the_parameters_in_their_names():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[model]\nlayers = 2\nhidden = 64\nheads = 4\n', "model.vocab is missing"),
-        ('[model]\nlayers = -2\nhidden = 64\nheads = 4\nvocab = 9\n', "model.layers is -2"),
-        ('[model]\nlayers = true\nhidden = 64\nheads = 4\nvocab = 9\n', "model.layers is True"),
-        ('[model]\nlayer = 2\n', "did you mean 'layers'"),
+        ("[model]\nlayers = 2\nhidden = 64\nheads = 4\n", "model.vocab is missing"),
+        ("[model]\nlayers = -2\nhidden = 64\nheads = 4\nvocab = 9\n", "model.layers is -2"),
+        ("[model]\nlayers = true\nhidden = 64\nheads = 4\nvocab = 9\n", "model.layers is True"),
+        ("[model]\nlayer = 2\n", "did you mean 'layers'"),
         ('[model]\nname = "gpt-20"\n', "did you mean 'gpt-20b'"),
         ('[model]\nname = "gpt-5b"\nactivation = "relu"\n', "must be one of 'gelu', 'swiglu'"),
         ('[model]\nname = "gpt-5b"\nbias = 1\n', "truth value"),
         ("model = 3\n", "must be a table"),
         ("[model\n", "Expected"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_toml_is_refused_with_its_name_and_the_rule(tmp_path, text, message):
     file = tmp_path / "model.toml"
     file.write_text(text)

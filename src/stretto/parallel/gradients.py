@@ -33,12 +33,15 @@ class GradientSum:
 
     The first backward pass shows in which order gradients come, and how often each (a tied weight: twice). Buckets
     are filled by that order, so that they are the same whatever is hidden, and so are the bits of their sums.
+
+    `at_end` is called at the end of each backward pass.
     """
 
-    def __init__(self, grid: Grid, precision: Precision, overlap: Overlap) -> None:
+    def __init__(self, grid: Grid, precision: Precision, overlap: Overlap, *, at_end: Callable[[], None]) -> None:
         self.grid = grid
         self.precision = precision
         self.overlap = overlap
+        self.at_end = at_end
         self.is_deferred = False
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._unsummed: set[nn.Parameter] = set()
@@ -152,6 +155,7 @@ class GradientSum:
         if current.counts:
             self._expected = current.counts
         self._pass = _Pass()
+        self.at_end()
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from stretto.parallel.communication import Pending, all_reduce, start_all_reduce, start_gather_rows, start_scatter_rows
 from stretto.parallel.gradients import GradientSum
+from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.overlap import GatherAhead
 from stretto.parallel.precision import Precision
 
@@ -65,6 +66,13 @@ class LinearPlan:
     is_transposed: bool
     keep_gathered: bool
     hides_all_reduce: bool
+    matmuls: MatmulTuner
+    place: int  # which of the model's linears this is
+
+    def multiply(self, role: str, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b, one of this linear's three products; a may have leading dims."""
+        product = self.matmuls.multiply(self.place, role, a.flatten(0, -2), b)
+        return product.view(*a.shape[:-1], b.shape[1])
 
 
 class _Linear3D(torch.autograd.Function):
@@ -74,11 +82,12 @@ class _Linear3D(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
         weight = plan.shard.gather(parameter)
         sums_output = plan.output_group.size() > 1
-        matrix = weight.t() if plan.is_transposed else weight
+        matrix = weight if plan.is_transposed else weight.t()
         # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
-        y = F.linear(x, matrix, None if sums_output else bias)
-        if sums_output:
-            all_reduce(y, plan.output_group)
+        if bias is not None and not sums_output:
+            y = F.linear(x, matrix.t(), bias)
+        else:
+            y = all_reduce(plan.multiply("output", x, matrix), plan.output_group)
             if bias is not None:
                 y += bias
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
@@ -89,20 +98,22 @@ class _Linear3D(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
         x, weight = ctx.saved_tensors
-        grad_bias = None
-        grad_x: Pending | None = None
+        grad_x = grad_bias = pending = None
         if ctx.needs_input_grad[0]:
             weight = plan.shard.gather(ctx.parameter) if weight is None else weight
-            grad_x = start_all_reduce(gradient @ (weight.t() if plan.is_transposed else weight), plan.input_group)
+            grad_x = plan.multiply("input", gradient, weight.t() if plan.is_transposed else weight)
+            pending = start_all_reduce(grad_x, plan.input_group)
             if not plan.hides_all_reduce:
-                grad_x.wait()
+                pending.wait()
         rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            product = columns.t() @ rows if plan.is_transposed else rows.t() @ columns
-            plan.shard.deliver(ctx.parameter, product)
+            left, right = (columns, rows) if plan.is_transposed else (rows, columns)
+            plan.shard.deliver(ctx.parameter, plan.multiply("weight", left.t(), right))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return None if grad_x is None else grad_x.wait(), None, grad_bias, None
+        if pending is not None:
+            pending.wait()
+        return grad_x, None, grad_bias, None
 
 
 class ParallelLinear(nn.Module):

@@ -19,6 +19,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Layout, Split, layout_of, shard_parameter
 from stretto.parallel.linear import LinearPlan, ParallelLinear, WeightShard
 from stretto.parallel.loss import ParallelHead, ParallelLoss
+from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.norm import ParallelNorm
 from stretto.parallel.norm_kinds import norm_kind
 from stretto.parallel.overlap import GatherAhead, Overlap
@@ -38,6 +39,7 @@ def parallelize(
     keep_gathered: bool = True,
     sharded_loss: bool = True,
     overlap: Overlap | bool = True,
+    tune_matmuls: bool = False,
     seed: int = 0,
 ) -> nn.Module:
     """Shard `model` over `grid` in place, and return it (paper 003, Algorithm 3).
@@ -57,6 +59,8 @@ def parallelize(
     keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
     sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
     overlap: which collectives hide under computation (False: none); results are the same.
+    tune_matmuls: time every linear's products in each layout at the end of the first backward pass, and take the
+        fastest from then on (paper 003, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or ~/.cache/stretto.
     seed: a model on the meta device is initialized here, from this seed and each module's name, alike on every grid.
 
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
@@ -67,7 +71,8 @@ def parallelize(
     _check_ranks_agree(model, plan, grid)
     if isinstance(overlap, bool):
         overlap = Overlap() if overlap else Overlap.none()
-    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, keep_gathered, seed)
+    matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
+    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, matmuls, keep_gathered, seed)
     for name, role in plan.roles.items():
         if role.role != "loss":
             _replace(model, name, builder.build(name, model.get_submodule(name), role))
@@ -99,7 +104,14 @@ class _Builder:
     """Makes the parallel counterpart of each submodule, and each parameter once, however many modules share it."""
 
     def __init__(
-        self, model: nn.Module, grid: Grid, precision: Precision, overlap: Overlap, keep_gathered: bool, seed: int
+        self,
+        model: nn.Module,
+        grid: Grid,
+        precision: Precision,
+        overlap: Overlap,
+        matmuls: MatmulTuner,
+        keep_gathered: bool,
+        seed: int,
     ) -> None:
         self.model = model
         self.grid = grid
@@ -107,7 +119,9 @@ class _Builder:
         self.keep_gathered = keep_gathered
         self.seed = seed
         self.overlap = overlap
-        self.gradient_sum = GradientSum(grid, precision, overlap)
+        self.matmuls = matmuls
+        self.linears = 0
+        self.gradient_sum = GradientSum(grid, precision, overlap, at_end=matmuls.finish)
         self.gather_ahead = GatherAhead(overlap.all_gather)
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
@@ -145,7 +159,10 @@ class _Builder:
             is_transposed=is_transposed,
             keep_gathered=self.keep_gathered,
             hides_all_reduce=self.overlap.all_reduce,
+            matmuls=self.matmuls,
+            place=self.linears,
         )
+        self.linears += 1
         if role.role == "head":
             return ParallelHead(weight, bias, plan, self._first(weight.shape[0]), grid)
         return ParallelLinear(weight, bias, plan)

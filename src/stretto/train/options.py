@@ -194,6 +194,9 @@ class RunConfig(Section):
     keep_gathered: bool = option(
         True, "keep the weights gathered over z for the backward pass, instead of gathering them again"
     )
+    tune_matmuls: bool = option(
+        False, "time each linear's products in every layout in the first step, and take the fastest from then on"
+    )
     checkpoint_every: Annotated[int | None, CanBeNone] = option(
         None, "how often to write a checkpoint, besides when training ends or is stopped", unit="steps", ge=1
     )

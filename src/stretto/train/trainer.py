@@ -117,6 +117,7 @@ class _Run:
             dtype=dtype,
             keep_gathered=options.keep_gathered,
             overlap=Overlap(**dict(config.overlap)),
+            tune_matmuls=options.tune_matmuls,
             seed=options.seed,
         )
         if options.checkpoint_activations:

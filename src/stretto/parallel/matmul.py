@@ -1,0 +1,147 @@
+"""Which way to multiply two matrices: timed once for each product of a model (paper 003, section 5.1.3).
+
+A BLAS library has kernels for operands as they lie and for transposed ones, and they differ in speed. A product can be
+had from any of them: by copying an operand into the other layout, and by swapping the operands and transposing.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.parallel.communication import all_reduce
+from stretto.tuning import Store
+
+REPEATS = 5
+# Another way must be this much faster than the plain one: below it lies the noise of timing.
+MARGIN = 0.98
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to have a @ b. `layout`: how a and b are made to lie ("" for as they are); N by rows, T by columns."""
+
+    layout: str
+    is_swapped: bool
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product [m, n], contiguous."""
+        if self.layout:
+            a, b = (_lie(tensor, kind == "T") for tensor, kind in zip((a, b), self.layout, strict=True))
+        return (b.t() @ a.t()).t().contiguous() if self.is_swapped else a @ b
+
+
+PLAIN = Way("", False)
+WAYS = (PLAIN, Way("", True), *(Way("".join(pair), False) for pair in itertools.product("NT", repeat=2)))
+
+
+def _lie(tensor: Tensor, by_columns: bool) -> Tensor:
+    return tensor.t().contiguous().t() if by_columns else tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is multiplied: all that a kernel's speed depends on."""
+
+    shapes: tuple[torch.Size, torch.Size]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> "Product":
+        return cls((a.shape, b.shape), (a.stride(), b.stride()), a.dtype)
+
+    @property
+    def key(self) -> str:
+        """Its name in the store of measured times."""
+        sides = (
+            f"{'x'.join(map(str, s))}/{','.join(map(str, t))}" for s, t in zip(self.shapes, self.strides, strict=True)
+        )
+        return f"matmul {' @ '.join(sides)} {self.dtype} {len(WAYS)} ways"
+
+    def operands(self, device: torch.device) -> list[Tensor]:
+        return [
+            torch.empty_strided(tuple(shape), stride, dtype=self.dtype, device=device).normal_()
+            for shape, stride in zip(self.shapes, self.strides, strict=True)
+        ]
+
+
+class MatmulTuner:
+    """Multiplies each of a model's products the fastest way; the first backward pass's end is when they are timed.
+
+    All ranks take the same way: that whose slowest rank is the fastest. Times are kept on disk by machine.
+    """
+
+    def __init__(self, is_on: bool, device: torch.device, world: dist.ProcessGroup, store: Store | None = None) -> None:
+        self.is_on = is_on
+        self.device = device
+        self.world = world
+        self.store = store
+        self._seen: dict[tuple[int, str], Product] | None = {} if is_on else None
+        self._ways: dict[tuple[int, str], tuple[Product, Way]] = {}
+
+    def multiply(self, place: int, role: str, a: Tensor, b: Tensor) -> Tensor:
+        """a [m, k] @ b [k, n], one of the products (`role`) of the linear that has number `place`."""
+        if not self.is_on:
+            return a @ b
+        if self._seen is not None:
+            self._seen.setdefault((place, role), Product.of(a, b))
+            return a @ b
+        product, way = self._ways.get((place, role), (None, PLAIN))
+        # Another shape than the first step's (a last, smaller batch, say) was not timed.
+        return way.multiply(a, b) if product == Product.of(a, b) else a @ b
+
+    def finish(self) -> None:
+        """Time what the first step has multiplied. Collective, once; later calls do nothing."""
+        if self._seen is None or not self._seen:
+            return
+        seen, self._seen = self._seen, None
+        store = self.store or Store()
+        machine = _machine(self.device)
+        known = store.read(machine)
+        fresh: dict[str, Sequence[float]] = {}
+        for product in seen.values():
+            if len(known.get(product.key, ())) != len(WAYS):
+                fresh[product.key] = known[product.key] = tuple(_time(way, product, self.device) for way in WAYS)
+        if fresh and dist.get_node_local_rank(0) == 0:
+            store.add(machine, fresh)
+        places = sorted(seen)
+        times = torch.tensor([known[seen[p].key] for p in places], dtype=torch.float64, device=self.device)
+        all_reduce(times, self.world, dist.ReduceOp.MAX)
+        for place, row in zip(places, times.tolist(), strict=True):
+            fastest = min(range(len(WAYS)), key=lambda way: row[way])
+            self._ways[place] = (seen[place], WAYS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
+
+    def chosen(self) -> dict[tuple[int, str], Way]:
+        """What was chosen, by linear and product; {} before it was."""
+        return {place: way for place, (_, way) in self._ways.items()}
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name}, torch {torch.__version__}"
+
+
+def _time(way: Way, product: Product, device: torch.device) -> float:
+    """Median seconds."""
+    a, b = product.operands(device)
+    way.multiply(a, b)
+    seconds = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            way.multiply(a, b)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            way.multiply(a, b)
+            seconds.append(time.perf_counter() - began)
+    return max(statistics.median(seconds), 1e-9)

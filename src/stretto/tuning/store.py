@@ -1,0 +1,71 @@
+"""Times that were measured on this machine, by what was measured, in one JSON file."""
+
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 64 << 20
+FOLDER_VARIABLE = "STRETTO_CACHE"
+
+
+class Store:
+    """Seconds of the ways to do something, by a key that says what, where (machine, versions) and how large.
+
+    `path`: the file (default: tuning.json in $STRETTO_CACHE, or in ~/.cache/stretto). A file that cannot be read or
+    written costs a warning and the time to measure again, never the run.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or _default_folder() / "tuning.json"
+
+    def read(self, machine: str) -> dict[str, tuple[float, ...]]:
+        """What is known of a machine: key to seconds of each way. Values that are no times are left out."""
+        known = self._load().get(machine, {})
+        if not isinstance(known, dict):
+            return {}
+        return {key: tuple(times) for key, times in known.items() if _are_times(times)}
+
+    def add(self, machine: str, measured: Mapping[str, Sequence[float]]) -> None:
+        """Add to what is known, whole or not at all: others may be reading and writing."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            everything = self._load()
+            of_machine = everything.get(machine)
+            merged = (of_machine if isinstance(of_machine, dict) else {}) | {k: list(v) for k, v in measured.items()}
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".writing", delete=False) as file:
+                json.dump(everything | {machine: merged}, file)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            logger.warning("measured times are not kept: %s: %s", self.path, error.strerror or error)
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            if self.path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("it holds no table")
+            return content
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s cannot be read, so its times are measured again: %s", self.path, error)
+            return {}
+
+
+def _default_folder() -> Path:
+    if given := os.environ.get(FOLDER_VARIABLE):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "stretto"
+
+
+def _are_times(times: Any) -> bool:
+    return isinstance(times, list) and all(isinstance(t, int | float) and 0 < t < math.inf for t in times)
