@@ -43,7 +43,7 @@ def trained(rank_times: dict[int, list[float]] | None, cache: Path, *, tunes: bo
         assert rank_times is not None
         return rank_times[dist.get_rank()][WAYS.index(way)]
 
-    with mock.patch.object(matmul, "Store", lambda: Store(cache)), mock.patch.object(matmul, "_time", measured):
+    with mock.patch.object(matmul, "Store", return_value=Store(cache)), mock.patch.object(matmul, "_time", measured):
         parallelize(model, grid, tune_matmuls=tunes)
         text = torch.randint(CONFIG.vocab, (4, 9))[my_rows(grid, 4)]
         for _ in range(2):
@@ -90,7 +90,7 @@ def other_shapes(cache: Path) -> bool:
     plain.load_state_dict(model.state_dict())
     times = [9.0, 1.0, 9.0, 9.0, 9.0, 9.0]
     with (
-        mock.patch.object(matmul, "Store", lambda: Store(cache)),
+        mock.patch.object(matmul, "Store", return_value=Store(cache)),
         mock.patch.object(matmul, "_time", lambda way, *_: times[WAYS.index(way)]),
     ):
         parallelize(model, grid, tune_matmuls=True)

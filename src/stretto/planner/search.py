@@ -9,7 +9,7 @@ from stretto.planner.architecture import Architecture, read_architecture
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
-from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.grids import GridSizes, every_grid, why_impossible
 from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
 from stretto.planner.workload import Choice, Dtype, Workload
 
@@ -129,6 +129,38 @@ def plan(
     return [_to_plan(candidate, candidates[0], machine, limit) for candidate in candidates]
 
 
+def predict(
+    model: Any,
+    cluster: Cluster,
+    *,
+    grid: Mapping[str, int],
+    batch: int,
+    seq_len: int,
+    micro_batch: int | None = None,
+    checkpoint_activations: bool = False,
+    keep_gathered: bool = True,
+    dtype: Dtype = "bf16",
+    optimizer: Literal["adamw", "sgd"] = "adamw",
+    overlaps: bool = True,
+    cost: CostModel = "full",
+) -> Plan:
+    """The plan of one grid (sizes by axis, 1 where one is absent), run as it is said here.
+
+    Raises ValueError like `plan`, and when the grid cannot run the model.
+    """
+    _check_cost(cost)
+    workload = Workload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
+    sizes = GridSizes(**{"data": 1, "x": 1, "y": 1, "z": 1} | dict(grid))
+    if impossible := why_impossible(workload.model, sizes, batch):
+        raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
+    size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
+    choice = Choice(sizes, size, checkpoint_activations, keep_gathered)
+    device = Device(cluster, dtype) if cost == "full" else None
+    limit = USABLE * cluster.require("gpu.memory")
+    only = _judge(workload, choice, cluster, device, limit, size, None, overlaps)
+    return _to_plan(only, only, cluster, limit)
+
+
 def _judge(
     workload: Workload,
     choice: Choice,
@@ -170,7 +202,7 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
         bandwidth=cost.bandwidth,
         communication={kind: _rounded(time) for kind, time in cost.communication.by_name().items()},
         exposed=cost.exposed,
-        compute_time=None if cost.compute is None else cost.compute.total,
+        compute_time=None if cost.compute is None else _rounded(cost.compute.total),
         step_time=_rounded(cost.step_time),
         memory=candidate.memory,
         fits=candidate.fits,

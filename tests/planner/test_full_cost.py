@@ -1,0 +1,186 @@
+"""The full cost model: measured tables are used as they are, and overlap hides what it can."""
+
+import itertools
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import stretto
+from stretto.cli import app
+from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, NodeLink, Transfer
+from stretto.models import GPTConfig
+from stretto.planner import predict
+
+CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
+
+
+def cluster(**options: object) -> Cluster:
+    """Four GPUs of 100 TFLOP/s, 1 TB/s of memory and 100 GB/s of links."""
+    gpu = {"memory": 80e9, "memory_bandwidth": 1e12, "peak_flops": FlopRates(bf16=100e12), "name": "made up"}
+    of_gpu = {key: options.pop(key) for key in list(options) if key in GPU.__dataclass_fields__}
+    made: dict[str, object] = {"name": "made up", "gpus_per_node": 4, "in_node": NodeLink(bandwidth=100e9)}
+    return Cluster(gpu=GPU(**gpu | of_gpu), **made | options)
+
+
+def step(machine: Cluster, grid: dict[str, int], **options: object) -> stretto.planner.Plan:
+    return predict(CONFIG, machine, grid=grid, **{"batch": 16, "seq_len": 1024} | options)
+
+
+GRIDS = [
+    dict(zip(("data", "x", "y", "z"), sizes, strict=True))
+    for sizes in itertools.product((1, 2, 4), repeat=4)
+    if sizes[0] * sizes[1] * sizes[2] * sizes[3] == 4
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("checkpoint_activations", [False, True])
+def test_overlap_exposes_less_and_never_more(grid, checkpoint_activations):
+    hidden = step(cluster(), grid, checkpoint_activations=checkpoint_activations)
+    plain = step(cluster(), grid, checkpoint_activations=checkpoint_activations, overlaps=False)
+    assert plain.communication == hidden.communication
+    assert sum(plain.exposed.values()) == pytest.approx(plain.communication["total"])
+    assert plain.step_time == pytest.approx(plain.compute_time + plain.communication["total"])
+    for axis, size in grid.items():
+        assert (hidden.exposed[axis] > 0) == (size > 1)
+        assert hidden.exposed[axis] <= plain.exposed[axis]
+    assert hidden.step_time < plain.step_time
+
+
+def test_one_rank_exposes_nothing():
+    alone = step(cluster(), {})
+    assert alone.communication["total"] == 0
+    assert alone.step_time == alone.compute_time
+
+
+def test_recomputation_costs_a_forward_pass_and_freed_weights_a_gathering():
+    grid = {"z": 4}
+    plain = step(cluster(), grid)
+    assert step(cluster(), grid, checkpoint_activations=True).compute_time > 1.2 * plain.compute_time
+    freed = step(cluster(), grid, keep_gathered=False)
+    blocks = 10 * 12 * 1024**2 * 2 * 3 / 4 / 100e9  # bytes of the linears that a rank receives, over the bandwidth
+    extra = freed.communication["all_gather_z"] - plain.communication["all_gather_z"]
+    # Of 40 more gatherings, each starts with three hops of 3 us where the cluster does not say otherwise.
+    assert extra == pytest.approx(blocks + 40 * 3 * 3e-6)
+
+
+def test_smaller_micro_batches_send_weights_more_often_and_gradients_over_data_once():
+    whole = step(cluster(), {"data": 2, "z": 2}, micro_batch=4)
+    split = step(cluster(), {"data": 2, "z": 2}, micro_batch=1)
+    for kind in ("all_gather_z", "reduce_scatter_z"):
+        assert split.communication[kind] == pytest.approx(4 * whole.communication[kind], rel=1e-6)
+    assert split.communication["all_reduce_data"] == pytest.approx(whole.communication["all_reduce_data"])
+
+
+def test_a_measured_product_takes_the_time_that_was_measured():
+    # On one rank the weight's gradient of qkv is [3072, tokens] x [tokens, 1024], and so on.
+    tokens = 16 * 1024
+    shapes = [
+        *((tokens, n, k, "NT") for k, n in [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]),
+        *((tokens, k, n, "NN") for k, n in [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]),
+        *((n, k, tokens, "TN") for k, n in [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]),
+        (tokens, 1024, 1024, "NT"), (tokens, 1024, 1024, "NN"), (1024, 1024, tokens, "TN"),  # the head's
+    ]  # fmt: skip
+    rows = tuple(Matmul(m, n, k, "bf16", layout, 1e-3) for m, n, k, layout in dict.fromkeys(shapes))
+    slow = tuple(Matmul(row.m, row.n, row.k, "bf16", row.layout, 3e-3) for row in rows)
+    difference = step(cluster(matmuls=slow), {}).step_time - step(cluster(matmuls=rows), {}).step_time
+    assert difference == pytest.approx(2e-3 * (10 * 12 + 3))
+
+
+def test_a_measured_collective_takes_the_time_that_was_measured_between_sizes_by_a_line():
+    # x = 4: each of 10 blocks sums two outputs and two input gradients of 16 x 1024 x 1024 numbers of 2 bytes.
+    sent = 2 * 3 / 4 * 16 * 1024 * 1024 * 2
+    flat = tuple(Transfer("all_reduce", 1, 4, size, 5e-3) for size in (1000, 10**9))
+    line = (Transfer("all_reduce", 1, 4, 1000, 5e-3), Transfer("all_reduce", 1, 4, int(2 * sent), 10e-3))
+    with_flat = step(cluster(transfers=flat), {"x": 4}, overlaps=False)
+    with_line = step(cluster(transfers=line), {"x": 4}, overlaps=False)
+    assert with_flat.communication["all_reduce_x"] == pytest.approx(5e-3 * (10 * 4 + 4))
+    assert with_line.communication["all_reduce_x"] - with_flat.communication["all_reduce_x"] == pytest.approx(
+        2.5e-3 * 42,
+        rel=0.01,  # 40 of the blocks, the embedding's and the head's; the loss's statistics are small
+    )
+
+
+def test_the_fastest_comes_first_and_others_say_what_they_lose_by():
+    plans = stretto.plan(CONFIG, cluster(), gpus=4, batch=16, seq_len=1024, cost="full")
+    assert [plan.step_time for plan in plans] == sorted(plan.step_time for plan in plans)
+    assert "fastest" in plans[0].why
+    for plan in plans[1:]:
+        assert "slower than" in plan.why or "as fast as" in plan.why
+    one = predict(
+        CONFIG, cluster(), grid=plans[3].grid, batch=16, seq_len=1024, micro_batch=plans[3].micro_batch,
+        checkpoint_activations=plans[3].checkpoint_activations, keep_gathered=plans[3].keep_gathered,
+    )  # fmt: skip
+    assert one.step_time == plans[3].step_time
+
+
+@pytest.mark.parametrize(
+    ("missing", "options"),
+    [
+        ("gpu.memory", {"memory": None}),
+        ("gpu.memory_bandwidth", {"memory_bandwidth": None}),
+        ("gpu.peak_flops.bf16", {"peak_flops": FlopRates()}),
+        ("in_node.bandwidth", {"in_node": NodeLink()}),
+    ],
+)
+def test_a_figure_that_is_missing_is_named(missing, options):
+    with pytest.raises(ValueError, match=missing):
+        stretto.plan(CONFIG, cluster(**options), gpus=4, batch=16, seq_len=1024, cost="full")
+
+
+def test_measured_bandwidths_need_no_figure_of_the_link():
+    pairs = [(1, 2), (2, 2), (1, 4)]
+    machine = cluster(in_node=NodeLink(), in_node_bandwidths=tuple(InNodeBandwidth(*pair, 50e9) for pair in pairs))
+    plans = stretto.plan(CONFIG, machine, gpus=4, batch=16, seq_len=1024, cost="full")
+    assert len(plans) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": "guess"}, "cost is 'guess'"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gpus": 2.0}, "gpus is 2.0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": True}, "batch is True"),
+        ({"seq_len": -1}, "seq_len is -1"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"optimizer": "muon"}, "optimizer is 'muon'"),
+        ({"micro_batch": 17}, "micro_batch is 17"),
+        ({"gpus": None}, "say how many gpus"),
+    ],
+)
+def test_bad_options_are_refused_with_their_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        stretto.plan(CONFIG, cluster(), **{"gpus": 4, "batch": 16, "seq_len": 1024} | options)
+
+
+def test_the_command_reads_a_training_configuration_and_a_cluster_file(tmp_path):
+    cluster().save(tmp_path / "mine.toml")
+    (tmp_path / "run.toml").write_text(
+        'out = "unused"\n[grid]\nx = 4\n[model]\nlayers = 2\nhidden = 64\nheads = 4\n'
+        '[data]\npath = "nowhere"\n[train]\nsteps = 5\nbatch = 8\nseq_len = 32\ndtype = "bf16"\n'
+    )
+    arguments = [
+        "plan",
+        str(tmp_path / "run.toml"),
+        "--cluster",
+        str(tmp_path / "mine.toml"),
+        "--cost",
+        "full",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    plans = json.loads(result.stdout)
+    assert len(plans) == 10  # of the four ranks that the grid has
+    table = CliRunner().invoke(app, arguments[:-1])
+    assert table.exit_code == 0
+    assert "10 grids" in table.output
+
+
+def test_the_command_says_what_is_missing():
+    result = CliRunner().invoke(app, ["plan", "--model", "gpt-5b", "--cluster", "perlmutter", "--gpus", "4"])
+    assert result.exit_code == 2
+    assert "--batch is missing" in result.output
