@@ -150,8 +150,8 @@ class GradientSum:
         for bucket in current.closed:
             if not self.overlap.data:
                 bucket.start()
-        for bucket in current.closed:
-            bucket.deliver()
+        while current.closed:  # each is freed before the next one's gradients are made
+            current.closed.popleft().deliver()
         if current.counts:
             self._expected = current.counts
         self._pass = _Pass()
@@ -168,7 +168,7 @@ class _Pass:
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)
     open: dict[Any, "_Bucket"] = field(default_factory=dict)
-    closed: list["_Bucket"] = field(default_factory=list)
+    closed: deque["_Bucket"] = field(default_factory=deque)
 
 
 class _Bucket:
@@ -194,7 +194,7 @@ class _Bucket:
 
     def start(self) -> None:
         assert self._flat is not None
-        self._pending = start_all_reduce(self._flat, self.groups[0])
+        self._pending, self._flat = start_all_reduce(self._flat, self.groups[0]), None
 
     def deliver(self) -> None:
         """Wait for the sum and add it to the parameters' gradients."""

@@ -1,8 +1,9 @@
 """How much memory a rank needs, by component, at the moment when it needs most.
 
-Two moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes
-its slice of logits. At the end of the backward pass the activations are gone and all gradients are there. Components
-are given at the worse of the two, so that their sum is the peak of what is allocated.
+Moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes its
+slice of logits. At the end of the backward pass the activations are gone and all gradients are there. With activation
+checkpointing, a block that is computed again stands beside the inputs of all others. Components are given at the worst
+moment, so that their sum is the peak of what is allocated.
 """
 
 from bisect import bisect_left
@@ -15,6 +16,9 @@ from stretto.planner.workload import Choice, Workload
 
 # `stretto.parallel.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in dtype.
 LOGITS_SLICE = 2**26
+# So much may be on its way there at once, over z and over data.
+SCATTERS_IN_FLIGHT = 8
+BUCKET_BYTES = 64 * 2**20
 # What the allocator may hand out: the rest is the driver's context, the collectives' buffers and fragmentation.
 USABLE = 0.92
 
@@ -60,36 +64,51 @@ def memory(workload: Workload, choice: Choice) -> dict[str, float]:
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
     kept, own_input = activations_of_a_block(model, grid)
+    one = block_weights if choice.keep_gathered else 2 * largest
     if choice.checkpoint_activations:
-        activations = (model.layers * own_input + kept) * tokens
-        gathered = block_weights if choice.keep_gathered else 2 * largest
+        activations, gathered = model.layers * own_input * tokens, 2 * largest
     else:
         activations = model.layers * kept * tokens
         gathered = model.layers * block_weights if choice.keep_gathered else 2 * largest
     edges = 3 * model.hidden / grid.y * tokens  # the last norm's input and output, and the gradient by the latter
-    head = -(-model.vocab // grid.x) * model.hidden / grid.y
-    slice_elements = min(-(-model.vocab // grid.x) * tokens, LOGITS_SLICE)
-    exact = workload.master
-    logits = slice_elements * (exact + element) + head * (exact + 2 * element)
+    vocab = -(-model.vocab // grid.x)
+    head = vocab * model.hidden / grid.y
     gradients = parameters * workload.master
-    after_forward = {
-        **fixed,
-        "gradients": gradients if choice.micro_batches(workload) > 1 else 0.0,
-        "gathered_weights": gathered * element if is_copied else 0.0,
-        "activations": (activations + edges) * element,
-        "logits": logits,
-        "temporary": 0.0,
-    }
-    widest = max((model.ffn * (2 if model.is_gated else 1)) / grid.x, model.hidden / grid.y)
-    after_backward = {
-        **fixed,
-        "gradients": gradients,
-        "gathered_weights": (block_weights if choice.keep_gathered else 2 * largest) * element if is_copied else 0.0,
-        "activations": kept * tokens * element,
-        "logits": 0.0,
-        "temporary": (widest * tokens + max(2 * largest, head)) * element,
-    }
-    return max(after_forward, after_backward, key=lambda parts: sum(parts.values()))
+    # With several micro-batches, the gradients of the earlier ones are there all the time.
+    earlier = gradients if choice.micro_batches(workload) > 1 else 0.0
+    of_head = head / grid.z * workload.master
+    widest = max((model.ffn * (2 if model.is_gated else 1)) / grid.x, model.hidden / grid.y) * tokens
+    # Gradients that are on their way over z (`stretto.parallel.gradients`), whole and as the shards that they become.
+    scattered = SCATTERS_IN_FLIGHT / len(model.linears) * block_weights * (1 + 1 / grid.z) if grid.z > 1 else 0.0
+    bucket = min(parameters * element, BUCKET_BYTES) if grid.data > 1 else 0.0
+    moments = [
+        {  # the loss
+            "gradients": earlier,
+            "gathered_weights": gathered * element if is_copied else 0.0,
+            "activations": (activations + edges) * element,
+            "logits": min(vocab * tokens, LOGITS_SLICE) * (workload.master + element)
+            + head * (workload.master + 2 * element),
+            "temporary": 0.0,
+        },
+        {  # the end of the backward pass
+            "gradients": gradients,
+            "gathered_weights": one * element if is_copied else 0.0,
+            "activations": kept * tokens * element,
+            "logits": 0.0,
+            "temporary": (widest + max(2 * largest, head) + scattered) * element + bucket,
+        },
+    ]
+    if choice.checkpoint_activations:
+        moments.append(
+            {  # the last block, computed again
+                "gradients": max(earlier, of_head),
+                "gathered_weights": one * element if is_copied else 0.0,
+                "activations": (activations + kept * tokens) * element,
+                "logits": 0.0,
+                "temporary": (widest + 2 * largest + scattered) * element,
+            }
+        )
+    return fixed | max(moments, key=lambda parts: sum(parts.values()))
 
 
 def peak(components: Mapping[str, float]) -> float:
