@@ -65,3 +65,18 @@ def parity(
         rows = bench_parity(ranks, out)
         if as_json:
             print_json({"rows": rows})
+
+
+@app.command()
+def published(
+    batch: Annotated[int, typer.Option(help="Global batch, in sequences of 2048 tokens.")] = 8192,
+    out: Out = Path("results/published"),
+    as_json: Json = False,
+) -> None:
+    """Plans for every run of paper 003's Table 5.2, beside the FLOP/s that were published (needs no GPU)."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.published import bench_published
+
+        rows = bench_published(out, batch)
+        if as_json:
+            print_json({"rows": rows})
