@@ -39,7 +39,9 @@ def train(
     with refusing_bad_input(as_json=as_json):
         from stretto.train.config import load_config
 
-        requested = load_config(config, [*(overrides or []), *(["train.trace=true"] if trace else [])])  # before torch is imported: mistakes show at once
+        requested = load_config(
+            config, [*(overrides or []), *(["train.trace=true"] if trace else [])]
+        )  # before torch is imported: mistakes show at once
 
         from stretto.train.preflight import preflight
 

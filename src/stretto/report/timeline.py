@@ -1,4 +1,4 @@
-"""The timeline of traced steps as a picture: computation and each axis's communication as rows, exposed parts marked."""
+"""The picture of a timeline: computation and each axis's communication as rows, exposed parts marked."""
 
 from pathlib import Path
 

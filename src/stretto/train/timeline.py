@@ -19,6 +19,7 @@ from typing import Any
 
 from stretto.train.intervals import Intervals, merge, subtract, total
 
+TRACE_FILE = "trace.json"
 COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
 AXES = ("x", "y", "z", "data")
@@ -226,5 +227,8 @@ def _axes_of_threads(events: Iterable[Mapping[str, Any]], gloo: Iterable[Mapping
         if event["name"].startswith(GROUP_MARK) and event.get("cat") == "user_annotation"
     }
     return {
-        event["tid"]: axis for axis, (start, end) in marks.items() for event in gloo if start <= _interval(event)[0] < end
+        event["tid"]: axis
+        for axis, (start, end) in marks.items()
+        for event in gloo
+        if start <= _interval(event)[0] < end
     }

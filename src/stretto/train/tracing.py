@@ -1,4 +1,4 @@
-"""Profiles some of a run's steps on rank 0 and writes `out/trace.json`, for Perfetto and for `stretto.train.timeline`."""
+"""Profiles some of a run's steps on rank 0 and writes `out/trace.json`, which `stretto.train.timeline` reads."""
 
 import json
 import os
@@ -16,9 +16,8 @@ from stretto.parallel import AXES, Grid
 from stretto.parallel.counting import axes_of_groups
 from stretto.train.progress import Reporter
 from stretto.train.recorder import StepRecorder
-from stretto.train.timeline import GROUP_MARK, STEP_MARK, Timeline, read_timeline
+from stretto.train.timeline import GROUP_MARK, STEP_MARK, TRACE_FILE, Timeline, read_timeline
 
-TRACE_FILE = "trace.json"
 # Enough that each of the threads that gloo has for a group (two) gets some.
 SIGNS_OF_LIFE = 32
 

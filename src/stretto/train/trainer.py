@@ -33,7 +33,8 @@ from stretto.train.progress import Display, Reporter, open_reporter
 from stretto.train.recorder import DivergenceError, StepRecorder
 from stretto.train.schedule import learning_rate
 from stretto.train.stopping import StopRequest
-from stretto.train.tracing import TRACE_FILE, StepTracer, steps_to_trace
+from stretto.train.timeline import TRACE_FILE
+from stretto.train.tracing import StepTracer, steps_to_trace
 
 logger = logging.getLogger(__name__)
 
