@@ -1,7 +1,7 @@
 """What a trace says: which of a step's time is computation, each axis's communication, exposed, or idle.
 
 A trace is Chrome's (Perfetto's) JSON, as torch.profiler writes it, with a key "stretto" that `stretto.train.tracing`
-adds: {"groups": {a process group's name: its axis}, "rank", "grid": {axis: size}, "steps": [first, last]}.
+adds: {"groups": {a process group's name: its axis}, "rank": this one, "grid": {axis: size}}.
 
 On a GPU, kernels and copies are computation, and NCCL's kernels communication of their group's axis. A collective's
 kernel also waits for the ranks that come later, so their delay counts as communication. On a CPU there are no kernels:
@@ -143,7 +143,7 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{where} has no key {error}: `stretto train --trace` writes traces that have it") from error
     is_gpu = any(event.get("cat") == "kernel" for event in events)
-    steps = _steps(events, is_gpu)
+    steps = _steps(events, "gpu_user_annotation") or _steps(events, "user_annotation")
     if not steps:
         raise ValueError(f"{where} has no step: `stretto train --trace` marks those that it traces")
     spans = _gpu_spans(events, about["groups"]) if is_gpu else _cpu_spans(events)
@@ -165,13 +165,11 @@ def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
     return event["ts"] / 1e6, (event["ts"] + event.get("dur", 0)) / 1e6
 
 
-def _steps(events: Iterable[Mapping[str, Any]], is_gpu: bool) -> list[Step]:
-    """The steps by their marks. On a GPU, a stream has its own, over what the host has launched under its mark."""
+def _steps(events: Iterable[Mapping[str, Any]], category: str) -> list[Step]:
+    """The steps by their marks: the host's, or those of a GPU's streams, over what was launched under the host's."""
     marks: dict[int, list[tuple[float, float]]] = {}
     for event in events:
-        if event.get("cat") == ("gpu_user_annotation" if is_gpu else "user_annotation") and (
-            match := _STEP.fullmatch(event["name"])
-        ):
+        if event.get("cat") == category and (match := _STEP.fullmatch(event["name"])):
             marks.setdefault(int(match[1]), []).append(_interval(event))
     return [
         Step(number, min(start for start, _ in parts), max(end for _, end in parts))
@@ -180,17 +178,24 @@ def _steps(events: Iterable[Mapping[str, Any]], is_gpu: bool) -> list[Step]:
 
 
 def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -> list[Span]:
-    return [
-        Span(_row_of_kernel(event, groups), event["name"], *_interval(event))
+    """Kernels and copies. Which group NCCL works for is said with its kernel, or with the call that launched it."""
+    calls = {
+        event["args"]["External id"]: event["args"]
         for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
+        if event["name"] == "record_param_comms" and "External id" in event.get("args", {})
+    }
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            about = event.get("args", {})
+            row = COMPUTE
+            if event["name"].startswith("nccl") or "Collective name" in about:
+                row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
+            spans.append(Span(row, event["name"], *_interval(event)))
+    return spans
 
 
-def _row_of_kernel(event: Mapping[str, Any], groups: Mapping[str, str]) -> str:
-    about = event.get("args", {})
-    if not event["name"].startswith("nccl") and "Collective name" not in about:
-        return COMPUTE
+def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
     described = str(about.get("Process Group Description", "")).removeprefix("mesh_")
     axis = groups.get(str(about.get("Process Group Name")), described)
     return axis if axis in AXES else OTHER

@@ -111,7 +111,6 @@ class StepTracer(AbstractContextManager["StepTracer"]):
                 "groups": axes_of_groups(self._grid),
                 "rank": dist.get_rank(),
                 "grid": dict(self._grid.sizes),
-                "steps": [self._steps[0], self._steps[-1]],
             }
             path.write_text(json.dumps(trace), encoding="utf-8")
             os.replace(path, self._file)
