@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
-from stretto.train.config import TrainConfig, make_config
+from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
 from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.trainer import train
@@ -39,6 +39,12 @@ def configure(out: Path, *overrides: str) -> TrainConfig:
         "train": {"steps": 6, "batch": 8, "seq_len": 16, "lr": 1e-2, "warmup_steps": 1},
     }
     return make_config(values, list(overrides))
+
+
+def write_config(config: TrainConfig) -> None:
+    """Leave the configuration in the run's folder, as the command line does."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    (config.out / "config.toml").write_text(config_to_toml(config))
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:

@@ -19,13 +19,17 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace an option of the file; may be repeated."),
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also write a timeline of two steps: short for --set train.trace=true.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model on a grid of processes.
 
     Everything is checked first: options, data, the model on its grid, the checkpoint. Then the ranks are started
     (torchrun may have done so already), and the run's folder `out` gets config.toml, metrics.jsonl,
-    checkpoints/, loss.png and summary.md. Ctrl-C writes a checkpoint and ends.
+    checkpoints/, loss.png and summary.md, and with --trace trace.json and timeline.png. Ctrl-C writes a checkpoint and
+    ends.
 
     Options of the file: docs/configuration.md. For example:
 
@@ -35,7 +39,9 @@ def train(
     with refusing_bad_input(as_json=as_json):
         from stretto.train.config import load_config
 
-        requested = load_config(config, overrides or [])  # before torch is imported: mistakes show at once
+        requested = load_config(
+            config, [*(overrides or []), *(["train.trace=true"] if trace else [])]
+        )  # before torch is imported: mistakes show at once
 
         from stretto.train.preflight import preflight
 

@@ -75,8 +75,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, grid: Grid, counts: CollectiveCounts) -> None:
         super().__init__()
         self.counts = counts
-        # Groups of one rank send nothing, so that their names need not be told apart.
-        self.axes = {grid.group(axis).group_name: axis for axis in ("world", "batch", *AXES)}
+        self.axes = axes_of_groups(grid)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -90,6 +89,14 @@ class _Counter(TorchDispatchMode):
         group = _group_of(args)
         sent = sum(t.numel() * t.element_size() for t in _tensors(args[payload])) * factor(group.size())
         self.counts.calls.append(Collective(kind, self.axes.get(group.group_name, "other"), group.size(), round(sent)))
+
+
+def axes_of_groups(grid: Grid) -> dict[str, str]:
+    """Which axis a process group is ("batch" and "world" too), by the group's name.
+
+    Groups of one rank send nothing, so that their names need not be told apart.
+    """
+    return {grid.group(axis).group_name: axis for axis in ("world", "batch", *AXES)}
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:

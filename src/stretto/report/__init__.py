@@ -2,5 +2,17 @@
 
 from stretto.report.loss_plot import plot_loss
 from stretto.report.run import Run, largest_difference, read_metrics, read_run, write_report
+from stretto.report.timeline import plot_timeline
+from stretto.train.timeline import Timeline, read_timeline
 
-__all__ = ["Run", "largest_difference", "plot_loss", "read_metrics", "read_run", "write_report"]
+__all__ = [
+    "Run",
+    "Timeline",
+    "largest_difference",
+    "plot_loss",
+    "plot_timeline",
+    "read_metrics",
+    "read_run",
+    "read_timeline",
+    "write_report",
+]

@@ -1,4 +1,4 @@
-"""What a run's folder has to say: loss.png and summary.md, from its metrics, summary and configuration."""
+"""What a run's folder has to say: loss.png, timeline.png and summary.md, from what the run has written."""
 
 import json
 import math
@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from stretto.report.loss_plot import plot_loss
+from stretto.report.timeline import plot_timeline
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.config import TrainConfig, load_config
 from stretto.train.metrics import METRICS_FILE, SUMMARY_FILE
+from stretto.train.timeline import OTHER, TRACE_FILE, read_timeline
 
 LOSS_PLOT = "loss.png"
+TIMELINE_PLOT = "timeline.png"
 SUMMARY = "summary.md"
 
 
@@ -62,12 +65,18 @@ def largest_difference(run: Run, other: Run) -> float:
 def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> Run:
     """Write `out`/loss.png and summary.md, with another run's loss and a generated text if they are given.
 
-    Returns the run. Raises ValueError like `read_run`.
+    A run that was traced gets timeline.png too. Returns the run. Raises ValueError like `read_run`.
     """
     run = read_run(out)
+    (out / TIMELINE_PLOT).unlink(missing_ok=True)  # an earlier run's
+    if (out / TRACE_FILE).is_file():
+        plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
     other = None if beside is None else read_run(beside)
     plot_loss({each.label: (each.steps, each.losses) for each in (run, other) if each}, out / LOSS_PLOT)
-    sections = [_overview(run), _loss(run, other), _bytes_sent(run), _configuration(run), _checkpoint(run)]
+    sections = [
+        *(_overview(run), _loss(run, other), _timeline(run), _measured(run)),
+        *(_bytes_sent(run), _configuration(run), _checkpoint(run)),
+    ]
     if sample is not None:
         sections.insert(2, f"## What it writes\n\n```text\n{sample.replace('```', '')}\n```")
     (out / SUMMARY).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
@@ -118,6 +127,48 @@ def _loss(run: Run, other: Run | None) -> str:
     return text
 
 
+def _timeline(run: Run) -> str:
+    if not (run.out / TIMELINE_PLOT).is_file():
+        return ""
+    return (
+        f"## Timeline\n\n![computation and communication by axis]({TIMELINE_PLOT})\n\n"
+        f"All of it is in [{TRACE_FILE}]({TRACE_FILE}), which https://ui.perfetto.dev shows."
+    )
+
+
+def _measured(run: Run) -> str:
+    """A step's time, its exposed communication, peak memory: measured, and predicted where there is a prediction."""
+    measured, predicted = run.summary.get("measured", {}), run.summary.get("predicted", {})
+    if not measured and not predicted:
+        return ""
+    exposed, expected = measured.get("exposed", {}), predicted.get("exposed", {})
+    options = run.config.train
+    rows = {
+        "step time": (
+            _milliseconds(options.batch * options.seq_len / run.summary["tokens_per_second"]),
+            _milliseconds(predicted.get("step_time")),
+        ),
+        "step time while traced": (_milliseconds(measured.get("traced_step_time")), ""),
+    }
+    for axis in dict.fromkeys((*exposed, *expected)):
+        name = f"exposed communication over {'several axes' if axis == OTHER else axis}"
+        if exposed.get(axis) or expected.get(axis):
+            rows[name] = (_milliseconds(exposed.get(axis)), _milliseconds(expected.get(axis)))
+    rows["exposed communication, together"] = (
+        _milliseconds(measured.get("exposed_total")),
+        _milliseconds(sum(expected.values()) if expected else None),
+    )
+    peak = predicted.get("peak_memory")
+    rows["peak memory of a rank"] = (_bytes(run.summary["peak_memory_bytes"]), "" if peak is None else _bytes(peak))
+    about = "Times are a step's, in the mean. Where two axes are exposed at once, they count once together."
+    if not predicted:
+        lines = [f"| {name} | {ours} |" for name, (ours, _) in rows.items() if ours]
+        return f"## Measured\n\n{about}\n\n| | |\n|---|---:|\n" + "\n".join(lines)
+    lines = [f"| {name} | {ours} | {theirs} |" for name, (ours, theirs) in rows.items() if ours or theirs]
+    head = "| | measured | predicted |\n|---|---:|---:|\n"
+    return f"## Measured beside predicted\n\n{about}\n\n{head}" + "\n".join(lines)
+
+
 def _bytes_sent(run: Run) -> str:
     sent = {axis: count for axis, count in run.summary.get("bytes_sent", {}).items() if count}
     if not sent:
@@ -162,6 +213,10 @@ def _bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} TiB"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
 
 def _duration(seconds: float) -> str:

@@ -205,6 +205,7 @@ class RunConfig(Section):
         None, "latest (of the run in `out`), or a run's or checkpoint's folder; the grid may be another"
     )
     log_every: int = option(10, "steps between lines of text where there is no terminal", unit="steps", ge=1)
+    trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
 
 

@@ -33,6 +33,8 @@ from stretto.train.progress import Display, Reporter, open_reporter
 from stretto.train.recorder import DivergenceError, StepRecorder
 from stretto.train.schedule import learning_rate
 from stretto.train.stopping import StopRequest
+from stretto.train.timeline import TRACE_FILE
+from stretto.train.tracing import StepTracer, steps_to_trace
 
 logger = logging.getLogger(__name__)
 
@@ -80,21 +82,25 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
         if is_first:
             config.out.mkdir(parents=True, exist_ok=True)
             prepare_folder(config.out, start)
-            (config.out / SUMMARY_FILE).unlink(missing_ok=True)  # an earlier run's, should this one be cut short
+            for file in (SUMMARY_FILE, TRACE_FILE):
+                (config.out / file).unlink(missing_ok=True)  # an earlier run's, should this one be cut short
             log = stack.enter_context(MetricsLog(config.out, start, tensorboard=config.train.tensorboard))
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
         recorder = StepRecorder(config.train.batch * config.train.seq_len, log, reporter)
+        traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
+        tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
-            bytes_sent = _train_steps(run, start, stop, recorder, reporter)
+            bytes_sent = _train_steps(run, start, stop, recorder, reporter, tracer)
         except DivergenceError as error:
             raise DivergenceError(f"{error}; {_last_checkpoint(config)}") from None
         peak_memory = _peak_memory(grid)
         if is_first:
+            measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             write_summary(
                 config.out,
-                run.summary(recorder) | {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent},
+                run.summary(recorder) | {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent} | measured,
             )
 
 
@@ -208,7 +214,7 @@ class _Run:
 
 
 def _train_steps(
-    run: _Run, start: int, stop: StopRequest, recorder: StepRecorder, reporter: Reporter
+    run: _Run, start: int, stop: StopRequest, recorder: StepRecorder, reporter: Reporter, tracer: StepTracer
 ) -> dict[str, int]:
     """All steps after `start`, with checkpoints. Returns the bytes that a rank sends a step, by axis."""
     options = run.config.train
@@ -220,11 +226,13 @@ def _train_steps(
         lr = learning_rate(
             step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
         )
-        with count_collectives(run.grid) if step == counted else nullcontext() as counts:
+        counting = count_collectives(run.grid) if step == counted else nullcontext()
+        with tracer.step(step), counting as counts:
             loss, grad_norm = run.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(AXES, 0) | counts.bytes_by_axis()
         recorder.add(step, lr, loss, grad_norm)
+        tracer.end(step)
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
         if is_due or is_stopping or step == options.steps:
@@ -234,6 +242,7 @@ def _train_steps(
         if is_stopping:
             reporter.say(f"stopped after step {step}; train.resume='latest' continues from there")
             break
+    tracer.finish()
     return bytes_sent
 
 

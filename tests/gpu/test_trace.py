@@ -1,0 +1,81 @@
+"""What a trace of real kernels shows: with overlap, most of what z sends is hidden under computation."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.bench.harness import run_ranks
+from stretto.parallel import Grid, Overlap
+from stretto.report import Timeline, plot_timeline, read_timeline
+from stretto.train.config import make_config
+from stretto.train.trainer import train
+
+RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+OFF = [f"overlap.{field.name}=false" for field in fields(Overlap)]
+GRIDS = {"z": f"grid.z={RANKS}", "x": f"grid.x={RANKS}"}
+RUNS = {(axis, is_on): [GRIDS[axis], *([] if is_on else OFF)] for axis in GRIDS for is_on in (True, False)}
+
+
+def out_of(folder: Path, axis: str, is_on: bool) -> Path:
+    return folder / f"{axis}-overlap-{'on' if is_on else 'off'}"
+
+
+def train_all(folder: Path) -> None:
+    Grid(data=RANKS, device="cuda")  # one process group for all runs
+    for (axis, is_on), overrides in RUNS.items():
+        values = {
+            "out": str(out_of(folder, axis, is_on)),
+            "device": "cuda",
+            "ranks": RANKS,
+            "data": {"path": str(folder / "text.txt")},
+            # Products that take longer than the host needs to launch them: otherwise nothing can be hidden.
+            "model": {"layers": 6, "hidden": 2048, "heads": 16},
+            "train": {"steps": 5, "batch": 8 * RANKS, "seq_len": 2048, "dtype": "bf16", "trace": True},
+        }
+        train(make_config(values, overrides), display="none")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if RANKS < 2:
+        pytest.skip("one GPU has nobody to send to: this needs two")
+    folder = tmp_path_factory.mktemp("trace")
+    (folder / "text.txt").write_text("It was a bright cold day in April. " * 40_000)
+    run_ranks(RANKS, train_all, folder)
+    return folder
+
+
+def timeline_of(folder: Path, axis: str, *, is_on: bool) -> Timeline:
+    return read_timeline(out_of(folder, axis, is_on) / "trace.json")
+
+
+def test_overlap_hides_most_of_what_z_sends(folder: Path) -> None:
+    hidden, exposed = (timeline_of(folder, "z", is_on=is_on).exposed_by_axis["z"] for is_on in (True, False))
+    assert hidden < exposed / 2, f"exposed z: {hidden * 1e3:.2f} ms a step with overlap, {exposed * 1e3:.2f} without"
+
+
+def test_overlap_hides_a_part_of_what_x_sends(folder: Path) -> None:
+    hidden, exposed = (timeline_of(folder, "x", is_on=is_on).exposed_by_axis["x"] for is_on in (True, False))
+    assert hidden < exposed, f"exposed x: {hidden * 1e3:.2f} ms a step with overlap, {exposed * 1e3:.2f} without"
+
+
+@pytest.mark.parametrize("axis", ["x", "z"])
+def test_without_overlap_what_is_sent_is_exposed(folder: Path, axis: str) -> None:
+    timeline = timeline_of(folder, axis, is_on=False)
+    assert timeline.exposed_by_axis[axis] > 0.9 * timeline.communication[axis] > 0
+
+
+def test_a_trace_has_both_steps_and_computation_in_most_of_their_time(folder: Path, tmp_path: Path) -> None:
+    timeline = timeline_of(folder, "z", is_on=True)
+    assert [step.number for step in timeline.steps] == [4, 5]
+    assert 0.5 < timeline.compute / timeline.step_time <= 1
+    assert timeline.rows[:2] == ("compute", "z")
+    summary = json.loads((out_of(folder, "z", True) / "summary.json").read_text())
+    assert summary["measured"] == timeline.summary()
+    plot_timeline(timeline, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 0
