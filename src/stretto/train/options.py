@@ -221,6 +221,9 @@ class TrainConfig(Section):
         None, "processes; must be the grid's product", unit="ranks", unset="the grid's product",
         ge=1, le=MAX_RANKS, validate_default=True,
     )  # fmt: skip
+    cluster: Annotated[str | None, CanBeNone] = option(
+        None, "a machine of `stretto cluster list`, or a file of `stretto probe`: predictions stand beside measurements"
+    )
     model: ModelConfig
     data: DataConfig
     train: RunConfig

@@ -12,6 +12,7 @@ from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
 from stretto.train.launch import check_started_ranks, resolve_device
 from stretto.train.metrics import require_tensorboard
 from stretto.train.options import TrainConfig
+from stretto.train.prediction import predict_run
 
 PYTHON_DOCS = "python-docs"
 
@@ -29,6 +30,7 @@ def preflight(config: TrainConfig) -> TrainConfig:
     model = build_model_config(config, open_data(config))
     with torch.device("meta"):
         validate(GPT(model), config.grid.sizes())
+    predict_run(config, model)
     if checkpoint := find_checkpoint(config.out, config.train.resume):
         check_checkpoint(checkpoint, model, config.train.optimizer)
     return config

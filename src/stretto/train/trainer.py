@@ -28,6 +28,7 @@ from stretto.train.launch import resolve_device
 from stretto.train.metrics import SUMMARY_FILE, MetricsLog, require_tensorboard, write_summary
 from stretto.train.optimizer import build_optimizer
 from stretto.train.options import TrainConfig
+from stretto.train.prediction import in_words, predict_run
 from stretto.train.preflight import build_model_config, open_data
 from stretto.train.progress import Display, Reporter, open_reporter
 from stretto.train.recorder import DivergenceError, StepRecorder
@@ -89,6 +90,8 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
         recorder = StepRecorder(config.train.batch * config.train.seq_len, log, reporter)
+        if predicted := predict_run(config, run.model_config):
+            reporter.say(in_words(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
@@ -97,11 +100,10 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
             raise DivergenceError(f"{error}; {_last_checkpoint(config)}") from None
         peak_memory = _peak_memory(grid)
         if is_first:
+            about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
-            write_summary(
-                config.out,
-                run.summary(recorder) | {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent} | measured,
-            )
+            expected = {} if predicted is None else {"predicted": predicted}
+            write_summary(config.out, run.summary(recorder) | about | measured | expected)
 
 
 class _Run:
