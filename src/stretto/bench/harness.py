@@ -59,12 +59,18 @@ def write_result(
     path = out / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     machine = ", ".join(f"{value}" if key == "devices" else f"{key} {value}" for key, value in machine_kind().items())
-    lines = [f"`{result['command']}`, {result['date']}, {machine}", ""]
-    lines.append("| " + " | ".join(column.heading for column in columns) + " |")
-    lines.append("|" + "---|" * len(columns))
-    lines += ["| " + " | ".join(_cells(columns, row)) + " |" for row in rows]
+    lines = [f"`{result['command']}`, {result['date']}, {machine}", "", *markdown_table(columns, rows)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     return path
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table; a value that is absent is a dash."""
+    return [
+        "| " + " | ".join(column.heading for column in columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(_cells(columns, row)) + " |" for row in rows),
+    ]
 
 
 def _command() -> str:
@@ -106,7 +112,15 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    return elastic_launch(config, entry)(*args)[0]
+    return elastic_launch(config, _call_and_leave)(entry, *args)[0]
+
+
+def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return entry(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:

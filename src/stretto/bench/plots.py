@@ -1,31 +1,98 @@
 """Pictures of bench results, made from their JSON so that they can be made again."""
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+OURS, PEER, EXPOSED = "#2a6f97", "#8a8a8a", "#e07a5f"
 
 
 def plot_train(result: Path, picture: Path) -> None:
     """Tokens/s a GPU and peak memory of each run, as bars; peers in another colour."""
     data = json.loads(result.read_text())
+    model = data["workload"]["model"]
+    what = f"GPT, {model['layers']} layers of hidden {model['hidden']}, sequence length {data['workload']['seq_len']}"
+    _plot_runs(data, lambda row: "FSDP" in row["name"], what, picture)
+
+
+def plot_peers(result: Path, picture: Path) -> None:
+    """Tokens/s a GPU and peak memory of each run, as bars; peers in another colour."""
+    data = json.loads(result.read_text())
+    work = data["workload"]
+    what = f"{data['model']}, {work['model']['layers']} layers, global batch {work['batch']} x {work['seq_len']} tokens"
+    _plot_runs(data, lambda row: row["is_peer"], what, picture)
+
+
+def plot_overlap(result: Path, picture: Path) -> None:
+    """A panel a grid: step time of each stage, of which what is exposed stands out where it was measured."""
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if "step_milliseconds" in row]
+    grids = list(dict.fromkeys(row["grid"] for row in rows))
+    figure = Figure(figsize=(4.5 * max(1, len(grids)), 3), layout="constrained")
+    for index, grid in enumerate(grids):
+        panel = figure.add_subplot(1, len(grids), index + 1)
+        stages = [row for row in rows if row["grid"] == grid][::-1]
+        names = [row["overlap"] for row in stages]
+        exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]
+        rest = [row["step_milliseconds"] - part for row, part in zip(stages, exposed, strict=True)]
+        panel.barh(names, rest, color=OURS)
+        bars = panel.barh(names, exposed, left=rest, color=EXPOSED)
+        labels = [f"{row['step_milliseconds']:,.0f}" for row in stages]
+        panel.bar_label(bars, labels=labels, padding=3, fontsize=8)
+        panel.set_title(grid, fontsize=9)
+        panel.set_xlabel("step (ms), exposed communication in red")
+        panel.margins(x=0.15)
+    figure.suptitle(f"{data['model']}, {_where(data)}", fontsize=10)
+    figure.savefig(picture, dpi=130)
+
+
+def plot_plan(result: Path, picture: Path) -> None:
+    """Predicted against measured, step time and peak memory, a colour a workload."""
+    data = json.loads(result.read_text())
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    time, memory = figure.subplots(1, 2)
+    for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["workload"] == workload]
+        _plot_pairs(time, rows, "measured_milliseconds", "predicted_milliseconds", workload)
+        _plot_pairs(memory, rows, "measured_gib", "predicted_gib", workload)
+    for panel, what in ((time, "step (ms)"), (memory, "peak memory (GiB)")):
+        start = panel.dataLim.xmin if panel.has_data() else 0.0
+        panel.axline((start, start), slope=1, color=PEER, linewidth=1)
+        panel.set_xlabel(f"measured {what}")
+        panel.set_ylabel(f"predicted {what}")
+    time.legend(fontsize=7)
+    figure.suptitle(f"Predicted before it was measured, {_where(data)}", fontsize=10)
+    figure.savefig(picture, dpi=130)
+
+
+def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, label: str) -> None:
+    pairs = [(row[x], row[y], row["grid"]) for row in rows if row.get(x) is not None and row.get(y) is not None]
+    panel.scatter([pair[0] for pair in pairs], [pair[1] for pair in pairs], s=18, label=label)
+    for measured, predicted, grid in pairs:
+        panel.annotate(grid, (measured, predicted), fontsize=5, xytext=(3, 3), textcoords="offset points")
+
+
+def _plot_runs(data: Mapping[str, Any], is_peer: Callable[[Mapping[str, Any]], bool], what: str, picture: Path) -> None:
     rows = [row for row in data["rows"] if "tokens_per_second_per_gpu" in row][::-1]
     figure = Figure(figsize=(9, 0.4 * len(rows) + 1.6), layout="constrained")
     speed, memory = figure.subplots(1, 2, sharey=True)
     names = [row["name"] for row in rows]
-    colours = ["#8a8a8a" if "FSDP" in name else "#2a6f97" for name in names]
+    colours = [PEER if is_peer(row) else OURS for row in rows]
     bars = speed.barh(names, [row["tokens_per_second_per_gpu"] for row in rows], color=colours)
     speed.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
     speed.set_xlabel("tokens/s a GPU")
     speed.margins(x=0.18, y=0.02)
-    bars = memory.barh(names, [row["peak_memory_gib"] for row in rows], color=colours)
+    bars = memory.barh(names, [row["peak_memory_gib"] or 0.0 for row in rows], color=colours)
     memory.bar_label(bars, fmt="{:.0f}", padding=3, fontsize=8)
     memory.set_xlabel("peak memory (GiB)")
     memory.margins(x=0.15, y=0.02)
-    model = data["workload"]["model"]
-    figure.suptitle(
-        f"GPT, {model['layers']} layers of hidden {model['hidden']}, sequence length {data['workload']['seq_len']}, "
-        f"{data['machine']['devices']}, {data['date']}",
-        fontsize=10,
-    )
+    figure.suptitle(f"{what}, {_where(data)}", fontsize=10)
     figure.savefig(picture, dpi=130)
+
+
+def _where(data: Mapping[str, Any]) -> str:
+    return f"{data['machine']['devices']}, {data['date']}"

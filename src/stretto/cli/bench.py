@@ -1,30 +1,40 @@
 """`stretto bench`: the commands behind every figure in the README and the docs."""
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.cli.plan import read_cluster
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the README claims, peers beside it in the same run.")
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the JSON and the picture.")]
+Ranks = Annotated[int | None, typer.Option(help="Default: the machine's GPUs.")]
+WarmUp = Annotated[int, typer.Option(help="Steps before timing.")]
+Repeats = Annotated[int, typer.Option(help="Steps timed a round; their median counts.")]
+Rounds = Annotated[int, typer.Option(help="Rounds over all runs; a run's best median counts.")]
+Layers = Annotated[int | None, typer.Option(help="How many of its layers (default: all).")]
+SeqLen = Annotated[int, typer.Option(help="Tokens a sequence.")]
+Vocab = Annotated[
+    int, typer.Option(help="Vocabulary; GPT-2's 50,257 padded to 64, or an odd GEMM slows everything down.")
+]
 
 
 @app.command()
 def train(
     model: Annotated[str, typer.Option(help="A size of Table 5.1, or gpt2-small.")] = "gpt-5b",
-    layers: Annotated[int | None, typer.Option(help="How many of its layers (default: all).")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Default: the machine's GPUs.")] = None,
-    vocab: Annotated[
-        int, typer.Option(help="Vocabulary; GPT-2's 50,257 padded to 64, or an odd GEMM slows the peers down.")
-    ] = 50304,
+    layers: Layers = None,
+    ranks: Ranks = None,
+    vocab: Vocab = 50304,
     batch: Annotated[int | None, typer.Option(help="Global batch in sequences (default: 2 a rank).")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
-    warm_up: Annotated[int, typer.Option(help="Steps before timing.")] = 3,
-    repeats: Annotated[int, typer.Option(help="Steps timed a round; their median counts.")] = 5,
-    rounds: Annotated[int, typer.Option(help="Rounds over all runs; a run's best median counts.")] = 2,
+    seq_len: SeqLen = 2048,
+    warm_up: WarmUp = 3,
+    repeats: Repeats = 5,
+    rounds: Rounds = 2,
     checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing of every block.")] = False,
     reduce_fp32: Annotated[
         bool, typer.Option(help="Reduce Stretto's weight gradients in fp32, as FSDP2 does.")
@@ -35,15 +45,12 @@ def train(
 ) -> None:
     """Training throughput on every grid of the ranks, beside torch's FSDP2 of the same model."""
     with refusing_bad_input(as_json=as_json):
-        import torch
-
-        from stretto.bench.train import Workload, bench_train
+        from stretto.bench.train import bench_train
+        from stretto.bench.training_runs import Workload
         from stretto.cluster import Cluster
         from stretto.models import GPTConfig
 
-        count = ranks or torch.cuda.device_count()
-        if not count:
-            raise ValueError("this machine has no GPU: say how many CPU --ranks to use")
+        count = _count(ranks)
         overrides = {} if layers is None else {"layers": layers}
         config = GPTConfig.preset(model, max_seq_len=seq_len, vocab=vocab, **overrides)
         workload = Workload(config, batch or 2 * count, seq_len, warm_up, repeats, rounds, checkpointing, reduce_fp32)
@@ -80,3 +87,154 @@ def published(
         rows = bench_published(out, batch)
         if as_json:
             print_json({"rows": rows})
+
+
+@app.command()
+def peers(
+    models: Annotated[str, typer.Option(help="llama-7b, or sizes of Table 5.1, with spaces between.")] = "llama-7b",
+    layers: Layers = None,
+    ranks: Ranks = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Global batches in sequences (default: 1, 2, and 1 and 2 a rank).")
+    ] = None,
+    seq_len: SeqLen = 4096,
+    grids: Annotated[
+        str | None, typer.Option(help="Stretto's grids, as 'z=4, x=2 z=2' (default: all that can cut the batch).")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only runs with this in their name; may be given several times.")
+    ] = None,
+    compiled: Annotated[bool, typer.Option(help="Measure compiled blocks too.")] = True,
+    tune_matmuls: Annotated[bool, typer.Option(help="Let Stretto choose each product's layout by timing it.")] = False,
+    warm_up: WarmUp = 3,
+    repeats: Repeats = 5,
+    rounds: Rounds = 2,
+    out: Out = Path("results/peers"),
+    as_json: Json = False,
+) -> None:
+    """One model under Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table a batch."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.peers import bench_peers, model_config
+        from stretto.bench.training_runs import Workload
+
+        count = _count(ranks)
+        sizes = sorted({1, 2, count, 2 * count}) if batches is None else _numbers(batches, "--batches")
+        configs = {name: model_config(name, layers, seq_len) for name in models.replace(",", " ").split()}
+        rows = []
+        for name, config in configs.items():
+            measured = bench_peers(
+                name,
+                Workload(config, sizes[0], seq_len, warm_up, repeats, rounds),
+                sizes,
+                count,
+                out,
+                grids=grids,
+                only=only or (),
+                with_compiled=compiled,
+                tunes_matmuls=tune_matmuls,
+            )
+            rows += [{"model": name, "batch": batch} | row for batch, found in measured.items() for row in found]
+        if as_json:
+            print_json({"rows": rows})
+
+
+@app.command()
+def overlap(
+    model: Annotated[str, typer.Option(help="llama-7b, or a size of Table 5.1.")] = "gpt-5b",
+    layers: Layers = None,
+    ranks: Ranks = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch in sequences (default: 2 a rank).")] = None,
+    seq_len: SeqLen = 2048,
+    grids: Annotated[str, typer.Option(help="Grids to switch overlaps on in.")] = "x=2 z=2, data=2 z=2",
+    warm_up: WarmUp = 3,
+    repeats: Repeats = 5,
+    rounds: Rounds = 3,
+    out: Out = Path("results/overlap"),
+    as_json: Json = False,
+) -> None:
+    """What each overlap is worth: none, then all-reduce, reduce-scatter, all-gather and data's buckets added."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.overlap import bench_overlap
+        from stretto.bench.peers import model_config
+        from stretto.bench.training_runs import Workload
+
+        count = _count(ranks)
+        config = model_config(model, layers, seq_len)
+        workload = Workload(config, batch or 2 * count, seq_len, warm_up, repeats, rounds)
+        rows = bench_overlap(model, workload, count, grids, out)
+        if as_json:
+            print_json({"rows": rows})
+
+
+@app.command()
+def plan(
+    models: Annotated[
+        str, typer.Option(help="Sizes of Table 5.1, with :LAYERS where not all are taken.")
+    ] = "gpt-5b gpt-10b",
+    ranks: Ranks = None,
+    batches: Annotated[str, typer.Option(help="Global batches in sequences.")] = "8,16",
+    seq_len: SeqLen = 2048,
+    vocab: Vocab = 50304,
+    predict: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Only predict, into this file: to be done before measuring.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="To predict for: a cluster file (`stretto probe`) or a preset's name.")
+    ] = None,
+    predictions: Annotated[Path, typer.Option(help="The file that --predict has written.")] = Path(
+        "results/plan/predictions.json"
+    ),
+    again: Annotated[bool, typer.Option(help="Measure also what plan.json has already.")] = False,
+    warm_up: WarmUp = 3,
+    repeats: Repeats = 5,
+    rounds: Rounds = 2,
+    out: Out = Path("results/plan"),
+    as_json: Json = False,
+) -> None:
+    """Every grid of the ranks, measured beside what the planner predicted: step times, memory, order, choice.
+
+    Predict first (this needs no GPU): stretto bench plan --predict FILE --cluster CLUSTER.toml --ranks 4
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.peers import model_config
+        from stretto.bench.plan import Planned, bench_plan, write_predictions
+        from stretto.bench.training_runs import Workload
+
+        if (predict is None) != (cluster is None):
+            raise ValueError("--predict FILE and --cluster go together: predictions are made for a cluster")
+        count, planned = _count(ranks), []
+        for spec in models.replace(",", " ").split():
+            name, _, layers = spec.partition(":")
+            config = model_config(name, _number(layers, "the layers in --models") if layers else None, seq_len)
+            config = replace(config, vocab=vocab)
+            for batch in _numbers(batches, "--batches"):
+                planned.append(Planned(name, Workload(config, batch, seq_len, warm_up, repeats, rounds), count))
+        if predict is not None and cluster is not None:
+            result = write_predictions(planned, read_cluster(cluster), predict)
+            print(f"predictions written to {predict}", file=sys.stderr)
+        else:
+            result = bench_plan(planned, predictions, out, again=again)
+        if as_json:
+            print_json(result)
+
+
+def _count(ranks: int | None) -> int:
+    """How many ranks to start."""
+    import torch
+
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks is {ranks}, but must be at least 1")
+    count = ranks or torch.cuda.device_count()
+    if not count:
+        raise ValueError("this machine has no GPU: say how many CPU --ranks to use")
+    return count
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    return [_number(part, option) for part in text.replace(",", " ").split()]
+
+
+def _number(text: str, option: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{option} has {text!r}, but takes whole numbers, at least 1")
+    return int(text)

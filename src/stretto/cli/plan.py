@@ -73,7 +73,7 @@ def plan(
                 raise ValueError(f"{option} is missing: give it, or a CONFIG.toml that has it")
         if cluster is None:
             raise ValueError("--cluster is missing: name a machine of `stretto cluster list`, or a cluster file")
-        machine = _read_cluster(cluster)
+        machine = read_cluster(cluster)
 
         from stretto.planner import plan as search
 
@@ -113,7 +113,8 @@ def _from_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _read_cluster(name: str) -> "Cluster":
+def read_cluster(name: str) -> "Cluster":
+    """A preset's name, or the path of a cluster file."""
     from stretto.cluster import Cluster
 
     is_file = Path(name).suffix == ".toml" or (name not in Cluster.presets() and Path(name).is_file())

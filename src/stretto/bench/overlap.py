@@ -1,0 +1,69 @@
+"""What each overlap is worth: none, then all-reduce, reduce-scatter, all-gather and buckets added one after another.
+
+All of them on one grid, one grid after another, in one job; results have the same bits, only their time differs.
+"""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stretto.bench.exposed import profile_exposed
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.plots import plot_overlap
+from stretto.bench.training_runs import Run, Workload, build_stretto, grid_name, make_grid, measure, parse_grids
+from stretto.parallel import Grid, Overlap
+
+# In paper 003's order (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
+STAGES = {
+    "none": Overlap.none(),
+    "+ all_reduce": Overlap(all_reduce=True, reduce_scatter=False, all_gather=False, data=False),
+    "+ reduce_scatter": Overlap(all_reduce=True, reduce_scatter=True, all_gather=False, data=False),
+    "+ all_gather": Overlap(all_reduce=True, reduce_scatter=True, all_gather=True, data=False),
+    "+ data": Overlap(),
+}
+COLUMNS = (
+    Column("grid", "grid"),
+    Column("overlap", "overlap"),
+    Column("step_milliseconds", "step (ms)", "{:.1f}"),
+    Column("faster", "over none", "{:+.1%}"),
+    Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
+    Column("exposed_milliseconds", "exposed (ms)", "{:.1f}"),
+    Column("communication_milliseconds", "communication (ms)", "{:.1f}"),
+    Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
+    Column("loss", "loss", "{:.4f}"),
+    Column("error", "error", "{}"),
+)
+
+
+def bench_overlap(name: str, workload: Workload, ranks: int, grids: str, out: Path) -> list[dict[str, Any]]:
+    """Measure, print the table, and write overlap.json and overlap.png to `out`.
+
+    Raises ValueError, before anything starts, for what is no grid of so many ranks.
+    """
+    parse_grids(grids, ranks)
+    rows = run_ranks(ranks, measure_overlap, workload, ranks, grids)
+    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
+    print_table(f"{name}, global batch {workload.batch} x {workload.seq_len} tokens, {ranks} ranks", columns, rows)
+    path = write_result(out, "overlap", columns, rows, model=name, ranks=ranks, workload=asdict(workload))
+    plot_overlap(path, path.with_suffix(".png"))
+    return rows
+
+
+def measure_overlap(workload: Workload, ranks: int, grids: str) -> list[dict[str, Any]]:
+    """What each rank of the job does; returns the rows, grid by grid in the order of `STAGES`."""
+    world = Grid(data=ranks)  # joins the job
+    rows: list[dict[str, Any]] = []
+    for sizes in parse_grids(grids, ranks):
+        grid, label = make_grid(sizes), grid_name(sizes)
+        runs = [
+            Run(f"{label}: {stage}", partial(build_stretto, workload, grid, overlap=overlap))
+            for stage, overlap in STAGES.items()
+        ]
+        measured = measure(runs, workload, world.device, extra=profile_exposed)
+        first = measured[0].get("step_milliseconds")
+        for stage, row in zip(STAGES, measured, strict=True):
+            if first is not None and "step_milliseconds" in row:
+                row["faster"] = first / row["step_milliseconds"] - 1
+            rows.append({"grid": label, "overlap": stage} | row)
+    return rows

@@ -1,0 +1,196 @@
+"""The same model under Stretto, FSDP2, DTensor tensor parallelism, and the latter two together, in one run a batch.
+
+Everyone trains `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clip: first
+loss, gradient norm and last loss show it. FSDP2 is measured with its weights kept and freed, with gradients reduced in
+fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.plots import plot_peers
+from stretto.bench.torch_peers import TorchSetup, build_torch
+from stretto.bench.training_runs import (
+    Run,
+    Step,
+    Workload,
+    grid_name,
+    grids_of,
+    make_grid,
+    measure,
+    parse_grids,
+    stretto_run,
+    whole_gpt,
+)
+from stretto.models import GPTConfig
+from stretto.parallel import Grid
+from stretto.planner.grids import divisors
+
+# The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
+LLAMA_7B = GPTConfig(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    vocab=32_000,
+    max_seq_len=4096,
+    positions="rotary",
+    activation="swiglu",
+    norm="rmsnorm",
+    bias=False,
+    tie_embeddings=False,
+)
+PADDED_VOCAB = 50304  # GPT-2's 50,257 to a multiple of 64: an odd matrix product slows everything down
+COLUMNS = (
+    Column("name", "run"),
+    Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
+    Column("step_milliseconds", "step (ms)", "{:.1f}"),
+    Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
+    Column("loss", "first loss", "{:.4f}"),
+    Column("gradient_norm", "gradient norm", "{:.3f}"),
+    Column("last_loss", "last loss", "{:.4f}"),
+    Column("error", "error", "{}"),
+)
+
+
+def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
+    """llama-7b, or a preset with its vocabulary padded. Raises ValueError for another name."""
+    if name == "llama-7b":
+        config = replace(LLAMA_7B, max_seq_len=seq_len)
+        return config if layers is None else replace(config, layers=layers)
+    overrides: dict[str, Any] = {} if layers is None else {"layers": layers}
+    return GPTConfig.preset(name, max_seq_len=seq_len, vocab=PADDED_VOCAB, **overrides)
+
+
+def bench_peers(
+    name: str,
+    workload: Workload,
+    batches: Sequence[int],
+    ranks: int,
+    out: Path,
+    *,
+    grids: str | None = None,
+    only: Sequence[str] = (),
+    with_compiled: bool = True,
+    tunes_matmuls: bool = False,
+) -> dict[int, list[dict[str, Any]]]:
+    """Measure each global batch in a job of its own, print its table, and write peers-NAME-BATCH.json and a picture.
+
+    grids: Stretto's ("z=4, x=2 z=2"; default: all that can cut the batch). only: parts of names; a run is measured if
+        it has one of them. tunes_matmuls: for Stretto, as `parallelize` says.
+    Returns the rows by batch. Raises ValueError if there is nothing to measure.
+    """
+    if grids is not None:
+        parse_grids(grids, ranks)  # refused before anything starts
+    results = {}
+    for batch in batches:
+        this = replace(workload, batch=batch)
+        rows = run_ranks(ranks, measure_peers, this, ranks, grids, tuple(only), with_compiled, tunes_matmuls)
+        if not rows:
+            raise ValueError(f"no run has {' or '.join(map(repr, only))} in its name")
+        rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
+        columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
+        print_table(f"{name}, global batch {batch} x {workload.seq_len} tokens, {ranks} ranks", columns, rows)
+        ratio = speedup(rows)
+        if ratio is not None:
+            print(f"Stretto's best is {ratio:.3f}x the fastest peer's speed", flush=True)
+        path = write_result(
+            out, f"peers-{name}-{batch}", columns, rows, model=name, ranks=ranks, workload=asdict(this), speedup=ratio
+        )
+        plot_peers(path, path.with_suffix(".png"))
+        results[batch] = rows
+    return results
+
+
+def speedup(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The speed of Stretto's fastest run over that of the fastest peer; None where either is missing."""
+    ours, peers = (
+        [row["step_milliseconds"] for row in rows if row["is_peer"] is is_peer and "step_milliseconds" in row]
+        for is_peer in (False, True)
+    )
+    return min(peers) / min(ours) if ours and peers else None
+
+
+def measure_peers(
+    workload: Workload,
+    ranks: int,
+    grids: str | None,
+    only: Sequence[str],
+    with_compiled: bool,
+    tunes_matmuls: bool,
+) -> list[dict[str, Any]]:
+    """What each rank of the job does; returns the rows."""
+    world = Grid(data=ranks)  # joins the job
+    runs = _torch_runs(workload, ranks, world.device)
+    runs += _stretto_runs(workload, ranks, grids, world.device, tunes_matmuls)
+    runs = [
+        run
+        for run in runs
+        if (with_compiled or not run.is_compiled) and (not only or any(part in run.name for part in only))
+    ]
+    return measure(runs, workload, world.device)
+
+
+def _stretto_runs(
+    workload: Workload, ranks: int, grids: str | None, device: torch.device, tunes_matmuls: bool
+) -> list[Run]:
+    make_model = partial(whole_gpt, workload.model, device)
+    runs = []
+    for sizes in grids_of(ranks) if grids is None else parse_grids(grids, ranks):
+        if grids is None and workload.batch % (sizes["data"] * sizes["z"]):
+            continue
+        grid = make_grid(sizes)
+        for is_compiled in (False, True):
+            name = f"Stretto {grid_name(sizes)}" + (", compiled" if is_compiled else "")
+            options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls}
+            runs.append(stretto_run(workload, grid, name, **options))
+    return runs
+
+
+def _torch_runs(workload: Workload, ranks: int, device: torch.device) -> list[Run]:
+    """FSDP2 over all ranks, tensor parallelism over all, and every mesh between; compiled ones follow their eager."""
+    runs = []
+    for tp in divisors(ranks):
+        dp = ranks // tp
+        mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+        for label, setup in _setups(dp, tp).items():
+            for is_compiled in (False, True):
+                name = label + (", compiled" if is_compiled else "")
+                build = partial(_build, workload, mesh, device, replace(setup, is_compiled=is_compiled))
+                runs.append(Run(name, build, is_peer=True, is_compiled=is_compiled))
+    return runs
+
+
+def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
+    if dp == 1 and tp > 1:
+        return {
+            f"TP={tp}": TorchSetup(),
+            f"TP={tp}, autocast": TorchSetup(precision="autocast"),
+            f"TP={tp}, bf16 weights": TorchSetup(precision="masters"),
+        }
+    name = f"FSDP2={dp}" if tp == 1 else f"FSDP2={dp} TP={tp}"
+    kept = {
+        f"{name}, weights kept": TorchSetup(),
+        f"{name}, weights kept, bf16 reduction": TorchSetup(reduce_dtype=torch.bfloat16),
+    }
+    if tp > 1:  # a weight is small there, and freeing it can only cost time
+        return kept
+    return kept | {
+        name: TorchSetup(frees_weights=True),
+        f"{name}, bf16 reduction": TorchSetup(frees_weights=True, reduce_dtype=torch.bfloat16),
+    }
+
+
+def _build(workload: Workload, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
+    dp = mesh["dp"].size()
+    if workload.batch % dp:  # before the model is made
+        raise ValueError(f"a batch of {workload.batch} cannot be cut into {dp} parts")
+    return build_torch(workload, whole_gpt(workload.model, device), mesh, device, setup)

@@ -1,0 +1,192 @@
+"""Whether the planner is right: predictions written down first, then every grid of the ranks measured beside them.
+
+`write_predictions` needs no GPU, so that its file can be committed before anything is measured; `bench_plan` only reads
+it. Both take whole local batches (no accumulation), no checkpointing, weights kept gathered, and overlap.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
+from stretto.bench.plan_comparison import compare, summarize
+from stretto.bench.plots import plot_plan
+from stretto.bench.training_runs import Workload, grid_name, grids_of, make_grid, measure, stretto_run
+from stretto.cluster import Cluster
+from stretto.parallel import Grid
+from stretto.planner import predict
+
+ASSUMED: dict[str, Any] = {"cost": "full", "checkpoint_activations": False, "keep_gathered": True, "dtype": "bf16"}
+COLUMNS = (
+    Column("grid", "grid"),
+    Column("predicted_milliseconds", "predicted (ms)", "{:.1f}"),
+    Column("measured_milliseconds", "measured (ms)", "{:.1f}"),
+    Column("time_ratio", "predicted / measured", "{:.2f}"),
+    Column("predicted_gib", "predicted (GiB)", "{:.1f}"),
+    Column("measured_gib", "measured (GiB)", "{:.1f}"),
+    Column("memory_ratio", "predicted / measured", "{:.2f}"),
+    Column("reason", "why not"),
+)
+SUMMARY_COLUMNS = (
+    Column("workload", "workload"),
+    Column("grids", "grids measured"),
+    Column("rank_correlation", "rank correlation", "{:.3f}"),
+    Column("predicted_fastest", "predicted fastest"),
+    Column("measured_fastest", "truly fastest"),
+    Column("loss_by_choice", "slower by", "{:.1%}"),
+    Column("is_within_3_percent", "within 3%"),
+    Column("largest_time_error", "largest time error", "{:.1%}"),
+    Column("largest_memory_error", "largest memory error", "{:.1%}"),
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A workload under a name: what predictions and measurements are joined by, together with the model's numbers."""
+
+    model_name: str
+    workload: Workload
+    ranks: int
+
+    @property
+    def key(self) -> str:
+        work = self.workload
+        return (
+            f"{self.model_name}, {work.model.layers} layers, batch {work.batch} x {work.seq_len} tokens, "
+            f"{self.ranks} ranks"
+        )
+
+
+def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) -> dict[str, Any]:
+    """Predict every grid of each workload, and write `file`. Returns what is written.
+
+    Raises ValueError for a cluster that lacks a figure that is needed.
+    """
+    cluster.require("gpu.memory")
+    written = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cluster": cluster.name,
+        "assumed": ASSUMED,
+        "workloads": [
+            {
+                "workload": one.key,
+                "model": asdict(one.workload.model),
+                "grids": [_predict(one, sizes, cluster) for sizes in grids_of(one.ranks)],
+            }
+            for one in planned
+        ],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(written, indent=1) + "\n")
+    return written
+
+
+def _predict(planned: Planned, sizes: dict[str, int], cluster: Cluster) -> dict[str, Any]:
+    work = planned.workload
+    row: dict[str, Any] = {"grid": grid_name(sizes)}
+    try:
+        plan = predict(work.model, cluster, grid=sizes, batch=work.batch, seq_len=work.seq_len, **ASSUMED)
+    except ValueError as error:
+        return row | {"predicted_milliseconds": None, "predicted_gib": None, "reason": str(error)}
+    return row | {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / 2**30}
+
+
+def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
+    """The predicted grids by workload. Raises ValueError for one that the file lacks, or predicts for another model."""
+    remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"
+    if not file.is_file():
+        raise ValueError(f"there is no file of predictions at {file}; {remedy}")
+    workloads = {entry["workload"]: entry for entry in json.loads(file.read_text())["workloads"]}
+    for one in planned:
+        if one.key not in workloads:
+            raise ValueError(f"{file} has no prediction for {one.key!r}, only for {sorted(workloads)}; {remedy}")
+        if workloads[one.key]["model"] != asdict(one.workload.model):
+            raise ValueError(f"{file} predicts {one.key!r} for a model of other sizes; {remedy}")
+    return {one.key: workloads[one.key]["grids"] for one in planned}
+
+
+def bench_plan(planned: Sequence[Planned], predictions: Path, out: Path, *, again: bool = False) -> dict[str, Any]:
+    """Measure each workload that `out`/plan.json has not, compare all with their predictions, and write it anew.
+
+    Every workload is a job of its own, whose grids are interleaved; the file is written after each. Returns rows and
+    summaries. Raises ValueError, before anything is measured, if `predictions` lacks one of the workloads.
+    """
+    predicted = read_predictions(predictions, planned)
+    kept: dict[str, list[dict[str, Any]]] = {}
+    file = out / "plan.json"
+    if file.is_file():
+        for row in json.loads(file.read_text())["rows"]:
+            kept.setdefault(row["workload"], []).append(row)
+    result: dict[str, Any] = {}
+    for one in planned:
+        if again or one.key not in kept:
+            measured = run_ranks(one.ranks, measure_grids, one.workload, one.ranks, predicted[one.key])
+        else:
+            measured = kept[one.key]
+        kept[one.key] = compare(one.key, predicted[one.key], measured)
+        result = _write(kept, predictions, out)
+        print_table(one.key, COLUMNS, kept[one.key])
+    if result:
+        print_table("The planner's choice", SUMMARY_COLUMNS, result["summaries"])
+    return result
+
+
+def _write(kept: dict[str, list[dict[str, Any]]], predictions: Path, out: Path) -> dict[str, Any]:
+    rows = [row for rows in kept.values() for row in rows]
+    summaries = [summarize(workload, rows) for workload, rows in kept.items()]
+    about = json.loads(predictions.read_text())
+    path = write_result(
+        out,
+        "plan",
+        (Column("workload", "workload"), *COLUMNS),
+        rows,
+        predictions={key: about[key] for key in ("date", "cluster", "assumed")},
+        summaries=summaries,
+    )
+    with path.with_suffix(".md").open("a") as file:
+        file.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, summaries)) + "\n")
+    plot_plan(path, path.with_suffix(".png"))
+    return {"rows": rows, "summaries": summaries}
+
+
+def measure_grids(workload: Workload, ranks: int, predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each rank of the job does; returns a row a grid: measured_milliseconds and measured_gib, or the reason.
+
+    A grid that is predicted to need more than the GPU's whole memory is not tried: ranks that run out of memory at
+    different moments would wait for each other.
+    """
+    world = Grid(data=ranks)  # joins the job
+    reasons = {row["grid"]: _why_not(row, world.device) for row in predicted}
+    runs = [
+        stretto_run(workload, make_grid(sizes), grid_name(sizes))
+        for sizes in grids_of(ranks)
+        if reasons[grid_name(sizes)] is None
+    ]
+    rows = [{"grid": grid, "reason": reason} for grid, reason in reasons.items() if reason is not None]
+    for row in measure(runs, workload, world.device):
+        rows.append(
+            {
+                "grid": row["name"],
+                "measured_milliseconds": row.get("step_milliseconds"),
+                "measured_gib": row.get("peak_memory_gib"),
+                "loss": row.get("loss"),
+                "seconds": row.get("seconds"),
+                "reason": row.get("error"),
+            }
+        )
+    return rows
+
+
+def _why_not(row: dict[str, Any], device: torch.device) -> str | None:
+    if row.get("reason") is not None:
+        return str(row["reason"])
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device).total_memory / 2**30
+        if row["predicted_gib"] > has:
+            return f"not tried: it would need {row['predicted_gib']:.0f} GiB of the {has:.0f} that there are"
+    return None

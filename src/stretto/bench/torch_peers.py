@@ -1,0 +1,186 @@
+"""The peers from torch itself: FSDP2, DTensor tensor parallelism, and both on a 2D mesh, on Stretto's own GPT.
+
+Parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sharded in the embedding, the head and the
+loss, each block compiled by itself, and FSDP2 over each block, the embedding, and the last norm with the head.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from stretto.bench.training_runs import MAX_NORM, Step, Stepped, Workload, compile_blocks, fused_adamw, local_batch
+from stretto.models import GPT
+from stretto.parallel import checkpoint_activations
+
+
+@dataclass(frozen=True)
+class TorchSetup:
+    """How torch runs the model.
+
+    frees_weights: reshard_after_forward. reduce_dtype: of FSDP2's gradients on the wire.
+    precision: where bf16 comes from. "fsdp2": its mixed precision (over one rank it copies, and sends nothing). For
+        tensor parallelism alone also "autocast", and "masters": bf16 weights, and fp32 copies in the optimizer.
+    """
+
+    is_compiled: bool = False
+    frees_weights: bool = False
+    reduce_dtype: torch.dtype = torch.float32
+    precision: Literal["fsdp2", "autocast", "masters"] = "fsdp2"
+
+
+def build_torch(workload: Workload, model: GPT, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
+    """A training step of `model`, on `device` or on meta, over a mesh of dims ("dp", "tp"); either may have one rank.
+
+    Raises ValueError where the mesh cannot hold the model or the batch.
+    """
+    dp, tp = mesh["dp"], mesh["tp"]
+    tokens, targets = local_batch(workload, dp.get_local_rank(), dp.size(), device)
+    is_tensor_parallel, is_autocast = tp.size() > 1, setup.precision == "autocast"
+    if setup.precision == "masters":
+        model.to(torch.bfloat16)
+    if is_tensor_parallel:
+        _shard_tensors(model, tp, workload.seq_len)
+    if workload.checkpointing:
+        checkpoint_activations(model)
+    if setup.is_compiled:
+        compile_blocks(model)
+    if setup.precision == "fsdp2":
+        _shard_fully(model, dp, setup)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.apply(model._init_weights)
+    make_optimizer = _MasterWeights if setup.precision == "masters" else fused_adamw
+    optimizer = make_optimizer(model, workload)
+
+    def step() -> Stepped:
+        with loss_parallel() if is_tensor_parallel else nullcontext():
+            with torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+                loss = model(tokens, targets, targets.numel())
+            loss.backward()
+        norm = clip_sharded_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        return Stepped(loss.full_tensor() if isinstance(loss, DTensor) else loss, norm)
+
+    return step
+
+
+def _shard_tensors(model: GPT, mesh: DeviceMesh, seq_len: int) -> None:
+    config, ranks = model.config, mesh.size()
+    if config.positions != "rotary" or config.tie_embeddings:
+        raise ValueError("the tensor-parallel peer takes rotary positions and untied embeddings")
+    for what, count in (("KV heads", config.num_kv_heads), ("tokens of a sequence", seq_len)):
+        if count % ranks:
+            raise ValueError(f"{count} {what} cannot be cut into {ranks} parts")
+    model_plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    block_plan = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None),
+            desired_input_layouts=(Replicate(), None),  # the angles are everywhere
+        ),
+        "attention.qkv": ColwiseParallel(),  # whole groups of a KV head: the fused product is cut between them
+        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp_norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if config.activation == "swiglu":
+        block_plan["mlp.gate"] = ColwiseParallel()
+    # The embedding's output is still on its way (AsyncCollectiveTensor). A compiled block loses the gradient of such an
+    # input without a word (torch 2.13): the copy makes it a plain tensor.
+    model.dropout.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
+    # src_data_rank=None: all ranks hold the same weights, and each takes its part of its own
+    parallelize_module(model, mesh, model_plan, src_data_rank=None)
+    for block in model.blocks:
+        parallelize_module(block, mesh, block_plan, src_data_rank=None)
+
+
+def _shard_fully(model: GPT, mesh: DeviceMesh, setup: TorchSetup) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=setup.reduce_dtype)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
+    if not model.config.tie_embeddings:  # a shared weight has to be the root's
+        fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
+        fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
+
+
+class _MasterWeights:
+    """Fused AdamW on fp32 copies of a model's bf16 shards."""
+
+    def __init__(self, model: nn.Module, workload: Workload) -> None:
+        self._parameters = list(model.parameters())
+        self._shards = [_local(parameter.detach()) for parameter in self._parameters]
+        self._masters = [nn.Parameter(shard.float()) for shard in self._shards]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=workload.learning_rate, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = _local(parameter.grad).float()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        torch._foreach_copy_(self._shards, list(self._masters))
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+@torch.no_grad()
+def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ in one collective: what that does on DTensors, but without their dispatch.
+
+    Stretto's own clip sends one message too, so that none of the runs loses time here. Returns the norm.
+    """
+    shards, squares = [], []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert isinstance(parameter, DTensor)
+        assert isinstance(gradient, DTensor)
+        if gradient.placements != parameter.placements:  # of a replicated norm: partial sums
+            parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+        shard = gradient.to_local()
+        replicas = prod(
+            size
+            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            if placement.is_replicate()
+        )
+        shards.append(shard)
+        squares.append(torch.linalg.vector_norm(shard, dtype=torch.float32).square() / replicas)
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
+    return norm

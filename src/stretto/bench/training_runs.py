@@ -1,0 +1,274 @@
+"""What the benches of whole training steps share: the workload, one run of Stretto, and measuring runs interleaved.
+
+Every run trains the same GPT on the same tokens with fused AdamW, fp32 parameters, bf16 compute and gradients clipped
+at norm 1, so that runs of one bench differ only in how they are parallel.
+"""
+
+import gc
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.bench.harness import time_steps
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import AXES, Grid, Overlap, checkpoint_activations, clip_grad_norm_, parallelize
+
+MAX_NORM = 1.0
+# What a run may die of without taking the others with it: what it refuses, memory, and what a compiler does not know.
+FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: the model, the global batch in sequences, and how it is timed."""
+
+    model: GPTConfig
+    batch: int
+    seq_len: int
+    warm_up: int
+    repeats: int
+    rounds: int
+    checkpointing: bool = False
+    reduce_fp32: bool = False
+    learning_rate: float = 1e-4
+
+    def flops(self) -> float:
+        """Model FLOPs of a step, by Narayanan et al.'s formula: 72 B s l h^2 (1 + s / 6h + V / 12lh).
+
+        Matrix products of forward and backward pass, attention counted whole (not halved for causality), nothing for
+        recomputation. The formula has ffn = 4h and as many KV heads as heads, as Table 5.1's models have.
+        """
+        b, s, layers, h, v = self.batch, self.seq_len, self.model.layers, self.model.hidden, self.model.vocab
+        return 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+
+
+class Stepped(NamedTuple):
+    """What one step tells: this rank's loss, and the global norm of the gradients before they were clipped."""
+
+    loss: Tensor
+    gradient_norm: Tensor
+
+
+Step = Callable[[], Stepped]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train the workload: its name in tables, and what builds its step. `is_peer`: none of ours."""
+
+    name: str
+    build: Callable[[], Step]
+    is_peer: bool = False
+    is_compiled: bool = False
+
+
+def grids_of(ranks: int) -> list[dict[str, int]]:
+    """Every factorization of `ranks` into data, x, y and z."""
+    sizes = range(1, ranks + 1)
+    return [dict(zip(AXES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == ranks]
+
+
+def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
+    """Grids written "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
+    grids = []
+    for part in text.split(","):
+        fields = re.split(r"[\s]+", part.strip())
+        pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
+        if not all(pairs):
+            raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
+        sizes = dict.fromkeys(AXES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
+        if prod(sizes.values()) != ranks:
+            raise ValueError(f"the grid {grid_name(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
+        grids.append(sizes)
+    return grids
+
+
+def make_grid(sizes: Mapping[str, int]) -> Grid:
+    """The grid of these sizes."""
+    return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"])
+
+
+def grid_name(sizes: Mapping[str, int]) -> str:
+    """A grid as tables name it: axes of size 1 are left out."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+def measure(
+    runs: Sequence[Run],
+    workload: Workload,
+    device: torch.device,
+    *,
+    extra: Callable[[Step], dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Time every run, round by round, and return a row for each: collective, and the same on every rank.
+
+    A row has name, is_peer, and either error (the reason why the run could not) or seconds (the median of each round),
+    step_milliseconds (of the best round), tokens_per_second_per_gpu, peak_memory_gib (None on a CPU), loss and
+    gradient_norm (at the weights that a run starts from), last_loss (after as many steps in every run), and what
+    `extra` finds out from a step.
+    """
+    rows: dict[str, dict[str, Any]] = {run.name: {"name": run.name, "is_peer": run.is_peer} for run in runs}
+    for _, run in itertools.product(range(workload.rounds), runs):
+        row = rows[run.name]
+        if "error" in row:
+            continue
+        try:
+            _measure_once(run, row, workload, device, extra)
+        except FAILURES as error:
+            text = str(error).strip() or type(error).__name__
+            rows[run.name] = {"name": run.name, "is_peer": run.is_peer, "error": text.splitlines()[0][:160]}
+        finally:
+            _forget(run)
+        _say(rows[run.name])
+    return list(rows.values())
+
+
+def _measure_once(
+    run: Run,
+    row: dict[str, Any],
+    workload: Workload,
+    device: torch.device,
+    extra: Callable[[Step], dict[str, Any]] | None,
+) -> None:
+    _empty_memory()  # also of what a run that failed has left
+    step = run.build()
+    _empty_memory()
+    stepped = [step()]
+    seconds = time_steps(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
+    found = {
+        "step_milliseconds": seconds * 1e3,
+        "tokens_per_second_per_gpu": workload.batch * workload.seq_len / seconds / dist.get_world_size(),
+        "peak_memory_gib": _peak_memory_gib(device),
+        "loss": _mean_over_ranks(stepped[0].loss, device),
+        "last_loss": _mean_over_ranks(stepped[-1].loss, device),
+        "gradient_norm": float(stepped[0].gradient_norm),
+    }
+    if extra is not None:
+        found |= extra(step)
+    row.setdefault("seconds", []).append(seconds)
+    if seconds == min(row["seconds"]):
+        row.update(found)
+
+
+def _forget(run: Run) -> None:
+    if run.is_compiled:  # or the next runs' blocks count as recompilations of these, of which there may be eight
+        torch.compiler.reset()
+
+
+def _say(row: Mapping[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        said = f"{row['seconds'][-1] * 1e3:,.1f} ms" if "seconds" in row else row["error"]
+        print(f"{row['name']}: {said}", flush=True)
+
+
+def _empty_memory() -> None:
+    """Start from an empty allocator, whose peak counts from now."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_memory_gib(device: torch.device) -> float | None:
+    """What the rank that needed most had allocated."""
+    if device.type != "cuda":
+        return None
+    highest = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.int64, device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return int(highest) / 2**30
+
+
+def _mean_over_ranks(loss: Tensor, device: torch.device) -> float:
+    """The global mean: ranks hold the mean over equal parts of the batch, or that of the whole of it."""
+    total = loss.to(device, torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def local_batch(workload: Workload, part: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one part of one fixed random batch. Raises ValueError if it cannot be cut so."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, workload.model.vocab, (workload.batch, workload.seq_len + 1), generator=generator)
+    if workload.batch % parts:
+        raise ValueError(f"a batch of {workload.batch} cannot be cut into {parts} parts")
+    rows = tokens.chunk(parts)[part].to(device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def meta_gpt(config: GPTConfig) -> GPT:
+    """The model without weights."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def whole_gpt(config: GPTConfig, device: torch.device) -> GPT:
+    """The whole model, with the same fp32 weights on every rank."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT(config)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """torch.compile of each block by itself, as large models are compiled."""
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        block.compile()
+
+
+def fused_adamw(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, fused=True)
+
+
+def build_stretto(
+    workload: Workload,
+    grid: Grid,
+    *,
+    make_model: Callable[[], nn.Module] | None = None,
+    overlap: Overlap | bool = True,
+    is_compiled: bool = False,
+    tunes_matmuls: bool = False,
+) -> Step:
+    """A training step by `stretto.parallelize`. Raises ValueError where the grid cannot hold the model or the batch.
+
+    `make_model` makes the model with its weights; by default they are made shard by shard, from its own seed.
+    """
+    tokens, targets = local_batch(workload, grid.coordinate("batch"), grid.size("batch"), grid.device)
+    model = parallelize(
+        meta_gpt(workload.model) if make_model is None else make_model(),
+        grid,
+        dtype=torch.bfloat16,
+        reduce_dtype=torch.float32 if workload.reduce_fp32 else None,
+        overlap=overlap,
+        tune_matmuls=tunes_matmuls,
+    )
+    if workload.checkpointing:
+        checkpoint_activations(model)
+    if is_compiled:
+        compile_blocks(model)
+    optimizer = fused_adamw(model, workload)
+
+    def step() -> Stepped:
+        loss = model(tokens, targets)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM, grid)
+        optimizer.step()
+        optimizer.zero_grad()
+        return Stepped(loss.detach(), norm)
+
+    return step
+
+
+def stretto_run(workload: Workload, grid: Grid, name: str, **options: Any) -> Run:
+    """`build_stretto` as a run of `measure`."""
+    build = partial(build_stretto, workload, grid, **options)
+    return Run(name, build, is_compiled=bool(options.get("is_compiled")))

@@ -1,0 +1,53 @@
+"""What the benches' commands refuse, and what needs no ranks."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli import app
+
+
+def bench(*arguments: object) -> tuple[int, str]:
+    """The exit status, and what was printed on either stream."""
+    result = CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("command", ["train", "parity", "peers", "overlap", "plan"])
+def test_every_bench_has_help(command):
+    status, text = bench(command, "--help")
+    assert (status, "Usage: " in text) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["overlap", "--ranks", 2], "the grid x=2 z=2 has 4 ranks, but 2 are used"),
+        (["peers", "--ranks", 2, "--grids", "z=4"], "the grid z=4 has 4 ranks, but 2 are used"),
+        (["peers", "--ranks", 2, "--models", "llama-8b"], "no model is named 'llama-8b'"),
+        (["peers", "--ranks", 2, "--batches", "1,two"], "--batches has 'two', but takes whole numbers"),
+        (["plan", "--ranks", 2, "--predict", "somewhere.json"], "--predict FILE and --cluster go together"),
+        (["plan", "--ranks", 2, "--predictions", "nowhere.json"], "there is no file of predictions at nowhere.json"),
+        (["plan", "--ranks", 2, "--models", "gpt-5b:few"], "the layers in --models has 'few'"),
+    ],
+)
+def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
+    status, text = bench(*arguments)
+    assert (status, words in text) == (2, True), text
+
+
+def test_predictions_for_a_preset_are_written_without_a_gpu(tmp_path):
+    file = tmp_path / "predictions.json"
+    arguments = ["--models", "gpt-5b gpt-10b:16", "--batches", "8,16", "--ranks", 4]
+    status, text = bench("plan", "--predict", file, "--cluster", "dgx-h200", *arguments)
+    assert status == 0, text
+    workloads = {entry["workload"]: entry["grids"] for entry in json.loads(file.read_text())["workloads"]}
+    assert set(workloads) == {
+        f"{model} layers, batch {batch} x 2048 tokens, 4 ranks"
+        for model in ("gpt-5b, 24", "gpt-10b, 16")
+        for batch in (8, 16)
+    }
+    for grids in workloads.values():
+        assert len(grids) == 10  # the factorizations of 4 into data, x, y and z
+        assert all(row["predicted_milliseconds"] > 0 and row["predicted_gib"] > 0 for row in grids)

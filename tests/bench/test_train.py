@@ -1,0 +1,25 @@
+"""`stretto bench train` measures every grid beside FSDP2."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.bench.workloads import TINY, WORKLOAD, start_on_pool
+
+from stretto.bench import train
+from stretto.bench.train import bench_train
+
+
+def test_every_grid_and_fsdp2_are_rows_with_their_speed(ranks, tmp_path, monkeypatch):
+    start_on_pool(monkeypatch, train, ranks)
+    # compiling needs a compiler, which a bare machine lacks
+    monkeypatch.setattr(train, "FSDP2", {"FSDP2": train.FSDP2["FSDP2"]})
+    tied = replace(TINY, positions="learned", tie_embeddings=True)
+    bench_train(replace(WORKLOAD, model=tied), 2, tmp_path, peak_flops=1e12, with_peers=True)
+    rows = {row["name"]: row for row in json.loads((tmp_path / "train.json").read_text())["rows"]}
+    assert {"data=2", "x=2", "y=2", "z=2"} < set(rows)
+    for row in rows.values():
+        assert row["loss"] == pytest.approx(4.16, abs=0.1)  # ln 64, each from weights of its own
+        flops = 72 * 2 * 16 * 2 * 32**2 * (1 + 16 / (6 * 32) + 64 / (12 * 2 * 32))
+        assert row["mfu"] == pytest.approx(flops / (row["step_milliseconds"] / 1e3) / 2 / 1e12)
+    assert (tmp_path / "train.png").stat().st_size > 1000
