@@ -108,11 +108,11 @@ class MatmulTuner:
         for product in seen.values():
             if len(known.get(product.key, ())) != len(WAYS):
                 fresh[product.key] = known[product.key] = tuple(_time(way, product, self.device) for way in WAYS)
-        if fresh and dist.get_node_local_rank(0) == 0:
-            store.add(machine, fresh)
         places = sorted(seen)
         times = torch.tensor([known[seen[p].key] for p in places], dtype=torch.float64, device=self.device)
         all_reduce(times, self.world, dist.ReduceOp.MAX)
+        if fresh and dist.get_node_local_rank(0) == 0:  # by now every rank has read the store
+            store.add(machine, fresh)
         for place, row in zip(places, times.tolist(), strict=True):
             fastest = min(range(len(WAYS)), key=lambda way: row[way])
             self._ways[place] = (seen[place], WAYS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
