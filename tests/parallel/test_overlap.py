@@ -270,6 +270,25 @@ def test_gradients_that_were_not_zeroed_are_added_to(ranks):
         assert max(distances) < 1e-7
 
 
+def given_up(sizes: Sizes) -> bool:
+    """Whether a step after one that was given up between micro-batches has the gradients of a step of its own."""
+    found = []
+    for gives_up in (False, True):
+        _, model, text = make_model(sizes, Overlap(), How())
+        if gives_up:
+            with deferred_reduction(model):
+                model(text[:1, :-1], text[:1, 1:], num_targets=BATCH * SEQ_LEN).backward()
+            model.zero_grad()
+        backward(model, text, 1)
+        found.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
+    return all(map(torch.equal, *found))
+
+
+def test_a_step_that_was_given_up_between_micro_batches_leaves_nothing_behind(ranks):
+    print(f"seed {SEED}")
+    assert ranks(4).run(given_up, (2, 1, 1, 2)) == [True] * 4
+
+
 def compiled_like_eager(sizes: Sizes) -> bool:
     """Whether a compiled model's gradients are those of the model itself (traced only: no compiler is needed)."""
     _, model, text = make_model(sizes, Overlap(), How())

@@ -180,6 +180,14 @@ def test_the_command_reads_a_training_configuration_and_a_cluster_file(tmp_path)
     assert "10 grids" in table.output
 
 
+@pytest.mark.parametrize(
+    ("options", "message"), [({"micro_batch": 3}, "micro-batch of 3"), ({"batch": 6}, "batch of 6")]
+)
+def test_a_prediction_of_what_cannot_run_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        step(cluster(), {"z": 4}, **options)
+
+
 def test_the_command_says_what_is_missing():
     result = CliRunner().invoke(app, ["plan", "--model", "gpt-5b", "--cluster", "perlmutter", "--gpus", "4"])
     assert result.exit_code == 2

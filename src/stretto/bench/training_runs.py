@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stretto.bench.harness import time_steps
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import AXES, Grid, Overlap, checkpoint_activations, clip_grad_norm_, parallelize
+from stretto.planner.grids import every_grid
 
 MAX_NORM = 1.0
 # What a run may die of without taking the others with it: what it refuses, memory, and what a compiler does not know.
@@ -72,8 +73,7 @@ class Run:
 
 def grids_of(ranks: int) -> list[dict[str, int]]:
     """Every factorization of `ranks` into data, x, y and z."""
-    sizes = range(1, ranks + 1)
-    return [dict(zip(AXES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == ranks]
+    return [grid.sizes() for grid in every_grid(ranks)]
 
 
 def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:

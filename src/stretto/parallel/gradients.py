@@ -123,8 +123,9 @@ class GradientSum:
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         if parameter in self._unsummed:
             self._unsummed.remove(parameter)
-            total = total.to(parameter.dtype) + _local_gradient(parameter)
-            parameter.grad = None
+            if parameter.grad is not None:  # or a step was given up, and its gradients dropped
+                total = total.to(parameter.dtype) + _local_gradient(parameter)
+                parameter.grad = None
         groups = self._groups[parameter]
         bucket = self._pass.open.setdefault((groups, parameter.dtype), _Bucket(groups))
         bucket.add(parameter, total.to(self.precision.wire(total)))
@@ -147,8 +148,8 @@ class GradientSum:
             self._put(parameter)
         for key in list(current.open):
             self._close(key)
-        for bucket in current.closed:
-            if not self.overlap.data:
+        if not self.overlap.data:
+            for bucket in current.closed:
                 bucket.start()
         while current.closed:  # each is freed before the next one's gradients are made
             current.closed.popleft().deliver()

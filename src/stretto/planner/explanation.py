@@ -22,7 +22,6 @@ def explain(
     memory: Mapping[str, float],
     best: Choice,
     best_cost: Cost,
-    best_fits: bool,
     limit: float,
     cluster: Cluster,
 ) -> str:

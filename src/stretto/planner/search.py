@@ -158,6 +158,8 @@ def predict(
     device = Device(cluster, dtype) if cost == "full" else None
     limit = USABLE * cluster.require("gpu.memory")
     only = _judge(workload, choice, cluster, device, limit, size, None, overlaps)
+    if only.impossible is not None:
+        raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
     return _to_plan(only, only, cluster, limit)
 
 
@@ -207,8 +209,7 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
         memory=candidate.memory,
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
-        why=candidate.impossible
-        or explain(choice, cost, candidate.memory, best.choice, best.cost, best.fits, limit, cluster),
+        why=candidate.impossible or explain(choice, cost, candidate.memory, best.choice, best.cost, limit, cluster),
     )
 
 

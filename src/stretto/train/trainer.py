@@ -90,7 +90,8 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
         recorder = StepRecorder(config.train.batch * config.train.seq_len, log, reporter)
-        if predicted := predict_run(config, run.model_config):
+        predicted = predict_run(config, run.model_config) if is_first else None
+        if predicted is not None:
             reporter.say(in_words(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
