@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.cli.plan import read_cluster
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the README claims, peers beside it in the same run.")
 
@@ -199,6 +198,7 @@ def plan(
         from stretto.bench.peers import model_config
         from stretto.bench.plan import Planned, bench_plan, write_predictions
         from stretto.bench.training_runs import Workload
+        from stretto.cluster import Cluster
 
         if (predict is None) != (cluster is None):
             raise ValueError("--predict FILE and --cluster go together: predictions are made for a cluster")
@@ -210,7 +210,7 @@ def plan(
             for batch in _numbers(batches, "--batches"):
                 planned.append(Planned(name, Workload(config, batch, seq_len, warm_up, repeats, rounds), count))
         if predict is not None and cluster is not None:
-            result = write_predictions(planned, read_cluster(cluster), predict)
+            result = write_predictions(planned, Cluster.find(cluster), predict)
             print(f"predictions written to {predict}", file=sys.stderr)
         else:
             result = bench_plan(planned, predictions, out, again=again)

@@ -1,7 +1,6 @@
 """`stretto cluster`: what machines are like."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,7 +39,7 @@ def show(
     from stretto.cluster import Cluster
 
     with refusing_bad_input(as_json=as_json):
-        _print(Cluster.load(name) if Path(name).suffix == ".toml" else Cluster.preset(name), as_json)
+        _print(Cluster.find(name), as_json)
 
 
 @app.command()

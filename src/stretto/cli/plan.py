@@ -73,9 +73,11 @@ def plan(
                 raise ValueError(f"{option} is missing: give it, or a CONFIG.toml that has it")
         if cluster is None:
             raise ValueError("--cluster is missing: name a machine of `stretto cluster list`, or a cluster file")
-        machine = read_cluster(cluster)
 
+        from stretto.cluster import Cluster
         from stretto.planner import plan as search
+
+        machine = Cluster.find(cluster)
 
         plans = search(
             asked.pop("model"),
@@ -111,14 +113,6 @@ def _from_config(path: Path) -> dict[str, Any]:
         "dtype": run.dtype,
         "optimizer": run.optimizer,
     }
-
-
-def read_cluster(name: str) -> "Cluster":
-    """A preset's name, or the path of a cluster file."""
-    from stretto.cluster import Cluster
-
-    is_file = Path(name).suffix == ".toml" or (name not in Cluster.presets() and Path(name).is_file())
-    return Cluster.load(name) if is_file else Cluster.preset(name)
 
 
 def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -> None:

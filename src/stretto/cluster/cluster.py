@@ -62,6 +62,12 @@ class Cluster:
         return cls._from_toml(files.read(Path(path), cls.presets()), str(path))
 
     @classmethod
+    def find(cls, name: str) -> "Cluster":
+        """The preset of that name, or the file: what ends in .toml, or is a file and no preset. Raises ValueError."""
+        is_file = Path(name).suffix == ".toml" or (name not in cls.presets() and Path(name).is_file())
+        return cls.load(name) if is_file else cls.preset(name)
+
+    @classmethod
     def detect(cls) -> "Cluster":
         """The machine that this process runs on, as one node: its CUDA or ROCm GPUs, else its CPU.
 

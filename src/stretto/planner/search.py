@@ -101,7 +101,7 @@ def plan(
     Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
     cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the batch.
     """
-    machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
+    machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     architecture = read_architecture(model, seq_len)
     workload = Workload(architecture, batch, seq_len, dtype, optimizer)
     _check_cost(cost)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
+from stretto.planner.grids import divisors
+
 if TYPE_CHECKING:
     from stretto.models import GPTConfig
 
@@ -290,9 +292,3 @@ def nearest_grid(grid: GridConfig, ranks: int) -> GridConfig:
     ]
     data, x, y, z = min(grids, key=distance)
     return GridConfig(data=data, x=x, y=y, z=z)
-
-
-def divisors(number: int) -> list[int]:
-    """All whole numbers that divide `number`, in order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -16,11 +16,9 @@ def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:
     if config.cluster is None:
         return None
     run = config.train
-    is_file = config.cluster.endswith(".toml")
-    cluster = Cluster.load(config.cluster) if is_file else Cluster.preset(config.cluster)
     plan = predict(
         model,
-        cluster,
+        Cluster.find(config.cluster),
         grid=config.grid.sizes(),
         batch=run.batch,
         seq_len=run.seq_len,
