@@ -63,7 +63,8 @@ def test_what_cannot_cut_the_batch_is_a_row_with_the_reason(ranks):
     rows = ranks(2).run(measure_peers, one, 2, None, ("FSDP2=2, weights kept", "Stretto"), False, False)[0]
     errors = {row["name"]: row.get("error") for row in rows}
     assert errors["FSDP2=2, weights kept"] == "a batch of 1 cannot be cut into 2 parts"
-    assert [name for name, error in errors.items() if error is None] == ["Stretto y=2", "Stretto x=2"]
+    # Which of the two is faster is no matter here.
+    assert {name for name, error in errors.items() if error is None} == {"Stretto y=2", "Stretto x=2"}
 
 
 def test_a_speedup_is_of_the_fastest_over_the_fastest():
