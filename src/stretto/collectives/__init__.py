@@ -1,0 +1,1 @@
+"""Collectives as programs over chunks: traced, compiled, proved safe, stored and run."""

@@ -1,0 +1,95 @@
+"""Channels: over which of the connections between two ranks each message goes (section 5.2).
+
+A thread block has one peer to send to and one to receive from, and a connection has one thread block at either end.
+So on one channel of a rank, whatever comes from a peer and is sent on by a fused instruction goes to one peer alone;
+messages of fused instructions share their channel; messages of different parts share none.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from stretto.collectives.compiler.instructions import InstructionDag
+
+
+@dataclass(frozen=True)
+class Channels:
+    """of: each message's channel; split: the messages whose sends must not be fused for a channel to be found."""
+
+    of: dict[int, int]
+    split: frozenset[int]
+
+
+def assign_channels(dag: InstructionDag) -> Channels:
+    """The channel that the program asks for, else the lowest on which the message's thread blocks can be had."""
+    operations = dag.chunk_dag.parts.operations
+    # By rank, part and channel: where fused instructions pass on what comes from a peer, and the reverse.
+    passes_to: dict[tuple[int, int, int], dict[int, int]] = {}
+    passes_from: dict[tuple[int, int, int], dict[int, int]] = {}
+    chosen: dict[int, int] = {}
+    split: set[int] = set()
+
+    def fits(link: tuple[int, int, int], part: int, channel: int) -> bool:
+        rank, giver, taker = link
+        at = rank, part, channel
+        return passes_to.get(at, {}).get(giver, taker) == taker and passes_from.get(at, {}).get(taker, giver) == giver
+
+    for chain in _chains(dag):
+        part = dag.instructions[dag.sender[chain[0]]].part
+        asked = {operations[message].channel for message in chain} - {None}
+        links = [_link(dag, message) for message in chain[1:]]
+        if len(asked) > 1:
+            first = next(iter(asked))
+            split.update(message for message in chain[1:] if operations[message].channel not in (None, first))
+            continue
+        if asked:
+            channel = next(iter(asked))
+            assert channel is not None
+            misfits = [message for message, link in zip(chain[1:], links, strict=True) if not fits(link, part, channel)]
+            if misfits:
+                split.update(misfits)
+                continue
+        else:
+            channel = next(channel for channel in count() if all(fits(link, part, channel) for link in links))
+        for rank, giver, taker in links:
+            passes_to.setdefault((rank, part, channel), {})[giver] = taker
+            passes_from.setdefault((rank, part, channel), {})[taker] = giver
+        for message in chain:
+            chosen[message] = channel
+    if split:
+        return Channels({}, frozenset(split))
+    return Channels(_numbered(dag, chosen), frozenset())
+
+
+def _chains(dag: InstructionDag) -> Iterator[list[int]]:
+    """Messages in the chains that fused instructions make of them."""
+    for first in sorted(dag.sender):
+        if dag.instructions[dag.sender[first]].receives is not None:
+            continue
+        chain = [first]
+        while (following := dag.instructions[dag.receiver[chain[-1]]].sends) is not None:
+            chain.append(following)
+        yield chain
+
+
+def _link(dag: InstructionDag, message: int) -> tuple[int, int, int]:
+    """The rank that passes on what became this message, whom it has it from, and to whom it goes."""
+    passing = dag.instructions[dag.sender[message]]
+    assert passing.receives is not None
+    operations = dag.chunk_dag.parts.operations
+    return passing.rank, operations[passing.receives].source.rank, operations[message].destination.rank
+
+
+def _numbered(dag: InstructionDag, chosen: dict[int, int]) -> dict[int, int]:
+    """Every part's channels numbered apart: those of the first part as they are, the others after them."""
+    operations = dag.chunk_dag.parts.operations
+    used = sorted({(operations[message].part, channel) for message, channel in chosen.items()})
+    numbers: dict[tuple[int, int], int] = {}
+    following = max((channel for part, channel in used if part == 0), default=-1) + 1
+    for part, channel in used:
+        if part == 0:
+            numbers[part, channel] = channel
+        else:
+            numbers[part, channel] = following
+            following += 1
+    return {message: numbers[operations[message].part, channel] for message, channel in chosen.items()}

@@ -1,0 +1,79 @@
+"""Instances: every operation of a parallelized fragment becomes several, each on a part of the data (section 5.1).
+
+All chunks are cut finely enough for all operations: `granularity` parts each. Part p of an operation on `count`
+chunks is the p-th of equal, contiguous pieces of them. Where operations carry different numbers of chunks, a piece of
+one lies across pieces of several of another; that is why dependencies are found after this pass and not before it.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+from stretto.collectives.collective import MAX_CHUNKS, Collective
+from stretto.collectives.language import Chunks, OperationKind, Program
+
+
+class Part(NamedTuple):
+    """One instance of an operation. part: parts with different numbers share no channel."""
+
+    kind: OperationKind
+    source: Chunks
+    destination: Chunks
+    channel: int | None
+    part: int
+    thread_blocks: tuple[int | None, int | None]
+    line: str
+
+    @property
+    def remote(self) -> bool:
+        """Whether it goes from one rank to another."""
+        return self.source.rank != self.destination.rank
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A program after this pass: its collective in finer chunks, and its operations' instances in program order."""
+
+    collective: Collective
+    operations: tuple[Part, ...]
+    scratch_chunks: tuple[int, ...]
+
+
+def split_into_instances(program: Program, instances: int) -> Parts:
+    """`instances` copies of the whole program, times those of its parallelized fragments.
+
+    ValueError for a number of instances that is not positive, or more chunks than a buffer may have.
+    """
+    if instances < 1:
+        raise ValueError(f"a program has at least 1 instance, not {instances}")
+    fragments = {operation.instances for operation in program.operations} or {1}
+    granularity = instances * lcm(*fragments)
+    stride = max(fragments)
+    largest = max(program.collective.chunks_per_loop, *program.scratch_chunks)
+    if largest * granularity > MAX_CHUNKS:
+        raise ValueError(
+            f"{instances} instances cut {largest} chunks into {granularity} parts each: more than {MAX_CHUNKS} chunks"
+        )
+    operations = []
+    for operation in program.operations:
+        kind, source, destination, channel, parallel, thread_blocks, line = operation
+        pieces = instances * parallel
+        size = source.size * granularity // pieces
+        for piece in range(pieces):
+            shift = piece * size
+            operations.append(
+                Part(
+                    kind,
+                    Chunks(source.rank, source.buffer, source.start * granularity + shift, size),
+                    Chunks(destination.rank, destination.buffer, destination.start * granularity + shift, size),
+                    channel,
+                    piece // parallel * stride + piece % parallel,
+                    thread_blocks,
+                    line,
+                )
+            )
+    return Parts(
+        program.collective.refined(granularity),
+        tuple(operations),
+        tuple(chunks * granularity for chunks in program.scratch_chunks),
+    )

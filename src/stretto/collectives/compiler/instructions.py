@@ -1,0 +1,171 @@
+"""Instructions: what each rank does for each operation, and the fusion of a receive with a send (sections 4.2, 4.3)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stretto.collectives.compiler.chunk_dag import ChunkDag
+from stretto.collectives.language import Chunks, OperationKind
+from stretto.collectives.schedule import StepType
+
+
+class Instruction(NamedTuple):
+    """What one rank does.
+
+    source, destination: its own chunks, as in a schedule's step; receives, sends: the message, by the number of the
+    operation that it belongs to, that it takes or gives; channel: what the program asks for; part: see `Part`;
+    thread_block: what the program asks for.
+    """
+
+    type: StepType
+    rank: int
+    source: Chunks | None
+    destination: Chunks | None
+    receives: int | None
+    sends: int | None
+    part: int
+    thread_block: int | None
+
+    @property
+    def size(self) -> int:
+        """How many chunks it handles."""
+        chunks = self.source or self.destination
+        assert chunks is not None
+        return chunks.size
+
+
+@dataclass(frozen=True)
+class InstructionDag:
+    """Instructions, and for each of them those of its rank that must come before it.
+
+    A message's sender comes before its receiver too: `sender` and `receiver` say who they are, by operation. The
+    instructions are not in an order in which they may run, once some are fused.
+    """
+
+    chunk_dag: ChunkDag
+    instructions: tuple[Instruction, ...]
+    before: tuple[tuple[int, ...], ...]
+    sender: dict[int, int]
+    receiver: dict[int, int]
+
+
+def generate_instructions(dag: ChunkDag) -> InstructionDag:
+    """A send and a receive (or rrc) for an operation between ranks, a copy or reduce for one inside a rank."""
+    instructions: list[Instruction] = []
+    before: list[tuple[int, ...]] = []
+    sender: dict[int, int] = {}
+    receiver: dict[int, int] = {}
+    # For each operation, its instruction at the source's and at the destination's rank.
+    at_source: list[int] = []
+    at_destination: list[int] = []
+
+    def on_rank(operation: int, rank: int) -> int:
+        same = dag.parts.operations[operation].destination.rank == rank
+        return at_destination[operation] if same else at_source[operation]
+
+    for number, (kind, source, destination, _, part, thread_blocks, _) in enumerate(dag.parts.operations):
+        dependencies = dag.true[number] + dag.false[number]
+        reduces = kind is OperationKind.REDUCE
+        if source.rank == destination.rank:
+            at_source.append(len(instructions))
+            at_destination.append(len(instructions))
+            what = StepType.REDUCE if reduces else StepType.COPY
+            instructions.append(Instruction(what, source.rank, source, destination, None, None, part, thread_blocks[0]))
+            before.append(tuple({on_rank(*dependency) for dependency in dependencies}))
+            continue
+        sender[number] = len(instructions)
+        receiver[number] = len(instructions) + 1
+        at_source.append(len(instructions))
+        at_destination.append(len(instructions) + 1)
+        instructions.append(Instruction(StepType.SEND, source.rank, source, None, None, number, part, thread_blocks[0]))
+        before.append(tuple({on_rank(operation, rank) for operation, rank in dependencies if rank == source.rank}))
+        # The received sum's other addend is the local chunk, which need not lie where the sender's did.
+        what, local = (StepType.RECEIVE_REDUCE_COPY, destination) if reduces else (StepType.RECEIVE, None)
+        instructions.append(
+            Instruction(what, destination.rank, local, destination, number, None, part, thread_blocks[1])
+        )
+        before.append(tuple({on_rank(operation, rank) for operation, rank in dependencies if rank == destination.rank}))
+    return InstructionDag(dag, tuple(instructions), tuple(before), sender, receiver)
+
+
+def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> InstructionDag:
+    """Each receive fused with a send of exactly the chunks that it stored: r + s to rcs, rrc + s to rrcs or rrs.
+
+    Of several sends, the one on the longest path is taken. rrs, which stores nothing, only where nobody else reads the
+    sum and the collective does not ask for it. Sends of the operations in `unfused` stay apart.
+    """
+    operations = dag.chunk_dag.parts.operations
+    fused_into = _choose(dag, unfused)
+    instructions: list[Instruction] = []
+    before: list[tuple[int, ...]] = []
+    number_of: dict[int, int] = {}
+    absorbed = {send: receive for receive, send in fused_into.items()}
+    for old, instruction in enumerate(dag.instructions):
+        if old in absorbed:
+            continue
+        number_of[old] = len(instructions)
+        send = fused_into.get(old)
+        if send is not None:
+            message = dag.instructions[send].sends
+            assert instruction.receives is not None
+            if instruction.type is StepType.RECEIVE:
+                what, destination = StepType.RECEIVE_COPY_SEND, instruction.destination
+            elif _is_only_sent(dag.chunk_dag, instruction.receives):
+                what, destination = StepType.RECEIVE_REDUCE_SEND, None
+            else:
+                what, destination = StepType.RECEIVE_REDUCE_COPY_SEND, instruction.destination
+            instruction = instruction._replace(type=what, destination=destination, sends=message)
+        instructions.append(instruction)
+    for send, receive in absorbed.items():
+        number_of[send] = number_of[receive]
+    for old in range(len(dag.instructions)):
+        if old not in absorbed:
+            before.append(tuple({number_of[other] for other in dag.before[old]}))
+    sender = {message: number_of[old] for message, old in dag.sender.items()}
+    receiver = {message: number_of[old] for message, old in dag.receiver.items()}
+    assert len(operations) >= len(sender)
+    return InstructionDag(dag.chunk_dag, tuple(instructions), tuple(before), sender, receiver)
+
+
+def _is_only_sent(dag: ChunkDag, operation: int) -> bool:
+    """Whether the one reader of what this operation wrote is the send that is fused with it."""
+    return dag.read_by_others[operation] == 1 and not dag.survives[operation]
+
+
+def _choose(dag: InstructionDag, unfused: frozenset[int]) -> dict[int, int]:
+    """For each receive that is fused, its send."""
+    operations = dag.chunk_dag.parts.operations
+    to_leaf = _longest_paths_to_a_leaf(dag)
+    chosen: dict[int, int] = {}
+    for number, instruction in enumerate(dag.instructions):
+        message = instruction.sends
+        if message is None or message in unfused or len(dag.before[number]) != 1:
+            continue
+        (receive,) = dag.before[number]
+        stored = dag.instructions[receive]
+        if stored.receives is None or stored.destination != instruction.source or stored.part != instruction.part:
+            continue
+        channels = {operations[message].channel, operations[stored.receives].channel} - {None}
+        blocks = {stored.thread_block, instruction.thread_block} - {None}
+        if len(channels) > 1 or len(blocks) > 1:
+            continue
+        other = chosen.get(receive)
+        if other is None or to_leaf[number] > to_leaf[other]:
+            chosen[receive] = number
+    return chosen
+
+
+def _longest_paths_to_a_leaf(dag: InstructionDag) -> list[int]:
+    """For each instruction, before fusion: the steps of the longest path from it on."""
+    longest = [0] * len(dag.instructions)
+    for number in range(len(dag.instructions) - 1, -1, -1):
+        # Before fusion, the order of the numbers is one in which the instructions may run.
+        through = longest[number] + 1
+        for other in dag.before[number]:
+            if longest[other] < through:
+                longest[other] = through
+        message = dag.instructions[number].receives
+        if message is not None:
+            send = dag.sender[message]
+            if longest[send] < through:
+                longest[send] = through
+    return longest
