@@ -42,7 +42,7 @@ class Collective:
     a copy), None where it may hold anything; initialized(rank, index): whether that input chunk holds data;
     in_place: whether the buffers share memory; starts(rank): where "in" and "out" then begin in it, in chunks;
     root: the rank that a broadcast or a reduce is about; replicated: whether all ranks' outputs must be the same to
-    the bit. ValueError for sizes that cannot be.
+    the bit; is_unknown: whether nobody gave its conditions. ValueError for sizes that cannot be.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Collective:
     starts: Callable[[int], tuple[int, int]] = _same_memory
     root: int = 0
     replicated: bool = False
+    is_unknown: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:

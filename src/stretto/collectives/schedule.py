@@ -100,12 +100,16 @@ class ThreadBlock(NamedTuple):
 
 
 class RankProgram(NamedTuple):
-    """What one rank runs, with the chunks of its three buffers."""
+    """What one rank runs, with the chunks of its three buffers.
+
+    copies: the (input chunk, output chunk) pairs that are copied before any step runs.
+    """
 
     input_chunks: int
     output_chunks: int
     scratch_chunks: int
     thread_blocks: tuple[ThreadBlock, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     def chunks(self, buffer: Buffer) -> int:
         """How many chunks a buffer has."""

@@ -1,12 +1,12 @@
 """Instances: every operation of a parallelized fragment becomes several, each on a part of the data (section 5.1).
 
-All chunks are cut finely enough for all operations: `granularity` parts each. Part p of an operation on `count`
-chunks is the p-th of equal, contiguous pieces of them. Where operations carry different numbers of chunks, a piece of
+All chunks are cut as finely as some operation needs it, and no finer: `granularity` parts each. Part p of an operation
+on `count` chunks is the p-th of equal, contiguous pieces of them. Where operations carry different numbers of chunks, a piece of
 one lies across pieces of several of another; that is why dependencies are found after this pass and not before it.
 """
 
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple
 
 from stretto.collectives.collective import MAX_CHUNKS, Collective
@@ -46,9 +46,9 @@ def split_into_instances(program: Program, instances: int) -> Parts:
     """
     if instances < 1:
         raise ValueError(f"a program has at least 1 instance, not {instances}")
-    fragments = {operation.instances for operation in program.operations} or {1}
-    granularity = instances * lcm(*fragments)
-    stride = max(fragments)
+    pieces_and_sizes = {(instances * operation.instances, operation.source.size) for operation in program.operations}
+    granularity = lcm(1, *(pieces // gcd(pieces, size) for pieces, size in pieces_and_sizes))
+    stride = max((operation.instances for operation in program.operations), default=1)
     largest = max(program.collective.chunks_per_loop, *program.scratch_chunks)
     if largest * granularity > MAX_CHUNKS:
         raise ValueError(

@@ -1,0 +1,98 @@
+"""An algorithm: a program in the chunk language, with the collective that it does and where it is from."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.collectives.collective import Collective
+from stretto.collectives.compiler import compile_program
+from stretto.collectives.language import Program, trace
+from stretto.collectives.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A named program. See `algorithm`, which makes one of a function.
+
+    name: as the command line has it; program: the function; collective: makes its collective, of those of the
+    program's parameters that it names, and `in_place`; source: the paper and section that it is from.
+    """
+
+    name: str
+    program: Callable[..., None]
+    collective: Callable[..., Collective]
+    source: str
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+        return (inspect.getdoc(self.program) or "").split("\n")[0]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """What it takes: `ranks`, or `nodes` and `gpus`, and what can be tuned."""
+        names = dict.fromkeys(
+            (*inspect.signature(self.program).parameters, *inspect.signature(self.collective).parameters)
+        )
+        return tuple(name for name in names if name != "in_place")
+
+    def trace(self, **parameters: Any) -> Program:
+        """Run the program once and record what it did. ValueError for parameters that it does not have or admit."""
+        known = {*self.parameters, "in_place"}
+        for name in parameters:
+            if name not in known:
+                raise ValueError(f"{self.name} has no parameter {name!r}: it takes {', '.join(self.parameters)}")
+        with trace(self._call(self.collective, parameters)) as traced:
+            self._call(self.program, parameters)
+        return traced.program
+
+    def compile(
+        self,
+        *,
+        protocol: str = "Simple",
+        instances: int = 1,
+        slots: int | None = None,
+        min_bytes: int = 0,
+        max_bytes: int = 0,
+        **parameters: Any,
+    ) -> Schedule:
+        """Trace and compile it. See `compile_program`; the schedule's name is the algorithm's."""
+        return compile_program(
+            self.trace(**parameters),
+            name=self.name,
+            protocol=protocol,
+            instances=instances,
+            slots=slots,
+            min_bytes=min_bytes,
+            max_bytes=max_bytes,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """The program itself, as a part of another."""
+        self.program(*args, **kwargs)
+
+    def _call(self, function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+        arguments = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in parameters:
+                arguments[name] = parameters[name]
+            elif parameter.default is inspect.Parameter.empty:
+                raise ValueError(f"{self.name} needs {name!r}: it takes {', '.join(self.parameters)}")
+        return function(**arguments)
+
+
+def algorithm(collective: Callable[..., Collective], source: str = "") -> Callable[[Callable[..., None]], Algorithm]:
+    """Make an `Algorithm` of a program.
+
+        @algorithm(lambda ranks: AllGather(ranks), source="...")
+        def my_all_gather(ranks: int) -> None:
+            ...
+
+    collective: makes the collective, of those of the program's parameters that it names; source: where it is from.
+    """
+
+    def make(program: Callable[..., None]) -> Algorithm:
+        return Algorithm(program.__name__.replace("_", "-"), program, collective, source)
+
+    return make

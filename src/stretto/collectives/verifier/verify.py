@@ -1,0 +1,115 @@
+"""All checks of a schedule, on what will really run and never on the program that it came from."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from stretto.collectives.collective import Collective
+from stretto.collectives.schedule import Schedule
+from stretto.collectives.verifier.deadlock import describe_deadlock, find_min_slots
+from stretto.collectives.verifier.graph import Graph, build_graph, linear_order
+from stretto.collectives.verifier.races import Race, find_races
+from stretto.collectives.verifier.symbolic import Outcome, execute
+
+WAIVABLE = ("replica_consistency",)
+MAX_ERRORS = 100
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found out about a schedule. None stands for what could not be found out, because of other errors.
+
+    ok: all of it holds, but for what was waived; postcondition: the outputs hold what the collective promises;
+    deadlock_free: at `slots` FIFO slots a connection; min_slots: the smallest number at which it is; races: pairs of
+    steps that touch one chunk in no order; replica_consistent: all ranks add in the same order, so that their bits are
+    the same; roundings: the most additions, one upon another, in an output; writes_input: whether a call that is out
+    of place finds its input changed; errors: everything that is wrong, for people.
+    """
+
+    ok: bool
+    postcondition: bool | None
+    deadlock_free: bool | None
+    slots: int
+    min_slots: int | None
+    races: tuple[Race, ...] | None
+    replica_consistent: bool | None
+    roundings: int | None
+    writes_input: bool
+    steps: int
+    errors: tuple[str, ...]
+
+
+class VerificationError(ValueError):
+    """A schedule that is not safe to run; the message has the first of its errors."""
+
+
+def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[str] = ()) -> Verification:
+    """Verify a schedule, for calls in place, out of place or both, as it is meant for.
+
+    slots: FIFO slots a connection, by default those of its protocol; waive: names of WAIVABLE whose errors are not
+    counted. ValueError for another name or for no slots.
+    """
+    slots = schedule.slots if slots is None else slots
+    if slots < 1:
+        raise ValueError(f"a connection has at least 1 FIFO slot, not {slots}")
+    for name in waive:
+        if name not in WAIVABLE:
+            raise ValueError(f"{name!r} cannot be waived; what can is {', '.join(WAIVABLE)}")
+    errors: list[str] = []
+    graph = build_graph(schedule, errors)
+    malformed = bool(errors)
+    min_slots, deadlock_free = None, None
+    if not malformed:
+        min_slots = find_min_slots(graph)
+        deadlock_free = min_slots is not None and min_slots <= slots
+        if not deadlock_free:
+            errors.append(describe_deadlock(graph, slots, min_slots))
+    outcomes: list[Outcome] = []
+    races: list[Race] = []
+    order, left = linear_order(graph)
+    runs = not malformed and not left
+    if runs:
+        for collective in _calls(schedule):
+            found: list[str] = []
+            outcomes.append(execute(graph, order, collective, found))
+            races_here = [race for race in find_races(graph, order, collective) if race not in races]
+            races += races_here
+            found += [str(race) for race in races_here]
+            known = set(errors)
+            errors += [error for error in found if error not in known]
+    if schedule.collective.is_unknown:
+        errors.append(
+            f"postcondition: nobody here knows what {schedule.collective.name!r} promises: give its conditions"
+        )
+    waived = "replica_consistency" in waive
+    counted = [error for error in errors if not (waived and error.startswith("replica consistency"))]
+    return Verification(
+        ok=not counted,
+        postcondition=_all(outcomes, "right") and not schedule.collective.is_unknown if runs else None,
+        deadlock_free=deadlock_free,
+        slots=slots,
+        min_slots=min_slots,
+        races=tuple(races) if runs else None,
+        replica_consistent=_all(outcomes, "consistent") if runs else None,
+        roundings=max((outcome.roundings for outcome in outcomes), default=0) if runs else None,
+        writes_input=schedule.out_of_place and _writes_input(graph),
+        steps=len(graph.steps),
+        errors=(*errors[:MAX_ERRORS], *([f"{len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else [])),
+    )
+
+
+def _calls(schedule: Schedule) -> list[Collective]:
+    """The collective as it will be called."""
+    calls = []
+    if schedule.in_place:
+        calls.append(schedule.collective.aliased())
+    if schedule.out_of_place:
+        calls.append(schedule.collective.out_of_place())
+    return calls
+
+
+def _all(outcomes: list[Outcome], what: str) -> bool:
+    return all(getattr(outcome, what) for outcome in outcomes)
+
+
+def _writes_input(graph: Graph) -> bool:
+    return any(step.type.writes_destination and step.destination_buffer == "in" for step in graph.steps)
