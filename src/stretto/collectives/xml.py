@@ -26,19 +26,8 @@ _LETTERS = {Buffer.IN: "i", Buffer.OUT: "o", Buffer.SCRATCH: "s"}
 _BUFFERS = {letter: buffer for buffer, letter in _LETTERS.items()}
 _TYPES = {type.value: type for type in StepType}
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
-_ALGO = (
-    "name",
-    "proto",
-    "nchannels",
-    "nchunksperloop",
-    "ngpus",
-    "coll",
-    "inplace",
-    "outofplace",
-    "minBytes",
-    "maxBytes",
-)
-_KNOWN = {*_ALGO, "redop", "root"}
+_KNOWN = {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace", "minBytes"}
+_KNOWN |= {"maxBytes", "redop", "root"}
 
 
 class ScheduleFileError(ValueError):

@@ -1,8 +1,9 @@
 """Instances: every operation of a parallelized fragment becomes several, each on a part of the data (section 5.1).
 
 All chunks are cut as finely as some operation needs it, and no finer: `granularity` parts each. Part p of an operation
-on `count` chunks is the p-th of equal, contiguous pieces of them. Where operations carry different numbers of chunks, a piece of
-one lies across pieces of several of another; that is why dependencies are found after this pass and not before it.
+on `count` chunks is the p-th of equal, contiguous pieces of them. Where operations carry different numbers of chunks, a
+piece of one lies across pieces of several of another; that is why dependencies are found after this pass and not
+before it.
 """
 
 from dataclasses import dataclass

@@ -68,15 +68,9 @@ def build_graph(schedule: Schedule, errors: list[str]) -> Graph:
                 if step.type.receives and block.receive_peer is not None:
                     key = block.receive_peer, rank, block.channel
                     connections.setdefault(key, ([], []))[1].append(where)
-    graph = Graph(
-        schedule,
-        tuple(steps),
-        tuple(places),
-        tuple(first),
-        tuple(_resolve_waits(schedule, steps, places, begins, errors)),
-        *_match(len(steps), connections),
-        connections,
-    )
+    sender, receiver = _match(len(steps), connections)
+    waits_for = _resolve_waits(schedule, steps, places, begins, errors)
+    graph = Graph(schedule, tuple(steps), tuple(places), tuple(first), tuple(waits_for), sender, receiver, connections)
     for number in range(len(steps)):
         _check_step(graph, number, errors)
     for key in sorted(connections):
@@ -92,6 +86,11 @@ def _resolve_waits(
     errors: list[str],
 ) -> list[int]:
     """For each step the one that it really waits for: the first at or after the named one whose end is published."""
+    # For each step of a thread block, the first at or after it whose end is published.
+    published_at = [-1] * len(steps)
+    for number in range(len(steps) - 1, -1, -1):
+        last = number + 1 == len(steps) or places[number + 1][2] == 0
+        published_at[number] = number if steps[number].awaited else -1 if last else published_at[number + 1]
     result = [-1] * len(steps)
     for number, step in enumerate(steps):
         if step.waits_for is None:
@@ -103,20 +102,19 @@ def _resolve_waits(
         if not 0 <= other < len(blocks) or not 0 <= awaited < len(blocks[other].steps):
             errors.append(f"{here} waits for step {awaited} of thread block {other}, which is not there")
             continue
-        published = next(
-            (later for later in range(awaited, len(blocks[other].steps)) if blocks[other].steps[later].awaited), None
-        )
-        if published is None:
+        result[number] = published_at[begins[rank, other] + awaited]
+        if result[number] < 0:
             errors.append(
                 f"{here} waits for step {awaited} of thread block {other}, whose end is never published: "
                 "set its hasdep to 1"
             )
-            continue
-        result[number] = begins[rank, other] + published
     return result
 
 
-def _match(count: int, connections: dict[Connection, tuple[list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:
+def _match(
+    count: int, connections: dict[Connection, tuple[list[int], list[int]]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each step, the one that sends what it receives, and the one that receives what it sends."""
     sender, receiver = [-1] * count, [-1] * count
     for sends, receives in connections.values():
         for send, receive in zip(sends, receives, strict=False):
@@ -203,8 +201,7 @@ def linear_order(graph: Graph, slots: int | None = None) -> tuple[list[int], lis
             # A send with no receive before it that could free its slot never finds one.
             for send in sends[slots + len(receives) :]:
                 missing[send] += 1
-    for key, (sends, receives) in graph.connections.items():
-        del key
+    for sends, receives in graph.connections.values():
         for receive in receives[len(sends) :]:
             missing[receive] += 1
     ready = deque(number for number in range(count) if missing[number] == 0)

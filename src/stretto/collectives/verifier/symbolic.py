@@ -17,7 +17,7 @@ EMPTY = -1
 
 @dataclass
 class Values:
-    """All values so far. left, right: the two sides of a sum (EMPTY: an input chunk); depth: additions one upon another."""
+    """All values so far. left, right: the sides of a sum (EMPTY: an input chunk); depth: additions one upon another."""
 
     inputs: dict[tuple[int, int], int] = field(default_factory=dict)
     names: list[tuple[int, int] | None] = field(default_factory=list)
@@ -114,10 +114,7 @@ def execute(graph: Graph, order: list[int], collective: Collective, errors: list
             local = buffers[buffer][start : start + size]
             if EMPTY in local:
                 uninitialized.add(number)
-            if step.type.receives:
-                result = _add_all(values, result, local)
-            else:
-                result = local
+            result = _add_all(values, result, local) if step.type.receives else local
         if step.type.writes_destination:
             buffer, start = collective.place(rank, step.destination_buffer, step.destination)
             target = buffers[buffer]
