@@ -10,6 +10,7 @@ import typer
 import stretto
 from stretto.cli.bench import app as bench
 from stretto.cli.cluster import app as cluster
+from stretto.cli.collective import app as collective
 from stretto.cli.demo import demo
 from stretto.cli.export import export
 from stretto.cli.plan import plan
@@ -30,6 +31,7 @@ app.command()(plan)
 app.command()(probe)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
+app.add_typer(collective, name="collective")
 app.command()(export)
 
 

@@ -1,1 +1,69 @@
-"""Collectives as programs over chunks: traced, compiled, proved safe, stored and run."""
+"""Collectives as programs over chunks: traced, compiled, proved safe, stored and run.
+
+from stretto.collectives import AllGather, algorithm, chunk, verify
+
+@algorithm(lambda ranks: AllGather(ranks))
+def ring(ranks: int) -> None:
+    for rank in range(ranks):
+        c = chunk(rank, "in", 0).copy(rank, "out", rank)
+        for step in range(1, ranks):
+            c = c.copy((rank + step) % ranks, "out", rank)
+
+schedule = ring.compile(ranks=4, instances=2)
+assert verify(schedule).ok
+"""
+
+from stretto.collectives.algorithm import Algorithm, algorithm
+from stretto.collectives.collective import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToNext,
+    Broadcast,
+    Buffer,
+    Collective,
+    Reduce,
+    ReduceScatter,
+)
+from stretto.collectives.compiler import CompileError, compile_program
+from stretto.collectives.language import Program, ProgramError, Reference, chunk, parallelize, trace
+from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
+from stretto.collectives.verifier import Race, Verification, VerificationError, verify
+from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
+
+__all__ = [
+    "PROTOCOLS",
+    "Algorithm",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "AllToNext",
+    "Broadcast",
+    "Buffer",
+    "Collective",
+    "CompileError",
+    "Program",
+    "ProgramError",
+    "Race",
+    "RankProgram",
+    "Reduce",
+    "ReduceScatter",
+    "Reference",
+    "Schedule",
+    "ScheduleFileError",
+    "Step",
+    "StepType",
+    "ThreadBlock",
+    "Verification",
+    "VerificationError",
+    "algorithm",
+    "chunk",
+    "compile_program",
+    "from_xml",
+    "parallelize",
+    "read_schedule",
+    "to_xml",
+    "trace",
+    "verify",
+    "write_schedule",
+]

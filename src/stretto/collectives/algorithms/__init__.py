@@ -1,5 +1,8 @@
 """The algorithms: each a short program with its source. `find` has them by name."""
 
+import importlib.util
+from pathlib import Path
+
 from stretto.collectives.algorithm import Algorithm
 from stretto.collectives.algorithms.all_pairs import direct_all_gather, one_shot_all_reduce, two_shot_all_reduce
 from stretto.collectives.algorithms.dgx1 import dgx1_all_gather
@@ -47,4 +50,25 @@ def find(name: str) -> Algorithm:
     found = ALGORITHMS.get(name.replace("_", "-"))
     if found is None:
         raise ValueError(f"there is no algorithm {name!r}: there are {', '.join(ALGORITHMS)}")
+    return found
+
+
+def load(file: Path, function: str) -> Algorithm:
+    """The algorithm that a Python file defines under this name. The file is run: it is code that the user chose.
+
+    ValueError for a file that is not there, does not run, or has no such algorithm.
+    """
+    spec = importlib.util.spec_from_file_location(f"{file.stem} of the user", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises is the user's to read
+        raise ValueError(f"{file} does not run: {type(error).__name__}: {error}") from error
+    found = getattr(module, function, None)
+    if not isinstance(found, Algorithm):
+        names = [name for name, value in vars(module).items() if isinstance(value, Algorithm)]
+        has = f"it has {', '.join(names)}" if names else "decorate a function with @algorithm"
+        raise ValueError(f"{file} has no algorithm {function!r}: {has}")
     return found

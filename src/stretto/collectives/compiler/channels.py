@@ -38,9 +38,12 @@ def assign_channels(dag: InstructionDag) -> Channels:
         part = dag.instructions[dag.sender[chain[0]]].part
         asked = {operations[message].channel for message in chain} - {None}
         links = [_link(dag, message) for message in chain[1:]]
+        crossing = _first_that_crosses(chain[1:], links)
+        if crossing is not None:
+            split.add(crossing)
+            continue
         if len(asked) > 1:
-            first = next(iter(asked))
-            split.update(message for message in chain[1:] if operations[message].channel not in (None, first))
+            split.add(_first_that_differs(chain, [operations[message].channel for message in chain]))
             continue
         if asked:
             channel = next(iter(asked))
@@ -70,6 +73,26 @@ def _chains(dag: InstructionDag) -> Iterator[list[int]]:
         while (following := dag.instructions[dag.receiver[chain[-1]]].sends) is not None:
             chain.append(following)
         yield chain
+
+
+def _first_that_differs(chain: list[int], asked: list[int | None]) -> int:
+    """The first message that the program wants on another channel than one before it in the chain."""
+    wanted: int | None = None
+    for message, channel in zip(chain, asked, strict=True):
+        if channel is not None and wanted is not None and channel != wanted:
+            return message
+        wanted = wanted if channel is None else channel
+    raise AssertionError("all agree")
+
+
+def _first_that_crosses(messages: list[int], links: list[tuple[int, int, int]]) -> int | None:
+    """The first message of a chain that comes through a rank again, from another peer or to another one."""
+    passes_to: dict[tuple[int, int], int] = {}
+    passes_from: dict[tuple[int, int], int] = {}
+    for message, (rank, giver, taker) in zip(messages, links, strict=True):
+        if passes_to.setdefault((rank, giver), taker) != taker or passes_from.setdefault((rank, taker), giver) != giver:
+            return message
+    return None
 
 
 def _link(dag: InstructionDag, message: int) -> tuple[int, int, int]:

@@ -1,0 +1,247 @@
+"""`stretto collective`: write a collective, prove it right, look at it, run it."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from stretto.collectives import Algorithm, Schedule, Verification
+
+NOT_VERIFIED = 1
+SHOWN_ERRORS = 20
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Collectives as programs over chunks: compiled, proved safe before they run, stored as MSCCL XML.",
+)
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME_OR_FILE:FUNCTION", help="One of `stretto collective list`, or file.py:function."),
+]
+File = Annotated[Path, typer.Argument(metavar="F.xml", help="A schedule.")]
+Ranks = Annotated[int | None, typer.Option(help="Ranks, for an algorithm that takes `ranks`.")]
+Nodes = Annotated[int | None, typer.Option(help="Nodes, for an algorithm that takes `nodes` and `gpus`.")]
+Gpus = Annotated[int | None, typer.Option(help="GPUs a node.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Another parameter of the algorithm.")
+]
+InPlace = Annotated[
+    bool | None,
+    typer.Option("--in-place/--out-of-place", help="Whether input and output share memory."),
+]
+Instances = Annotated[int, typer.Option(help="Copies of the whole program, each on a part of the data.")]
+Protocol = Annotated[str, typer.Option(help="Simple, LL or LL128.")]
+Slots = Annotated[int | None, typer.Option(help="FIFO slots a connection (default: the protocol's, 2, 8 and 8).")]
+Waive = Annotated[
+    list[str] | None, typer.Option(help="An error that is not counted: replica_consistency. May be given again.")
+]
+LimitsOf = Annotated[str | None, typer.Option("--limits", help="Also check the limits of a runtime: rccl.")]
+MaxFileBytes = Annotated[int, typer.Option(help="The largest file that is read.", min=1)]
+DEFAULT_MAX_FILE_BYTES = 128 * 2**20
+
+
+@app.command("list")
+def list_algorithms(as_json: Json = False) -> None:
+    """List the algorithms that come with Stretto."""
+    from stretto.collectives.algorithms import ALGORITHMS
+
+    rows = [
+        {"name": each.name, "parameters": list(each.parameters), "summary": each.summary, "source": each.source}
+        for each in ALGORITHMS.values()
+    ]
+    if as_json:
+        print_json({"algorithms": rows})
+        return
+    for row in rows:
+        print(f"{row['name']}  ({', '.join(row['parameters']) or 'no parameters'})\n    {row['summary']}")
+        print(f"    {row['source']}")
+
+
+@app.command("compile")
+def compile_(
+    name: Name,
+    ranks: Ranks = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    instances: Instances = 1,
+    protocol: Protocol = "Simple",
+    slots: Slots = None,
+    in_place: InPlace = None,
+    set_: Sets = None,
+    min_bytes: Annotated[int, typer.Option(help="The smallest size that it is meant for.", min=0)] = 0,
+    max_bytes: Annotated[int, typer.Option(help="The largest size that it is meant for (0: any).", min=0)] = 0,
+    limits: LimitsOf = None,
+    waive: Waive = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the schedule here (default: to standard output).")
+    ] = None,
+) -> None:
+    """Compile a program to a schedule, verify it, and write it as MSCCL XML. Words go to standard error.
+
+    - stretto collective compile ring-all-reduce --ranks 8 --instances 4 --protocol LL -o ring.xml
+    - stretto collective compile my_file.py:my_function --ranks 8
+    """
+    with refusing_bad_input():
+        from stretto.collectives import verify
+        from stretto.collectives.xml import to_xml
+
+        made = _find(name).compile(
+            protocol=protocol,
+            instances=instances,
+            slots=slots,
+            min_bytes=min_bytes,
+            max_bytes=max_bytes,
+            **_parameters(ranks, nodes, gpus, in_place, set_),
+        )
+        _require_limits(made, limits)
+        found = verify(made, slots=slots, waive=waive or ())
+        text = to_xml(made)
+        if found.ok and output is not None:
+            output.write_text(text, encoding="utf-8")
+        elif found.ok:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    print(_describe(made, found), file=sys.stderr)
+    if not found.ok:
+        raise fail("not written: the schedule is not verified", NOT_VERIFIED, as_json=False)
+
+
+@app.command("verify")
+def verify_(
+    file: File,
+    slots: Slots = None,
+    waive: Waive = None,
+    limits: LimitsOf = None,
+    max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
+    as_json: Json = False,
+) -> None:
+    """Verify a schedule. Exit status: 0 verified, 1 not, 2 not a schedule.
+
+    Checks the collective's postcondition, deadlock, data races, whether all ranks add in one order, and that the
+    schedule is well formed.
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.collectives import verify
+        from stretto.collectives.limits import exceeded_limits
+
+        schedule = _read(file, max_file_bytes)
+        found = verify(schedule, slots=slots, waive=waive or ())
+        over = exceeded_limits(schedule, _limits(limits)) if limits is not None else []
+    ok = found.ok and not over
+    if as_json:
+        result = asdict(found) | {"ok": ok, "errors": [*found.errors, *over]}
+        print(json.dumps(result))
+    else:
+        print(_describe(schedule, found))
+        for each in over:
+            print(f"  {each}")
+    if not ok:
+        raise typer.Exit(NOT_VERIFIED)
+
+
+@app.command()
+def show(
+    file: File,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The picture, .png or .svg (default: F.png beside F.xml).")
+    ] = None,
+    ranks: Annotated[str | None, typer.Option(help="The ranks to show, as FIRST-LAST (default: all).")] = None,
+    max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
+) -> None:
+    """Draw a schedule: ranks and thread blocks as rows, steps as boxes, messages as arrows."""
+    with refusing_bad_input():
+        from stretto.report.schedule import plot_schedule
+
+        picture = output or file.with_suffix(".png")
+        plot_schedule(_read(file, max_file_bytes), picture, _rank_range(ranks))
+        print(picture)
+
+
+def _read(file: Path, max_bytes: int) -> "Schedule":
+    from stretto.collectives.xml import read_schedule
+
+    return read_schedule(file, max_bytes=max_bytes)
+
+
+def _find(name: str) -> "Algorithm":
+    """An algorithm by its name, or by the file and function that define it."""
+    from stretto.collectives.algorithms import find, load
+
+    file, colon, function = name.rpartition(":")
+    return load(Path(file), function) if colon else find(name)
+
+
+def _parameters(
+    ranks: int | None, nodes: int | None, gpus: int | None, in_place: bool | None, sets: list[str] | None
+) -> dict[str, Any]:
+    given: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "gpus": gpus, "in_place": in_place}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    for each in sets or ():
+        name, equals, text = each.partition("=")
+        if not equals or not text.lstrip("-").isdecimal():
+            raise ValueError(f"--set takes NAME=NUMBER, not {each!r}")
+        parameters[name] = int(text)
+    # Whoever gives nodes and GPUs may say again how many ranks that makes.
+    if "ranks" in parameters and {"nodes", "gpus"} <= parameters.keys():
+        if parameters["nodes"] * parameters["gpus"] != parameters["ranks"]:
+            raise ValueError(f"{nodes} nodes of {gpus} GPUs are not {ranks} ranks")
+        del parameters["ranks"]
+    return parameters
+
+
+def _limits(name: str) -> Any:
+    from stretto.collectives.limits import LIMITS
+
+    if name not in LIMITS:
+        raise ValueError(f"limits are known of {', '.join(LIMITS)}, not of {name!r}")
+    return LIMITS[name]
+
+
+def _require_limits(schedule: "Schedule", name: str | None) -> None:
+    from stretto.collectives.limits import exceeded_limits
+
+    if name is not None and (over := exceeded_limits(schedule, _limits(name))):
+        raise ValueError("; ".join(over[:5]))
+
+
+def _rank_range(text: str | None) -> range | None:
+    if text is None:
+        return None
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal():
+        raise ValueError(f"--ranks takes FIRST-LAST or one rank, not {text!r}")
+    return range(int(first), int(last or first) + 1)
+
+
+def _describe(schedule: "Schedule", found: "Verification") -> str:
+    """What a schedule is and what was found out about it, for people."""
+    collective = schedule.collective
+    blocks = max((len(program.thread_blocks) for program in schedule.ranks), default=0)
+    lines = [
+        f"{schedule.name}: {collective.name} of {collective.ranks} ranks, {collective.chunks_per_loop} chunks, "
+        f"{schedule.protocol}, {schedule.channels} channels, up to {blocks} thread blocks a rank, {found.steps} steps",
+        f"  postcondition       {_word(found.postcondition, 'holds', 'does not hold')}",
+        f"  deadlock            {_word(found.deadlock_free, 'none', 'possible')} with {found.slots} slots a connection"
+        + (f" (needs {found.min_slots})" if found.min_slots is not None else ""),
+        f"  data races          {'not checked' if found.races is None else len(found.races) or 'none'}",
+        f"  order of additions  {_word(found.replica_consistent, 'the same on all ranks', 'differs between ranks')}"
+        + (f", at most {found.roundings} roundings" if found.roundings else ""),
+    ]
+    if found.writes_input:
+        lines.append("  note: a call that is out of place finds its input changed")
+    lines += [f"  {error}" for error in found.errors[:SHOWN_ERRORS]]
+    if len(found.errors) > SHOWN_ERRORS:
+        lines.append(f"  ... and {len(found.errors) - SHOWN_ERRORS} more errors (--json has them)")
+    lines.append("verified" if found.ok else "NOT verified")
+    return "\n".join(lines)
+
+
+def _word(value: bool | None, yes: str, no: str) -> str:
+    return "not checked" if value is None else yes if value else no
