@@ -12,6 +12,7 @@ from stretto.collectives.verifier.graph import Graph, build_graph, linear_order
 MAX_ROWS = 256
 MAX_STEPS = 20_000
 ARROWS_WITH_HEADS = 600
+BOX = 0.62
 
 # Colours that differ for all eyes and in lightness; the letters inside say the same.
 COLOURS = {
@@ -36,6 +37,8 @@ NAMES = {
     StepType.REDUCE: "reduce",
     StepType.NOP: "wait",
 }
+
+DARK = {StepType.RECEIVE, StepType.RECEIVE_COPY_SEND, StepType.RECEIVE_REDUCE_SEND}
 
 
 def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) -> None:
@@ -70,13 +73,15 @@ def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) ->
     where = {number: (times[number], rows[graph.places[number][:2]]) for number in drawn}
     patches, colours = [], []
     for number, (time, row) in where.items():
-        patches.append(Rectangle((time + 0.04, row - 0.4), 0.92, 0.8))
+        patches.append(Rectangle((time, row - 0.4), BOX, 0.8))
         colours.append(COLOURS[graph.steps[number].type])
         if len(drawn) <= MAX_STEPS // 10:
-            axes.text(time + 0.5, row, _label(graph, number), ha="center", va="center", fontsize=5)
+            kind = graph.steps[number].type
+            ink = "white" if kind in DARK else "black"
+            axes.text(time + BOX / 2, row, _label(graph, number), ha="center", va="center", fontsize=5, color=ink)
     axes.add_collection(PatchCollection(patches, facecolors=colours, edgecolors="#444444", linewidths=0.4))
     arrows = [
-        ((where[number][0] + 0.96, where[number][1]), (where[receiver][0] + 0.04, where[receiver][1]))
+        ((where[number][0] + BOX, where[number][1]), (where[receiver][0], where[receiver][1]))
         for number, receiver in enumerate(graph.receiver)
         if number in where and receiver in where
     ]
