@@ -1,4 +1,4 @@
-"""A machine of symbols that runs schedules, written apart from Stretto's own: every order of events it may take at random.
+"""A machine of symbols that runs schedules, written apart from Stretto's own, with events in random order.
 
 A chunk holds the multiset of input chunks that were added to make it.
 """
@@ -35,7 +35,9 @@ class Machine:
                     self._write(rank, Buffer.IN, index, [Counter({(rank, index): 1})])
         self.fifos: dict[tuple[int, int, int], list[list[Chunk]]] = {}
         self.at = {
-            (rank, block): 0 for rank, program in enumerate(schedule.ranks) for block in range(len(program.thread_blocks))
+            (rank, block): 0
+            for rank, program in enumerate(schedule.ranks)
+            for block in range(len(program.thread_blocks))
         }
         self.published = dict.fromkeys(self.at, -1)
 

@@ -4,10 +4,10 @@ import random
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from stretto.collectives import PROTOCOLS, compile_program, from_xml, to_xml, verify
 from tests.collectives.machine import runs_right
 from tests.collectives.random_programs import damaged, random_program
+
+from stretto.collectives import PROTOCOLS, compile_program, from_xml, to_xml, verify
 
 RUNS = 4
 seeds = st.integers(0, 2**32 - 1)

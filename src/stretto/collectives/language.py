@@ -208,6 +208,7 @@ class Trace:
 
     def split(self, reference: Reference, parts: int) -> list[Reference]:
         """See `Reference.split`."""
+        self._require_current(reference)
         if parts < 1 or reference.count % parts:
             raise ProgramError(f"{_line()}: {reference.count} chunks cannot be split into {parts} equal parts")
         count = reference.count // parts
@@ -270,7 +271,7 @@ class Trace:
         return Chunks(rank, buffer, index, count), there[index : index + count]
 
     def _require_current(self, reference: Reference) -> None:
-        if reference._trace is not self:
+        if reference._trace is not self or _current.get() is not self:
             raise ProgramError(f"{_line()}: {reference.chunks} is a reference of another program")
         now = self._versions[reference.rank][reference.buffer]
         if now[reference.index : reference.index + reference.count] != reference._versions:
