@@ -117,7 +117,8 @@ def make_modules() -> dict[str, ModuleType]:
     modules = {name: _module(name, names) for name, names in contents.items()}
     for name, module in modules.items():
         package, _, last = name.rpartition(".")
-        if package:
+        if package and last not in contents[package]:
+            # `msccl.language.chunk` is the function, as there, and a module for `from` alone.
             setattr(modules[package], last, module)
         if any(other.startswith(f"{name}.") for other in modules):
             # A package without a place on disk: what is not here is not found elsewhere.

@@ -17,6 +17,8 @@ from stretto.collectives.msccl.program import MSCCLProgram, Run, current_run
 from stretto.collectives.msccl.values import OURS, ScriptError
 from stretto.collectives.schedule import Schedule
 
+_LIBRARIES = tuple(sysconfig.get_paths().values())
+
 
 @dataclass(frozen=True)
 class ImportedProgram:
@@ -149,10 +151,9 @@ def _alone(script: Path, args: Sequence[str]) -> Iterator[tuple[ModuleType, io.S
     finally:
         sys.argv, sys.stderr = argv, errors
         sys.path[:] = path
-        for name in [
-            name for name, module in sys.modules.items() if name not in modules and _is_of_run(module, script)
-        ]:
-            del sys.modules[name]
+        for name, module in list(sys.modules.items()):
+            if name not in modules and _is_of_run(module, script):
+                del sys.modules[name]
         sys.modules.update(modules)
         os.chdir(directory)
         if os.environ != environment:
@@ -175,7 +176,7 @@ def _is_of_run(module: object, script: Path) -> bool:
         return package == "msccl"
     if module.__dict__.get("__file__"):
         file = Path(module.__dict__["__file__"]).resolve()
-        is_installed = any(file.is_relative_to(place) for place in sysconfig.get_paths().values())
+        is_installed = any(file.is_relative_to(place) for place in _LIBRARIES)
         if file.is_relative_to(script.resolve().parent) and not is_installed:
             return True
     return any(

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 OURS = __name__.rpartition(".")[0]
+_NAMED = 8
 
 
 class ScriptError(ValueError):
@@ -60,6 +61,9 @@ class Chunk:
             return ReduceChunk(chunk.creation_rank, [*chunk.chunks, self])
         return ReduceChunk(dst, [self, chunk])
 
+    def __str__(self) -> str:
+        return f"({self.origin_rank}, {self.origin_index})"
+
 
 @dataclass(eq=False)
 class ReduceChunk:
@@ -82,6 +86,10 @@ class ReduceChunk:
 
     def __hash__(self) -> int:
         return hash(tuple(sorted(self.chunks)))
+
+    def __str__(self) -> str:
+        named = " + ".join(map(str, sorted(self.chunks)[:_NAMED]))
+        return named if len(self.chunks) <= _NAMED else f"{named} + {len(self.chunks) - _NAMED} more"
 
 
 class ScratchBuffer(list[Any]):
