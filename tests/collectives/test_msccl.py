@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ from textwrap import dedent
 from types import ModuleType
 
 import pytest
-from tests.collectives.interpreter import assert_right
+from tests.collectives.machine import runs_right
 
 from stretto.collectives.msccl import ImportedScript, ScriptError, import_msccl
 from stretto.collectives.schedule import Schedule, StepType
+from stretto.collectives.verifier import verify
 
 HEAD = """\
 from msccl.language import *
@@ -99,6 +101,14 @@ def only(script: ImportedScript) -> Schedule:
     return program.schedule
 
 
+def assert_right(schedule: Schedule) -> None:
+    """It verifies, and runs right on the machine of symbols in several orders of events."""
+    verification = verify(schedule)
+    assert verification.ok, verification.errors
+    for seed in range(3):
+        assert runs_right(schedule, schedule.collective, schedule.slots, random.Random(seed))
+
+
 def line_of(text: str, statement: str) -> int:
     """The line of the script on which a statement is."""
     lines = (HEAD + dedent(text)).splitlines()
@@ -116,7 +126,6 @@ def test_a_ring_all_reduce_with_arguments(imported: Importer, instances: int) ->
 
 
 def test_xml_goes_to_what_the_script_printed(imported: Importer, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("stretto.collectives.xml")
     script = imported("""
         with MSCCLProgram("swap", fully_connected(2), AllGather(2, 1, True), 1):
             for rank in range(2):
@@ -222,7 +231,7 @@ def test_group_takes_what_lies_between_and_split_takes_it_apart(imported: Import
             assert low == chunk(0, Buffer.output, 0, 2)
             assert Check()
     """
-    assert only(imported(text)).collective.input_chunks == 8
+    assert only(imported(text)).channels == 2
 
 
 def test_a_reference_reads_what_its_place_holds_now(imported: Importer) -> None:
@@ -252,7 +261,7 @@ def test_batched_instances_of_an_all_reduce_are_the_same_function(imported: Impo
         with MSCCLProgram("batched", fully_connected(2), AllReduce(2, 2, True), 2, interleaved_replication=False):
             chunk(1, Buffer.input, 0, 2).reduce(chunk(0, Buffer.input, 0, 2)).copy(0, Buffer.input, 0)
     """
-    assert only(imported(text)).collective.input_chunks == 4
+    assert only(imported(text)).channels == 2
 
 
 def test_routines_run_among_some_of_the_ranks(imported: Importer) -> None:

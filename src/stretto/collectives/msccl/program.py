@@ -17,6 +17,7 @@ from stretto.collectives.msccl.conditions import Collective
 from stretto.collectives.msccl.lowering import Place, Recorded, is_index_wise, lower
 from stretto.collectives.msccl.values import Buffer, ScratchBuffer, ScriptError, ThreadblockPolicy, script_line
 from stretto.collectives.schedule import PROTOCOLS, Schedule
+from stretto.collectives.xml import to_xml
 
 _MSCCLPP = "is an operation of MSCCL++: only copy() and reduce() are supported"
 
@@ -303,8 +304,6 @@ class MSCCLProgram:
 
     def generate_xml(self) -> str:
         """The schedule as MSCCL XML."""
-        from stretto.collectives.xml import to_xml
-
         return to_xml(self.compile())
 
     def lower(self) -> None:
