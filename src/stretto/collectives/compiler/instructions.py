@@ -90,8 +90,9 @@ def generate_instructions(dag: ChunkDag) -> InstructionDag:
 def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> InstructionDag:
     """Each receive fused with a send of exactly the chunks that it stored: r + s to rcs, rrc + s to rrcs or rrs.
 
-    Of several sends, the one on the longest path is taken. rrs, which stores nothing, only where nobody else reads the
-    sum and the collective does not ask for it. Sends of the operations in `unfused` stay apart.
+    Of several sends, the one on the longest path is taken, and none for which another thread block is asked for. rrs,
+    which stores nothing, only where nobody else reads the sum and the collective does not ask for it. Sends of the
+    operations in `unfused` stay apart.
     """
     operations = dag.chunk_dag.parts.operations
     fused_into = _choose(dag, unfused)
@@ -145,8 +146,7 @@ def _choose(dag: InstructionDag, unfused: frozenset[int]) -> dict[int, int]:
         if stored.receives is None or stored.destination != instruction.source or stored.part != instruction.part:
             continue
         channels = {operations[message].channel, operations[stored.receives].channel} - {None}
-        blocks = {stored.thread_block, instruction.thread_block} - {None}
-        if len(channels) > 1 or len(blocks) > 1:
+        if len(channels) > 1 or stored.thread_block != instruction.thread_block:
             continue
         other = chosen.get(receive)
         if other is None or to_leaf[number] > to_leaf[other]:

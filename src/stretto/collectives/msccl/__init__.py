@@ -1,0 +1,12 @@
+"""Programs written for msccl-tools, run unmodified and compiled here.
+
+A script that imports `msccl.language`, `msccl.language.collectives`, `msccl.language.routines` or `msccl.topologies` is
+run with stand-ins for these modules, for the length of that run only. Its programs are traced with the meaning that
+they have there (a reference names a place and reads what the place holds now) and compiled by our own compiler.
+docs/porting-msccl.md says what corresponds to what, and what is not supported.
+"""
+
+from stretto.collectives.msccl.script import ImportedProgram, ImportedScript, import_msccl
+from stretto.collectives.msccl.values import ScriptError
+
+__all__ = ["ImportedProgram", "ImportedScript", "ScriptError", "import_msccl"]

@@ -1,0 +1,169 @@
+"""Collectives as scripts for msccl-tools write them: what buffers hold at the start, and a check of the end."""
+
+from typing import Any
+
+from stretto.collectives.msccl.values import Buffer, Chunk, ReduceChunk
+
+Buffers = list[dict[Any, Any]]
+
+
+class Collective:
+    """A collective over `num_ranks` ranks; scripts make their own by giving `init_buffers` and `check`.
+
+    chunk_factor: the chunks of the smaller buffer, or of the only one; inplace: whether both buffers share memory.
+    """
+
+    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
+        self.num_ranks = num_ranks
+        self.chunk_factor = chunk_factor
+        self.inplace = inplace
+        self.name = "custom"
+
+    def init_buffers(self) -> Buffers:
+        """For each rank, what `Buffer.input` and `Buffer.output` hold at the start: lists of chunks or None."""
+        raise NotImplementedError(f"{type(self).__name__} gives no init_buffers()")
+
+    def check(self, prog: Any) -> bool | None:
+        """Whether `prog.buffers` holds what it must at the end."""
+        return None
+
+    def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
+        """Where that place really is, for collectives whose buffers share memory."""
+        return buffer, index
+
+    def _is_as_expected(self, prog: Any, expected: dict[tuple[int, int], Any]) -> bool:
+        """Whether each (rank, output index) holds that chunk or sum; prints the ones that do not."""
+        correct = True
+        for (rank, index), wanted in expected.items():
+            buffer, at = self.get_buffer_index(rank, Buffer.output, index)
+            found = prog.buffers[rank][buffer][at]
+            if found != wanted:
+                print(f"rank {rank}'s output chunk {index} holds {found}, not {wanted}")
+                correct = False
+        return correct
+
+
+class AllToAll(Collective):
+    """Rank r's output is every rank's r-th block of `chunk_factor` chunks."""
+
+    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
+        super().__init__(num_ranks, chunk_factor, inplace)
+        self.name = "alltoall"
+
+    def init_buffers(self) -> Buffers:
+        size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
+        ranks = []
+        for rank in range(self.num_ranks):
+            held = [Chunk(rank, index, index // block, rank * block + index % block) for index in range(size)]
+            ranks.append({Buffer.input: held, Buffer.output: held if self.inplace else [None] * size})
+        return ranks
+
+    def check(self, prog: Any) -> bool:
+        size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
+        return self._is_as_expected(
+            prog,
+            {
+                (rank, index): Chunk(index // block, rank * block + index % block)
+                for rank in range(self.num_ranks)
+                for index in range(size)
+            },
+        )
+
+
+class AllGather(Collective):
+    """Every rank's output is all ranks' inputs of `chunk_factor` chunks. In place, the input is a part of it."""
+
+    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
+        super().__init__(num_ranks, chunk_factor, inplace)
+        self.name = "allgather"
+
+    def init_buffers(self) -> Buffers:
+        ranks = []
+        for rank in range(self.num_ranks):
+            start = rank * self.chunk_factor
+            held = [Chunk(rank, index, -1, start + index) for index in range(self.chunk_factor)]
+            output: list[Chunk | None] = [None] * (self.num_ranks * self.chunk_factor)
+            if self.inplace:
+                output[start : start + self.chunk_factor] = held
+            ranks.append({Buffer.input: held, Buffer.output: output})
+        return ranks
+
+    def check(self, prog: Any) -> bool:
+        block = self.chunk_factor
+        return self._is_as_expected(
+            prog,
+            {
+                (rank, index): Chunk(index // block, index % block)
+                for rank in range(self.num_ranks)
+                for index in range(self.num_ranks * block)
+            },
+        )
+
+    def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
+        if self.inplace and buffer is Buffer.input:
+            return Buffer.output, rank * self.chunk_factor + index
+        return buffer, index
+
+
+class AllReduce(Collective):
+    """Every rank's `chunk_factor` output chunks are the sums of all ranks' input chunks."""
+
+    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
+        super().__init__(num_ranks, chunk_factor, inplace)
+        self.name = "allreduce"
+
+    def init_buffers(self) -> Buffers:
+        ranks = []
+        for rank in range(self.num_ranks):
+            held = [Chunk(rank, index, -1, index) for index in range(self.chunk_factor)]
+            ranks.append({Buffer.input: held, Buffer.output: held if self.inplace else [None] * self.chunk_factor})
+        return ranks
+
+    def check(self, prog: Any) -> bool:
+        sums = [_sum_of_all(self.num_ranks, index) for index in range(self.chunk_factor)]
+        return self._is_as_expected(
+            prog, {(rank, index): wanted for rank in range(self.num_ranks) for index, wanted in enumerate(sums)}
+        )
+
+    def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
+        return (Buffer.input if self.inplace and buffer is Buffer.output else buffer), index
+
+
+class ReduceScatter(Collective):
+    """Rank r's output is the sum of the r-th blocks of `chunk_factor` chunks. In place, it is a part of the input."""
+
+    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
+        super().__init__(num_ranks, chunk_factor, inplace)
+        self.name = "reduce_scatter"
+
+    def init_buffers(self) -> Buffers:
+        size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
+        ranks = []
+        for rank in range(self.num_ranks):
+            buffers: dict[Any, Any] = {
+                Buffer.input: [Chunk(rank, index, index // block, index % block) for index in range(size)]
+            }
+            if not self.inplace:
+                buffers[Buffer.output] = [None] * block
+            ranks.append(buffers)
+        return ranks
+
+    def check(self, prog: Any) -> bool:
+        block = self.chunk_factor
+        return self._is_as_expected(
+            prog,
+            {
+                (rank, index): _sum_of_all(self.num_ranks, rank * block + index)
+                for rank in range(self.num_ranks)
+                for index in range(block)
+            },
+        )
+
+    def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
+        if self.inplace and buffer is Buffer.output:
+            return Buffer.input, rank * self.chunk_factor + index
+        return buffer, index
+
+
+def _sum_of_all(ranks: int, index: int) -> ReduceChunk:
+    return ReduceChunk(-1, [Chunk(rank, index) for rank in range(ranks)])
