@@ -90,7 +90,6 @@ def compile_(
     """
     with refusing_bad_input():
         from stretto.collectives import verify
-        from stretto.collectives.xml import to_xml
 
         made = _find(name).compile(
             protocol=protocol,
@@ -102,12 +101,8 @@ def compile_(
         )
         _require_limits(made, limits)
         found = verify(made, slots=slots, waive=waive or ())
-        text = to_xml(made)
-        if found.ok and output is not None:
-            output.write_text(text, encoding="utf-8")
-        elif found.ok:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        if found.ok:
+            _write(made, output)
     print(_describe(made, found), file=sys.stderr)
     if not found.ok:
         raise fail("not written: the schedule is not verified", NOT_VERIFIED, as_json=False)
@@ -146,6 +141,55 @@ def verify_(
         raise typer.Exit(NOT_VERIFIED)
 
 
+@app.command("import-msccl", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def import_msccl(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script written for msccl-tools.")],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGS]...", help="The script's own arguments; a last -o F.xml is ours, unless after --."
+        ),
+    ] = None,
+    slots: Slots = None,
+    waive: Waive = None,
+    limits: LimitsOf = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the schedule here (default: to standard output); a folder for several."
+        ),
+    ] = None,
+) -> None:
+    """Run an unmodified script for msccl-tools, and write its programs' schedules once they are verified.
+
+    - stretto collective import-msccl allreduce_ring.py 8 --protocol LL -o ring.xml
+    """
+    with refusing_bad_input():
+        from stretto.collectives import verify
+        from stretto.collectives.msccl import import_msccl as run_script
+
+        arguments, output = _script_arguments(args or [], output)
+        programs = run_script(script, arguments).programs
+        if len(programs) > 1 and (output is None or output.suffix):
+            raise ValueError(f"{script} makes {len(programs)} programs: name a folder for them with -o")
+        for program in programs:
+            _require_limits(program.schedule, limits)
+            for note in program.notes:
+                print(f"note: {note}", file=sys.stderr)
+            found = verify(program.schedule, slots=slots, waive=waive or ())
+            print(_describe(program.schedule, found), file=sys.stderr)
+            if not found.ok:
+                raise fail("not written: the schedule is not verified", NOT_VERIFIED, as_json=False)
+        if len(programs) == 1:
+            _write(programs[0].schedule, output)
+            return
+        assert output is not None
+        output.mkdir(parents=True, exist_ok=True)
+        for number, program in enumerate(programs):
+            name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in program.schedule.name)
+            _write(program.schedule, output / f"{number}-{name}.xml")
+
+
 @app.command()
 def show(
     file: File,
@@ -162,6 +206,25 @@ def show(
         picture = output or file.with_suffix(".png")
         plot_schedule(_read(file, max_file_bytes), picture, _rank_range(ranks))
         print(picture)
+
+
+def _script_arguments(args: list[str], output: Path | None) -> tuple[list[str], Path | None]:
+    """The script's arguments, and where to write: a last `-o F.xml` is ours, all that follows a `--` the script's."""
+    if args[:1] == ["--"]:
+        return args[1:], output
+    if output is None and len(args) >= 2 and args[-2] in ("-o", "--output"):
+        return args[:-2], Path(args[-1])
+    return args, output
+
+
+def _write(schedule: "Schedule", output: Path | None) -> None:
+    from stretto.collectives.xml import to_xml, write_schedule
+
+    if output is not None:
+        write_schedule(schedule, output)
+        return
+    sys.stdout.write(to_xml(schedule))
+    sys.stdout.flush()
 
 
 def _read(file: Path, max_bytes: int) -> "Schedule":
