@@ -73,6 +73,21 @@ def parity(
             print_json({"rows": rows})
 
 
+@app.command("compile")
+def compile_(
+    largest: Annotated[int | None, typer.Option(help="Leave out what has more ranks.")] = None,
+    out: Out = Path("results/compile"),
+    as_json: Json = False,
+) -> None:
+    """Seconds and memory to compile and verify collectives of up to 512 ranks (needs no GPU)."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.compile import bench_compile
+
+        rows = bench_compile(out, largest)
+        if as_json:
+            print_json({"rows": rows})
+
+
 @app.command()
 def published(
     batch: Annotated[int, typer.Option(help="Global batch, in sequences of 2048 tokens.")] = 8192,

@@ -1,0 +1,90 @@
+"""How long a collective takes to compile and to verify, as it grows. Needs no GPU."""
+
+import resource
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from stretto.bench.harness import Column, print_table, write_result
+from stretto.collectives import verify
+from stretto.collectives.algorithms import find
+
+CASES: tuple[tuple[str, dict[str, int]], ...] = (
+    *(("ring-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64, 128, 256)),
+    *(("hierarchical-all-reduce", {"nodes": nodes, "gpus": 8}) for nodes in (2, 4, 8, 16, 32, 64)),
+    *(("two-shot-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64)),
+    *(("recursive-halving-all-reduce", {"ranks": ranks}) for ranks in (16, 64, 256)),
+)
+
+COLUMNS = (
+    Column("algorithm", "algorithm"),
+    Column("size", "size"),
+    Column("steps", "steps", "{:,}"),
+    Column("compile_seconds", "compile (s)", "{:.2f}"),
+    Column("verify_seconds", "verify (s)", "{:.2f}"),
+    Column("microseconds_per_step", "both, µs a step", "{:.0f}"),
+    Column("peak_gib", "peak memory (GiB)", "{:.2f}"),
+)
+
+
+def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]:
+    """Compile and verify every case, in a process of its own; print the table and write compile.json and compile.png.
+
+    largest: leave out what has more ranks.
+    """
+    rows = []
+    for name, sizes in CASES:
+        ranks = sizes.get("ranks") or sizes["nodes"] * sizes["gpus"]
+        if largest is None or ranks <= largest:
+            with get_context("spawn").Pool(1) as pool:
+                rows.append(pool.apply(measure, (name, sizes)))
+    print_table("Compile and verify, one process", COLUMNS, rows)
+    write_result(out, "compile", COLUMNS, rows)
+    _plot(rows, out / "compile.png")
+    return rows
+
+
+def measure(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """One case: seconds for both, and the most memory that this process held. AssertionError if it does not verify."""
+    begin = time.perf_counter()
+    schedule = find(name).compile(**sizes)
+    compiled = time.perf_counter()
+    found = verify(schedule)
+    end = time.perf_counter()
+    assert found.ok, found.errors
+    return {
+        "algorithm": name,
+        "size": " x ".join(str(size) for size in sizes.values()),
+        "steps": schedule.steps,
+        "compile_seconds": compiled - begin,
+        "verify_seconds": end - compiled,
+        "microseconds_per_step": (end - begin) / schedule.steps * 1e6,
+        # Linux counts in KiB.
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def _plot(rows: list[dict[str, Any]], file: Path) -> None:
+    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for marker, name in zip("osD^", dict.fromkeys(row["algorithm"] for row in rows), strict=False):
+        mine = [row for row in rows if row["algorithm"] == name]
+        axes.plot(
+            [row["steps"] for row in mine],
+            [row["compile_seconds"] + row["verify_seconds"] for row in mine],
+            marker=marker,
+            label=name,
+        )
+    steps = sorted(row["steps"] for row in rows)
+    slope = min((row["compile_seconds"] + row["verify_seconds"]) / row["steps"] for row in rows)
+    axes.plot(steps, [slope * each for each in steps], color="#999999", linestyle=":", label="linear")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("steps of the schedule")
+    axes.set_ylabel("seconds to compile and verify")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file)
