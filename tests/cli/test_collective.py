@@ -1,0 +1,187 @@
+"""`stretto collective`, by what it prints, writes and exits with."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli import app
+from stretto.collectives import read_schedule, verify
+
+EVERYTHING = {
+    "ok",
+    "postcondition",
+    "deadlock_free",
+    "slots",
+    "min_slots",
+    "races",
+    "replica_consistent",
+    "roundings",
+    "writes_input",
+    "steps",
+    "errors",
+}
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["collective", *map(str, args)])
+
+
+@pytest.fixture
+def ring(tmp_path):
+    file = tmp_path / "ring.xml"
+    assert run("compile", "ring-all-reduce", "--ranks", 4, "--instances", 2, "-o", file).exit_code == 0
+    return file
+
+
+def test_the_list_names_every_algorithm_with_its_source():
+    result = run("list", "--json")
+    rows = json.loads(result.stdout)["algorithms"]
+    assert {"name", "parameters", "summary", "source"} == set(rows[0])
+    assert all(row["summary"] and row["source"] for row in rows)
+    assert "ring-all-reduce  (ranks, channels)" in run("list").stdout
+
+
+def test_xml_goes_to_standard_output_and_words_to_standard_error(tmp_path):
+    result = run("compile", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--set", "parallel=2")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("<algo ")
+    assert "verified" in result.stderr
+    (tmp_path / "out.xml").write_text(result.stdout)
+    assert verify(read_schedule(tmp_path / "out.xml")).ok
+
+
+def test_options_reach_the_schedule(tmp_path):
+    file = tmp_path / "f.xml"
+    sizes = ("--min-bytes", 1024, "--max-bytes", 2048)
+    assert run("compile", "ring_all_gather", "--ranks", 3, "--protocol", "LL", "--out-of-place", *sizes, "-o", file)
+    read = read_schedule(file)
+    assert (read.protocol, read.in_place, read.out_of_place) == ("LL", False, True)
+    assert (read.min_bytes, read.max_bytes) == (1024, 2048)
+
+
+def test_verify_prints_one_object_and_exits_with_0(ring):
+    result = run("verify", ring, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert set(found) == EVERYTHING
+    assert found["ok"]
+    assert (found["postcondition"], found["deadlock_free"], found["replica_consistent"]) == (True, True, True)
+    assert (found["races"], found["errors"]) == ([], [])
+
+
+def test_a_schedule_that_is_wrong_exits_with_1_and_says_where(ring):
+    ring.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
+    result = run("verify", ring, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert not found["ok"]
+    assert not found["postcondition"]
+    assert "out[" in found["errors"][0]
+    words = run("verify", ring)
+    assert words.exit_code == 1
+    assert words.stdout.rstrip().endswith("NOT verified")
+
+
+def test_slots_waivers_and_limits_are_options(ring):
+    assert run("verify", ring, "--slots", 1).exit_code == 1
+    assert "deadlock with 1 FIFO slots" in run("verify", ring, "--slots", 1).stdout
+    assert run("verify", ring, "--limits", "rccl").exit_code == 0
+    assert run("verify", ring, "--limits", "nccl").exit_code == 2
+    assert run("verify", ring, "--waive", "races").exit_code == 2
+    assert run("verify", ring, "--waive", "replica_consistency").exit_code == 0
+    long = ring.with_name("long.xml")
+    assert run("compile", "ring-all-reduce", "--ranks", 40, "-o", long).exit_code == 0
+    result = run("verify", long, "--limits", "rccl", "--json")
+    assert result.exit_code == 1
+    assert "rank 0, thread block 0 has 79 steps; rccl has at most 64" in json.loads(result.stdout)["errors"]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("verify", "not_there.xml"), "not_there.xml: No such file or directory"),
+        (("verify", __file__), "not XML"),
+        (("show", "not_there.xml"), "No such file or directory"),
+        (("compile", "rong", "--ranks", 4), "there is no algorithm 'rong'"),
+        (("compile", "not_there.py:f", "--ranks", 4), "not_there.py is no Python file"),
+        (("compile", "ring-all-reduce"), "ring-all-reduce needs 'ranks'"),
+        (("compile", "ring-all-reduce", "--ranks", 0), "a collective has 1 to 4096 ranks, not 0"),
+        (("compile", "ring-all-reduce", "--ranks", -4), "not -4"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--nodes", 2), "has no parameter 'nodes'"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--protocol", "LL3"), "the protocols are Simple, LL, LL128"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--instances", 0), "at least 1 instance"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--set", "channels"), "--set takes NAME=NUMBER, not 'channels'"),
+        (("compile", "ring-all-reduce", "--ranks", 99, "--limits", "rccl"), "rccl has at most 64"),
+        (("compile", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--ranks", 5), "are not 5 ranks"),
+        (("import-msccl", "not_there.py"), "not_there.py"),
+    ],
+)
+def test_bad_input_is_refused_with_2_and_a_line(args, why):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_file_over_the_limit_is_refused(ring):
+    result = run("verify", ring, "--max-file-bytes", 100)
+    assert result.exit_code == 2
+    assert "larger than 100 bytes" in result.stderr
+
+
+def test_a_program_that_is_not_verified_is_not_written(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from stretto.collectives import AllGather, algorithm, chunk\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def lazy(ranks):\n"
+        "    chunk(0, 'in', 0).copy(1, 'out', 0)\n"
+    )
+    result = run("compile", f"{own}:lazy", "--ranks", 2, "-o", tmp_path / "own.xml")
+    assert result.exit_code == 1
+    assert "out[1] of rank 0 holds nothing, but in[0] of rank 1 is wanted" in result.stderr
+    assert not (tmp_path / "own.xml").exists()
+
+
+def test_a_schedule_is_drawn(ring, tmp_path):
+    result = run("show", ring)
+    assert result.exit_code == 0
+    assert (tmp_path / "ring.png").read_bytes().startswith(b"\x89PNG")
+    assert run("show", ring, "-o", tmp_path / "some.svg", "--ranks", "1-2").exit_code == 0
+    picture = (tmp_path / "some.svg").read_text()
+    assert picture.lstrip().startswith("<?xml")
+    assert run("show", ring, "-o", tmp_path / "some.pdf").exit_code == 2
+    assert run("show", ring, "--ranks", "2-9").exit_code == 2
+    assert run("show", ring, "--ranks", "two").exit_code == 2
+
+
+def test_a_script_for_msccl_tools_is_imported(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from msccl.language import *\n"
+        "from msccl.topologies import *\n"
+        "from msccl.language.collectives import AllGather\n"
+        "n = int(sys.argv[1])\n"
+        "for name in sys.argv[2:] or ['one']:\n"
+        "    with MSCCLProgram(name, fully_connected(n), AllGather(n, 1, True), 1):\n"
+        "        for r in range(n):\n"
+        "            for s in range(1, n):\n"
+        "                chunk(r, Buffer.input, 0).copy((r + s) % n, Buffer.output, r)\n"
+        "        XML()\n"
+        "        assert Check()\n"
+    )
+    printed = run("import-msccl", script, 3)
+    assert printed.exit_code == 0
+    assert printed.stdout.count("<algo ") == 1
+    assert run("import-msccl", script, 3, "-o", tmp_path / "last.xml").exit_code == 0
+    assert run("import-msccl", "-o", tmp_path / "first.xml", script, 3).exit_code == 0
+    assert (tmp_path / "last.xml").read_text() == (tmp_path / "first.xml").read_text() == printed.stdout
+    several = run("import-msccl", script, 3, "a", "b/c")
+    assert several.exit_code == 2
+    assert "makes 2 programs: name a folder for them with -o" in several.stderr
+    assert run("import-msccl", "-o", tmp_path / "folder", script, 3, "a", "b/c").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["0-a.xml", "1-b-c.xml"]
+    assert run("import-msccl", script, "--", 3, "-o", "x").exit_code == 2
