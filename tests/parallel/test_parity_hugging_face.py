@@ -72,8 +72,16 @@ def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Te
     return distance(logits, expected[rows]), made, torch.equal(as_tuple[0], logits)
 
 
-@pytest.mark.parametrize("sizes", GRIDS, ids=str)
-@pytest.mark.parametrize("model", ["gpt2", "llama, grouped-query", "qwen2, biases, tied"])
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("gpt2", (1, 2, 2, 2)),
+        ("gpt2", (2, 2, 1, 1)),
+        ("llama, grouped-query", (2, 1, 2, 2)),
+        ("qwen2, biases, tied", (1, 2, 2, 2)),
+    ],
+    ids=str,
+)
 def test_whole_logits_come_without_labels_and_are_never_made_with_them(ranks, model, sizes):
     print(f"seed {SEED}")
     case, precision = CASES[model], PRECISIONS["fp64-adamw"]
