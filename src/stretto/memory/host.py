@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory.exchange import exchange
+from stretto.memory.exchange import exchange, find_own_rank, meet
 from stretto.memory.ordering import find_fence
 from stretto.memory.symmetric import SymmetricMemory
 from stretto.memory.waiting import MASK, Backoff, PeerError, has_reached
@@ -77,9 +77,7 @@ class HostMemory(SymmetricMemory):
         if platform.system() != "Linux":
             raise OSError(f"shared memory between processes needs Linux, not {platform.system()}")
         find_fence()
-        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
+        rank, world_size = find_own_rank(group)
         total = _pad_bytes(world_size, signals) + size
         _require_available(total, world_size)
         name = f"stretto-{secrets.token_hex(8)}"
@@ -90,7 +88,7 @@ class HostMemory(SymmetricMemory):
             offers = exchange(offer, group, timeout)
             _require_same(offers, rank)
             regions = [_map(offer, total, rank, peer) for peer, offer in enumerate(offers)]
-            exchange(None, group, timeout)  # all have mapped it: the descriptor may go
+            meet(group, timeout)  # all have mapped it: the descriptor may go
         finally:
             os.close(descriptor)
         return cls(rank, regions, size, signals, [offer.process for offer in offers])

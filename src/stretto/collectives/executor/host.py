@@ -11,7 +11,7 @@ from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, Plan, make_pla
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
 from stretto.collectives.schedule import Schedule
-from stretto.memory import Backoff, HostMemory, allocate, exchange
+from stretto.memory import Backoff, HostMemory, allocate, exchange, find_own_rank
 
 DEFAULT_TIMEOUT = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -45,9 +45,7 @@ def run_on_host(
     peer has died or failed; PeerError for ranks that do not come.
     """
     plan = _plan(schedule, input, output, reduction, tile_bytes, slots)
-    rank, group_size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
+    rank, group_size = find_own_rank(group)
     if group_size != plan.collective.ranks:
         raise ValueError(f"{schedule.name} is for {plan.collective.ranks} ranks, and the group has {group_size}")
     _require_same(plan.describe(), rank, group, timeout)
