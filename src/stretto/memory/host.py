@@ -7,8 +7,9 @@ frees the memory when the last process that maps it ends, however it ends, at an
 
 A region is the rank's signal pad, then its buffer. Counter (writer, index) of a reader lies in the reader's pad at
 writer * signals + index: only that writer stores to it, only that reader loads it. With one writer, counting up is a
-load of what it stored last and an aligned store of 4 bytes, which no reader ever sees half done; no atomic addition
-is needed, which Python does not have. `ordering.find_fence` orders the counter after the data.
+load of what it stored last and an aligned store of 4 bytes (one instruction in CPython's memoryview), which no reader
+ever sees half done; no atomic addition is needed, which Python does not have. `ordering.find_fence` puts the counter
+after the data. Kernels that do have atomic additions may use these counters too, with other rules on who writes.
 """
 
 import os

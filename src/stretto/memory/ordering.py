@@ -13,10 +13,12 @@ _GLOBAL_EXPEDITED = 1 << 1
 def find_fence() -> Callable[[], None] | None:
     """A full memory fence to call between the data and the counter, on both sides; None where the CPU needs none.
 
-    Counters and data are stored and loaded by compiled code (torch, memoryview) that no compiler can see across, so
-    only the CPU could reorder them. x86 and s390x do not reorder stores with stores, nor loads with loads, and that
-    is all that publishing and reading take. Other CPUs do, and Python has no fence: there it is the system call
-    membarrier, which Linux documents as a full barrier for whoever calls it. OSError where it is missing.
+    Counters and data are stored and loaded by separate calls into compiled code (torch, memoryview), so that no
+    compiler reorders them, and only the CPU could. x86 and s390x keep stores in order with stores, and loads with loads
+    and later stores, which is all that publishing, reading and freeing take; a copy that goes around the cache ends
+    with a fence of its own (sfence, in glibc). Other CPUs promise none of that, and Python has no fence: there it is
+    the system call membarrier, a full barrier for its caller too (smp_mb() at its entry and exit, in Linux's
+    kernel/sched/membarrier.c). OSError where it is missing.
     """
     if platform.machine() in _TOTAL_STORE_ORDER:
         return None

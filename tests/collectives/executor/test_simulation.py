@@ -206,6 +206,10 @@ def test_a_schedule_may_write_over_its_input_and_the_caller_s_stays():
 
 
 PAIR = [torch.ones(4), torch.ones(4)]
+IDLE = schedule_of([(None, None, 0, [Step(StepType.NOP)])])
+NEVER = Collective("custom", 1, 2, 2, lambda rank, index: None, in_place=True, starts=lambda rank: (0, 1))
+OUTSIDE = replace(IDLE, collective=NEVER, in_place=True)
+HALFWAY = replace(IDLE, collective=replace(NEVER, output_chunks=4, starts=lambda rank: (1, 0)), in_place=True)
 REVERSED = Collective("custom", 1, 2, 2, lambda rank, index: ((rank, 1 - index),))
 
 
@@ -227,11 +231,13 @@ REVERSED = Collective("custom", 1, 2, 2, lambda rank, index: ((rank, 1 - index),
             "the input of alltoall on 3 ranks is 3 blocks of one size: 8 elements are not, 9 would be",
         ),
         (
-            replace(schedule_of([(None, None, 0, [Step(StepType.NOP)])]), collective=REVERSED),
+            replace(IDLE, collective=REVERSED),
             [torch.ones(5)],
             {},
             "takes rank 0's chunk 1 of 2 elements to chunk 0 of 3: use a multiple of 2",
         ),
+        (OUTSIDE, [torch.ones(4)], {"in_place": True}, "out of rank 0 begins at chunk 1 of 2, and does not lie inside"),
+        (HALFWAY, [torch.ones(5)], {}, "begins a buffer 1 chunks after a block's start: use a multiple of 2"),
         (
             schedule_of([(1, None, 0, [_SEND, _SEND])], [(None, 0, 0, [_RECEIVE])]),
             PAIR,

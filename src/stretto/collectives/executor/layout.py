@@ -20,10 +20,7 @@ from stretto.collectives.schedule import Schedule
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks of `block_elements` elements in `block_chunks` chunks each, so many in either buffer.
-
-    chunks: those of a whole buffer; chunk_elements: of a full chunk.
-    """
+    """Blocks of `block_elements` elements, in `block_chunks` chunks of up to `chunk_elements` each."""
 
     block_elements: int
     block_chunks: int
@@ -91,7 +88,9 @@ def find_layout(collective: Collective, input_elements: int | None, output_eleme
     block_elements = sizes[0][1] if sizes else 0
     layout = Layout(block_elements, chunks, -(-block_elements // chunks))
     if not layout.is_even:
-        _require_in_place_order(collective, layout)
+        _require_own_places(collective, layout)
+    if collective.in_place:
+        _require_inside(collective, layout)
     return layout
 
 
@@ -102,7 +101,7 @@ def _block_chunks(collective: Collective) -> int:
     return gcd(collective.input_chunks, collective.output_chunks) or 1
 
 
-def _require_in_place_order(collective: Collective, layout: Layout) -> None:
+def _require_own_places(collective: Collective, layout: Layout) -> None:
     """Refuse a collective that wants a chunk of one length where one of another length belongs."""
 
     def length(index: int) -> int:
@@ -118,6 +117,18 @@ def _require_in_place_order(collective: Collective, layout: Layout) -> None:
                         f"{collective.name} takes rank {giver}'s chunk {given} of {length(given)} elements to chunk "
                         f"{index} of {length(index)}: use a multiple of {layout.block_chunks} elements"
                     )
+
+
+def _require_inside(collective: Collective, layout: Layout) -> None:
+    """Refuse a collective in place one of whose buffers does not lie inside the other."""
+    for rank in range(collective.ranks):
+        for start, buffer in zip(collective.starts(rank), (Buffer.IN, Buffer.OUT), strict=True):
+            layout.elements(start)
+            if not 0 <= start <= collective.chunks_per_loop - collective.chunks(buffer):
+                raise ValueError(
+                    f"{collective.name} in place: {buffer} of rank {rank} begins at chunk {start} of "
+                    f"{collective.chunks_per_loop}, and does not lie inside the other buffer"
+                )
 
 
 class Buffers:
