@@ -170,21 +170,27 @@ def test_ranks_that_stop_disagree_or_ask_for_nonsense_say_so(ranks):
     ranks(2).run(disagree)
 
 
+def die_once_written(tensor):
+    while not (tensor[:10] != 1).any():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_beside_a_rank_that_is_killed(rank, folder):
     """Rank 1 is killed in the middle of a run; its peers write down what they got."""
     store = dist.FileStore(f"{folder}/store", 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     schedule = programs.compile_named("ring all-reduce", 3)
+    given = torch.ones(3_000_000)
     if rank == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    run_on_host(schedule, torch.ones(30))  # in the group, all mapped once
+        threading.Thread(target=die_once_written, args=(given,)).start()
     started = time.monotonic()
     try:
-        run_on_host(schedule, torch.ones(3_000_000), tile_bytes=4, timeout=60)
+        run_on_host(schedule, given, tile_bytes=4, timeout=60)
     except ExecutionError as error:
         text = str(error)
     maps = Path("/proc/self/maps").read_text().count("memfd:stretto")
-    Path(folder, f"rank-{rank}").write_text(f"{maps} {time.monotonic() - started < 8} {text}")
+    Path(folder, f"rank-{rank}").write_text(f"{maps} {time.monotonic() - started < 20} {text}")
 
 
 def test_a_rank_that_is_killed_stops_its_peers_by_name_and_leaves_nothing(ranks, tmp_path):
@@ -201,7 +207,7 @@ def test_a_rank_that_is_killed_stops_its_peers_by_name_and_leaves_nothing(ranks,
     texts = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 2)]
     for text in texts:
         assert text.startswith("0 True ring all-reduce stops on rank"), text
-        assert "(r" in text
+        assert "thread block 0, step " in text
     assert any("the process of rank 1 has ended" in text for text in texts), texts
 
 
