@@ -1,0 +1,9 @@
+"""The host executor: runs any schedule on real data, on the processes of a group or all ranks in this one."""
+
+from stretto.collectives.executor.host import run_on_host
+from stretto.collectives.executor.plan import REDUCTIONS
+from stretto.collectives.executor.processes import run_on_processes
+from stretto.collectives.executor.simulation import simulate
+from stretto.collectives.executor.turns import ExecutionError
+
+__all__ = ["REDUCTIONS", "ExecutionError", "run_on_host", "run_on_processes", "simulate"]

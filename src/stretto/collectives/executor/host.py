@@ -1,0 +1,154 @@
+"""A schedule on the processes of a group, one rank each."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.layout import Buffers
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, Plan, make_plan
+from stretto.collectives.executor.rank_run import RankRun
+from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
+from stretto.collectives.schedule import Schedule
+from stretto.memory import Backoff, HostMemory, allocate, exchange, find_own_rank
+
+DEFAULT_TIMEOUT = 60.0
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+def run_on_host(
+    schedule: Schedule,
+    input: Tensor,
+    output: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: str | None = None,
+    tile_bytes: int = DEFAULT_TILE_BYTES,
+    slots: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Tensor:
+    """Run this rank's part of a schedule; all ranks of the group call it. Returns the output.
+
+    input, output: contiguous CPU tensors of any shape, dtypes as in `plan.DTYPES`, laid out as torch.distributed has
+    them. In place there is one tensor, `input`, with the collective's larger buffer (an all-gather's output, a
+    reduce-scatter's input): it holds the input in its place before and the output, of which a flat view is returned,
+    in its place after; what else it holds then, the schedule decides. Out of place, the input is not written. After an
+    error the tensors that are written hold anything.
+
+    group: a group of as many processes, all of this machine; None for all. reduction: "sum", "max", "min" or "prod",
+    None for the schedule's own, or else the sum; partial sums travel in the tensors' dtype, and fp16 and bf16 are
+    added in fp32 and rounded at each step. tile_bytes: chunks are cut into tiles of so much, which thread blocks pass
+    on one by one; slots: FIFO slots a connection, None for the protocol's; timeout: seconds without any step ended.
+
+    ValueError for what cannot run, before anything is allocated, and where ranks do not ask for the same;
+    ExecutionError, which names what each thread block waits for, where the schedule comes to a stop, at once where a
+    peer has died or failed; PeerError for ranks that do not come.
+    """
+    plan = _plan(schedule, input, output, reduction, tile_bytes, slots)
+    rank, group_size = find_own_rank(group)
+    if group_size != plan.collective.ranks:
+        raise ValueError(f"{schedule.name} is for {plan.collective.ranks} ranks, and the group has {group_size}")
+    _require_same(plan.describe(), rank, group, timeout)
+    flat = input.detach().view(-1)
+    buffers = Buffers(schedule, plan.collective, plan.layout, rank, flat, None if output is None else output.view(-1))
+    with allocate(plan.buffer_bytes, group, signals=plan.signals, timeout=timeout) as memory:
+        assert isinstance(memory, HostMemory)
+        run = RankRun(plan, rank, memory, buffers)
+        try:
+            take_turns([run], _Patience(run, timeout))
+        except BaseException:
+            for peer in range(group_size):
+                memory.signal(peer, plan.gave_up)  # so that nobody waits for this rank any longer
+            raise
+    return buffers.finish()
+
+
+class _Patience:
+    """Waits for other ranks: with pauses that leave them the core, up to a limit, and while they are there."""
+
+    def __init__(self, run: RankRun, timeout: float) -> None:
+        self._run = run
+        self._timeout = timeout
+        self._backoff = Backoff()
+        self.reset()
+
+    def reset(self) -> None:
+        """A step has ended."""
+        self._backoff.reset()
+        self._ended: set[int] = set()
+        self._looked = 0.0
+
+    def wait(self, waiting: Sequence[Coroutine]) -> None:
+        """Pause; ExecutionError after the limit, or where a peer that is waited for has died or failed."""
+        waited = self._backoff.pause()
+        if waited > self._timeout:
+            self._stop(waiting, f"no step has ended for {self._timeout:g} s: verify the schedule, with these slots")
+        if waited - self._looked < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked = waited
+        memory = self._run.memory
+        failed = [rank for rank in range(memory.world_size) if memory.has_reached(rank, self._run.plan.gave_up, 1)]
+        if failed:
+            self._stop(waiting, f"rank {failed[0]} has failed")
+        # A peer may have sent all and gone. Only what is not here by the second look never comes.
+        peers = {
+            self._run.awaited_peer(coroutine.number, coroutine.awaited) for coroutine in waiting if coroutine.awaited
+        }
+        ended = {peer for peer in peers if peer is not None and memory.has_ended(peer)}
+        if ended & self._ended:
+            self._stop(waiting, f"the process of rank {min(ended & self._ended)} has ended")
+        self._ended = ended
+
+    def _stop(self, waiting: Sequence[Coroutine], why: str) -> None:
+        plan = self._run.plan
+        raise ExecutionError(
+            f"{plan.schedule.name} stops on rank {self._run.rank} of {plan.collective.ranks} with {plan.slots} slots, "
+            f"{why}:\n{list_waits(waiting)}"
+        )
+
+
+def _plan(
+    schedule: Schedule, input: Tensor, output: Tensor | None, reduction: str | None, tile_bytes: int, slots: int | None
+) -> Plan:
+    """The plan for these tensors. ValueError for tensors that cannot be used."""
+    for what, tensor in (("input", input), ("output", output)):
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu":
+            raise ValueError(f"the host executor takes CPU tensors: the {what} is on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"the {what} is not contiguous: use .contiguous()")
+    if output is not None and output.dtype != input.dtype:
+        raise ValueError(f"input and output have one dtype, not {str(input.dtype)[6:]} and {str(output.dtype)[6:]}")
+    if output is not None and _share_memory(input, output):
+        raise ValueError("input and output share memory: give one tensor, the larger one, to a schedule in place")
+    in_place = output is None
+    larger = Buffer.IN if schedule.collective.input_chunks >= schedule.collective.output_chunks else Buffer.OUT
+    return make_plan(
+        schedule,
+        None if in_place and larger is Buffer.OUT else input.numel(),
+        input.numel() if output is None and larger is Buffer.OUT else None if output is None else output.numel(),
+        in_place=in_place,
+        dtype=input.dtype,
+        reduction=reduction,
+        tile_bytes=tile_bytes,
+        slots=slots,
+    )
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    def end(tensor: Tensor) -> int:
+        return tensor.data_ptr() + tensor.numel() * tensor.itemsize
+
+    return first.data_ptr() < end(second) and second.data_ptr() < end(first)
+
+
+def _require_same(own: dict[str, object], rank: int, group: dist.ProcessGroup | None, timeout: float) -> None:
+    """ValueError where ranks do not run the same schedule on the same sizes."""
+    for peer, theirs in enumerate(exchange(own, group, timeout)):
+        for what, value in own.items():
+            if theirs[what] != value:
+                raise ValueError(
+                    f"all ranks must run the same: {what} is {value} on rank {rank} and {theirs[what]} on rank {peer}"
+                )

@@ -1,0 +1,178 @@
+"""How tensors are cut into chunks, whatever their number of elements.
+
+A buffer is a row of blocks, and a block a row of chunks: an all-gather's output, a reduce-scatter's input and both
+buffers of an all-to-all are one block a rank, as torch.distributed lays them out; other buffers are one block. All
+blocks of a call have the same number n of elements. Each is cut on its own, into k chunks of ceil(n / k) elements, of
+which the last ones are shorter or empty. A program may carry any chunk through any place, so that a full chunk may
+pass where a short one belongs: where k does not divide n, schedules run on a copy in which all chunks are full, and
+what lies behind a short chunk's end goes along and is dropped in the end.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from stretto.collectives.collective import Buffer, Collective
+from stretto.collectives.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks of `block_elements` elements, in `block_chunks` chunks of up to `chunk_elements` each."""
+
+    block_elements: int
+    block_chunks: int
+    chunk_elements: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all chunks are full."""
+        return self.block_elements == self.block_chunks * self.chunk_elements
+
+    def elements(self, chunks: int) -> int:
+        """The elements of so many chunks from a block's start on. ValueError for a part of a block that is uneven."""
+        if self.is_even:
+            return chunks * self.chunk_elements
+        blocks, rest = divmod(chunks, self.block_chunks)
+        if rest:
+            raise ValueError(
+                f"{self.block_elements} elements are not {self.block_chunks} chunks of one size, and this collective "
+                f"begins a buffer {rest} chunks after a block's start: use a multiple of {self.block_chunks} elements"
+            )
+        return blocks * self.block_elements
+
+    def cut(self, tensor: Tensor, chunks: int) -> Tensor:
+        """A flat tensor as [chunks, chunk_elements]: a view of it, or a copy with full chunks where it is not even."""
+        if self.is_even:
+            return tensor.view(chunks, self.chunk_elements)
+        blocks = tensor.view(chunks // self.block_chunks, self.block_elements)
+        full = blocks.new_zeros(len(blocks), self.block_chunks * self.chunk_elements)
+        full[:, : self.block_elements] = blocks
+        return full.view(chunks, self.chunk_elements)
+
+    def uncut(self, chunks: Tensor, tensor: Tensor) -> None:
+        """Write back to `tensor` what `cut` copied from it; nothing where that was a view."""
+        if not self.is_even:
+            blocks = tensor.view(-1, self.block_elements)  # uneven ones are not empty
+            blocks.copy_(chunks.view(len(blocks), -1)[:, : self.block_elements])
+
+
+def find_layout(collective: Collective, input_elements: int | None, output_elements: int | None) -> Layout:
+    """The layout of tensors with so many elements; None for the one that a collective in place is not given.
+
+    ValueError for numbers that do not fit the collective's chunks.
+    """
+    chunks = _block_chunks(collective)
+    sizes = []
+    for what, elements, buffer in (("input", input_elements, Buffer.IN), ("output", output_elements, Buffer.OUT)):
+        if elements is None:
+            continue
+        blocks = collective.chunks(buffer) // chunks
+        if elements % blocks if blocks else elements:
+            nearest = round(elements / blocks) * blocks if blocks else 0
+            raise ValueError(
+                f"the {what} of {collective.name} on {collective.ranks} ranks is {blocks} blocks of one size: "
+                f"{elements} elements are not, {nearest} would be"
+            )
+        if blocks:
+            sizes.append((what, elements // blocks))
+    if len({size for _, size in sizes}) > 1:
+        of_input, of_output = sizes[0][1], sizes[1][1]
+        output_blocks = collective.output_chunks // chunks
+        raise ValueError(
+            f"an input of {of_input} elements a block takes an output of {output_blocks} x {of_input} elements, "
+            f"not {output_blocks} x {of_output}"
+        )
+    block_elements = sizes[0][1] if sizes else 0
+    layout = Layout(block_elements, chunks, -(-block_elements // chunks))
+    if not layout.is_even:
+        _require_own_places(collective, layout)
+    if collective.in_place:
+        _require_inside(collective, layout)
+    return layout
+
+
+def _block_chunks(collective: Collective) -> int:
+    """How many chunks a block has."""
+    if collective.name == "alltoall" and collective.input_chunks % collective.ranks == 0:
+        return max(collective.input_chunks // collective.ranks, 1)
+    return gcd(collective.input_chunks, collective.output_chunks) or 1
+
+
+def _require_own_places(collective: Collective, layout: Layout) -> None:
+    """Refuse a collective that wants a chunk of one length where one of another length belongs."""
+
+    def length(index: int) -> int:
+        start = index % layout.block_chunks * layout.chunk_elements
+        return min(max(layout.block_elements - start, 0), layout.chunk_elements)
+
+    for rank in range(collective.ranks):
+        for index in range(collective.output_chunks):
+            for giver, given in collective.expected(rank, index) or ():
+                if length(given) != length(index):
+                    raise ValueError(
+                        f"{layout.block_elements} elements are not {layout.block_chunks} chunks of one size, and "
+                        f"{collective.name} takes rank {giver}'s chunk {given} of {length(given)} elements to chunk "
+                        f"{index} of {length(index)}: use a multiple of {layout.block_chunks} elements"
+                    )
+
+
+def _require_inside(collective: Collective, layout: Layout) -> None:
+    """Refuse a collective in place one of whose buffers does not lie inside the other."""
+    for rank in range(collective.ranks):
+        for start, buffer in zip(collective.starts(rank), (Buffer.IN, Buffer.OUT), strict=True):
+            layout.elements(start)
+            if not 0 <= start <= collective.chunks_per_loop - collective.chunks(buffer):
+                raise ValueError(
+                    f"{collective.name} in place: {buffer} of rank {rank} begins at chunk {start} of "
+                    f"{collective.chunks_per_loop}, and does not lie inside the other buffer"
+                )
+
+
+class Buffers:
+    """One rank's three buffers while its schedule runs, each as [chunks, chunk_elements].
+
+    `input` and `output` are flat tensors; output is None in place, where input is the one that holds both.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        collective: Collective,
+        layout: Layout,
+        rank: int,
+        input: Tensor,
+        output: Tensor | None,
+    ) -> None:
+        self._layout = layout
+        program = schedule.ranks[rank]
+        first = layout.cut(input, collective.chunks_per_loop if output is None else collective.input_chunks)
+        scratch = first.new_empty(program.scratch_chunks, layout.chunk_elements)
+        if output is None:
+            start_in, start_out = collective.starts(rank)
+            start, chunks = layout.elements(start_out), collective.output_chunks
+            self._whole, self._target = first, input
+            self.result = input[start : start + layout.elements(chunks)]
+            given, taken = first[start_in : start_in + collective.input_chunks], first[start_out : start_out + chunks]
+        else:
+            writes_input = any(
+                step.type.writes_destination and step.destination_buffer is Buffer.IN
+                for block in program.thread_blocks
+                for step in block.steps
+            )
+            given = first.clone() if writes_input else first
+            taken = self._whole = layout.cut(output, collective.output_chunks)
+            self._target = self.result = output
+        self.chunks = {Buffer.IN: given, Buffer.OUT: taken, Buffer.SCRATCH: scratch}
+
+    def finish(self) -> Tensor:
+        """The output, once all steps have ended."""
+        self._layout.uncut(self._whole, self._target)
+        return self.result
+
+
+def poisoned(elements: int, dtype: torch.dtype) -> Tensor:
+    """A tensor that nobody has written: NaN, or an unlikely number."""
+    return torch.full((elements,), float("nan") if dtype.is_floating_point else 0x5A, dtype=dtype)

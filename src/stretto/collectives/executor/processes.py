@@ -1,0 +1,167 @@
+"""A schedule on processes of its own, started from one: for commands and tests that have no process group."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.collectives.collective import Expected
+from stretto.collectives.executor.host import DEFAULT_TIMEOUT, run_on_host
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES
+from stretto.collectives.executor.simulation import place_input, plan_for_inputs
+from stretto.collectives.executor.turns import ExecutionError
+from stretto.collectives.schedule import Schedule
+
+_START_LIMIT = timedelta(minutes=2)
+_GRACE = 5.0  # seconds for a process to end by itself
+
+
+def run_on_processes(
+    schedule: Schedule,
+    inputs: Sequence[Tensor],
+    *,
+    reduction: str | None = None,
+    in_place: bool | None = None,
+    tile_bytes: int = DEFAULT_TILE_BYTES,
+    slots: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> list[Tensor]:
+    """Every rank's output for every rank's input, as `simulate` has them, from one new process a rank.
+
+    The processes, of one thread each, are gone when it returns or raises. See `run_on_host` for the options and what
+    it raises, here with the rank as a note; ExecutionError also for a process that died.
+    """
+    plan = plan_for_inputs(schedule, inputs, reduction, in_place, tile_bytes, slots)
+    options = {"reduction": plan.reduction, "tile_bytes": tile_bytes, "slots": plan.slots, "timeout": timeout}
+    portable = _make_portable(schedule)
+    workers: list[_Worker] = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        try:
+            for rank in range(len(inputs)):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, rank, len(inputs), folder), daemon=True)
+                process.start()
+                theirs.close()
+                workers.append(_Worker(process, ours))
+            for rank, worker in enumerate(workers):
+                with contextlib.suppress(BrokenPipeError):  # it died: collecting its outcome says so
+                    worker.pipe.send_bytes(pickle.dumps((portable, place_input(plan, rank, inputs[rank]), options)))
+            return _collect(workers)
+        finally:
+            _end(workers)
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+
+def _collect(workers: list[_Worker]) -> list[Tensor]:
+    """All ranks' results, or the first error."""
+    results: dict[int, Tensor] = {}
+    while len(results) < len(workers):
+        pipes = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in results}
+        for pipe in wait(list(pipes)):
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
+            try:
+                outcome = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                workers[rank].process.join(_GRACE)
+                code = workers[rank].process.exitcode
+                raise ExecutionError(f"the process of rank {rank} died with exit code {code}") from None
+            if isinstance(outcome, BaseException):
+                outcome.add_note(f"raised on rank {rank} of {len(workers)}")
+                raise outcome
+            results[rank] = outcome
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _end(workers: list[_Worker]) -> None:
+    """Closed pipes let those leave that are done; others are killed."""
+    is_done = sys.exc_info()[0] is None
+    for worker in workers:
+        worker.pipe.close()
+    for worker in workers:
+        if is_done:
+            worker.process.join(_GRACE)
+        worker.process.kill()
+        worker.process.join()
+
+
+@dataclass(frozen=True)
+class _Starts:
+    """`Collective.starts` as a table, which a process can be sent."""
+
+    of_rank: tuple[tuple[int, int], ...]
+
+    def __call__(self, rank: int) -> tuple[int, int]:
+        return self.of_rank[rank]
+
+
+def _expect_anything(rank: int, index: int) -> Expected | None:
+    return None
+
+
+def _start_with_anything(rank: int, index: int) -> bool:
+    return True
+
+
+def _make_portable(schedule: Schedule) -> Schedule:
+    """The schedule without what only checks need, and what no process can be sent: the collective's conditions."""
+    collective = replace(
+        schedule.collective,
+        expected=_expect_anything,
+        initialized=_start_with_anything,
+        starts=_Starts(tuple(map(schedule.collective.starts, range(schedule.collective.ranks)))),
+    )
+    return replace(schedule, collective=collective)
+
+
+# What follows runs in the new processes.
+
+
+def _work(pipe: Connection, rank: int, size: int, folder: str) -> None:
+    """A process's life: one run, and waiting until no other rank needs it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    outcome: Tensor | Exception
+    try:
+        schedule, (input, output), options = pickle.loads(pipe.recv_bytes())
+        store = dist.FileStore(str(Path(folder) / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_START_LIMIT)
+        outcome = run_on_host(schedule, input, output, **options).clone()  # a view would be sent with all behind it
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is the caller's)
+        outcome = error
+        error.add_note(traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(outcome))
+    with contextlib.suppress(EOFError):
+        pipe.recv_bytes()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone, whatever it does."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

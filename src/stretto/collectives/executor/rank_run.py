@@ -1,0 +1,131 @@
+"""One rank's part of a run: its thread blocks as coroutines that do their steps on its buffers."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from torch import Tensor
+
+from stretto.collectives.executor.fifo import Receiver, Sender
+from stretto.collectives.executor.layout import Buffers
+from stretto.collectives.executor.plan import REDUCTIONS, Plan
+from stretto.collectives.schedule import Step, StepType, ThreadBlock
+from stretto.memory import HostMemory
+
+
+class Awaited(Enum):
+    """What keeps a thread block from its next step."""
+
+    STEP = "a step of another thread block"
+    MESSAGE = "a message"
+    SLOT = "a free slot"
+
+
+class RankRun:
+    """The state of one rank while a plan runs: its buffers, its ends of connections, the steps that have ended."""
+
+    def __init__(self, plan: Plan, rank: int, memory: HostMemory, buffers: Buffers) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.memory = memory
+        self.blocks = plan.schedule.ranks[rank].thread_blocks
+        self._chunks = buffers.chunks
+        self._reduce = REDUCTIONS[plan.reduction]
+        # Of each thread block, over all tiles: step s of tile t has ended once this is more than t * steps + s.
+        self._ended = [0] * len(self.blocks)
+
+    def run_thread_block(self, number: int) -> Iterator[Awaited | None]:
+        """Do all steps of that thread block, tile by tile; yields None after each, and what it waits for before."""
+        block = self.blocks[number]
+        sender, receiver = self._ends(block)
+        ended = self._ended
+        tile_elements, chunk_elements = self.plan.tile_elements, self.plan.layout.chunk_elements
+        for tile in range(self.plan.tiles):
+            start = tile * tile_elements
+            elements = min(tile_elements, chunk_elements - start)
+            for step in block.steps:
+                if step.waits_for is not None:
+                    other, at = step.waits_for
+                    while ended[other] <= tile * len(self.blocks[other].steps) + at:
+                        yield Awaited.STEP
+                if step.type.receives:
+                    assert receiver is not None
+                    while not receiver.is_ready():
+                        yield Awaited.MESSAGE
+                if step.type.sends:
+                    assert sender is not None
+                    while not sender.is_ready():
+                        yield Awaited.SLOT
+                if step.type is not StepType.NOP:
+                    self._do(step, start, elements, sender, receiver)
+                ended[number] += 1
+                yield None
+
+    def _ends(self, block: ThreadBlock) -> tuple[Sender | None, Receiver | None]:
+        plan, memory, rank = self.plan, self.memory, self.rank
+        outgoing = incoming = None
+        if block.send_peer is not None:
+            outgoing = plan.connections.get((rank, block.send_peer, block.channel))
+        if block.receive_peer is not None:
+            incoming = plan.connections.get((block.receive_peer, rank, block.channel))
+        return (
+            None if outgoing is None else Sender(memory, outgoing, plan.slots, plan.dtype),
+            None if incoming is None else Receiver(memory, incoming, plan.slots, plan.dtype),
+        )
+
+    def _do(self, step: Step, start: int, elements: int, sender: Sender | None, receiver: Receiver | None) -> None:
+        """A step on one tile, all that it waits for being there. What is sent is what was stored, bit for bit."""
+        kind = step.type
+        source = destination = received = message = None
+        if kind.reads_source:
+            source = self._tile(step.source_buffer, step.source, step.size, start, elements)
+        if kind.writes_destination:
+            destination = self._tile(step.destination_buffer, step.destination, step.size, start, elements)
+        if kind.receives and receiver is not None:
+            received = receiver.message(step.size, elements)
+        if kind.sends and sender is not None:
+            message = sender.message(step.size, elements)
+        first, *further = [target for target in (destination, message) if target is not None]
+        if kind.reduces:
+            self._reduce(destination if received is None else received, source, out=first)
+        else:
+            given = source if received is None else received
+            assert given is not None
+            first.copy_(given)
+        for target in further:
+            target.copy_(first)
+        if kind.receives and receiver is not None:
+            receiver.free()
+        if kind.sends and sender is not None:
+            sender.send()
+
+    def _tile(self, buffer: str, chunk: int, chunks: int, start: int, elements: int) -> Tensor:
+        """That part of so many chunks which lies in a tile, as [chunks, elements]."""
+        whole = self._chunks[buffer]  # type: ignore[index]
+        row, offset = whole.stride(0), whole.storage_offset()
+        return whole.as_strided((chunks, elements), (row, 1), offset + chunk * row + start)
+
+    def describe(self, number: int, awaited: Awaited) -> str:
+        """Where a thread block stands, and what it waits for from whom."""
+        block = self.blocks[number]
+        tile, at = divmod(self._ended[number], len(block.steps))
+        step = block.steps[at]
+        match awaited:
+            case Awaited.STEP:
+                assert step.waits_for is not None
+                what = f"step {step.waits_for[1]} of thread block {step.waits_for[0]} to end"
+            case Awaited.MESSAGE:
+                what = f"a message from rank {block.receive_peer} over channel {block.channel}"
+            case Awaited.SLOT:
+                what = f"one of {self.plan.slots} slots to rank {block.send_peer} over channel {block.channel}"
+        where = f"rank {self.rank}, thread block {number}, step {at} ({step.type}), tile {tile} of {self.plan.tiles}"
+        return f"{where} waits for {what}"
+
+    def awaited_peer(self, number: int, awaited: Awaited) -> int | None:
+        """The rank that a thread block waits for, None where it is this one."""
+        match awaited:
+            case Awaited.STEP:
+                return None
+            case Awaited.MESSAGE:
+                return self.blocks[number].receive_peer
+            case Awaited.SLOT:
+                return self.blocks[number].send_peer

@@ -1,0 +1,99 @@
+"""All ranks of a schedule in this process: the same coroutines and FIFOs, and a deadlock is known at once."""
+
+from collections.abc import Sequence
+from random import Random
+
+from torch import Tensor
+
+from stretto.collectives.executor.layout import Buffers, poisoned
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, Plan, make_plan
+from stretto.collectives.executor.rank_run import RankRun
+from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
+from stretto.collectives.schedule import Schedule
+from stretto.memory import allocate_in_process
+
+
+def simulate(
+    schedule: Schedule,
+    inputs: Sequence[Tensor],
+    *,
+    reduction: str | None = None,
+    in_place: bool | None = None,
+    tile_bytes: int = DEFAULT_TILE_BYTES,
+    slots: int | None = None,
+    seed: int | None = None,
+) -> list[Tensor]:
+    """Every rank's output, flat, for every rank's input, which stays as it is; see `run_on_host` for the options.
+
+    in_place: None takes what the schedule is meant for. seed: None gives thread blocks their turns one after another,
+    a number a random order, which shows races. What no step has written is NaN (0x5A in integers). ValueError for
+    what cannot run, ExecutionError where it deadlocks.
+    """
+    plan = plan_for_inputs(schedule, inputs, reduction, in_place, tile_bytes, slots)
+    ranks = range(plan.collective.ranks)
+    buffers = [
+        Buffers(schedule, plan.collective, plan.layout, rank, *place_input(plan, rank, inputs[rank])) for rank in ranks
+    ]
+    memories = allocate_in_process(plan.collective.ranks, plan.buffer_bytes, plan.signals)
+    runs = [RankRun(plan, rank, memories[rank], buffers[rank]) for rank in ranks]
+    take_turns(runs, _Deadlock(plan), None if seed is None else Random(seed))
+    return [buffer.finish() for buffer in buffers]
+
+
+class _Deadlock:
+    """Nobody else is there who could bring what is waited for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def wait(self, waiting: Sequence[Coroutine]) -> None:
+        """ExecutionError."""
+        raise ExecutionError(
+            f"{self._plan.schedule.name} deadlocks with {self._plan.slots} slots:\n{list_waits(waiting)}"
+        )
+
+
+def plan_for_inputs(
+    schedule: Schedule,
+    inputs: Sequence[Tensor],
+    reduction: str | None,
+    in_place: bool | None,
+    tile_bytes: int,
+    slots: int | None,
+) -> Plan:
+    """The plan for these inputs, one a rank and of one size and dtype. ValueError for what cannot run."""
+    collective = schedule.collective
+    if len(inputs) != collective.ranks:
+        raise ValueError(f"{schedule.name} has {collective.ranks} ranks: {len(inputs)} inputs are not one for each")
+    if len({(tensor.dtype, tensor.numel()) for tensor in inputs}) > 1:
+        raise ValueError(
+            "all ranks' inputs have one dtype and size, not "
+            + ", ".join(f"{tensor.numel()} of {str(tensor.dtype)[6:]}" for tensor in inputs)
+        )
+    in_place = schedule.in_place if in_place is None else in_place
+    # Both buffers consist of blocks of one size: the input's elements give the output's, or the whole one's in place.
+    return make_plan(
+        schedule,
+        inputs[0].numel(),
+        None,
+        in_place=in_place,
+        dtype=inputs[0].dtype,
+        reduction=reduction,
+        tile_bytes=tile_bytes,
+        slots=slots,
+    )
+
+
+def place_input(plan: Plan, rank: int, input: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What `run_on_host` takes: a rank's input and a new output, or in place one new tensor for both."""
+    layout, collective = plan.layout, plan.collective
+    given = input.detach().reshape(-1)
+    if not collective.in_place:
+        return given, poisoned(layout.elements(collective.output_chunks), plan.dtype)
+    whole = poisoned(layout.elements(collective.chunks_per_loop), plan.dtype)
+    start = layout.elements(collective.starts(rank)[0])
+    whole[start : start + len(given)] = given
+    return whole, None

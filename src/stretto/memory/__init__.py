@@ -1,0 +1,20 @@
+"""Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
+
+from stretto.memory.allocation import allocate
+from stretto.memory.exchange import exchange, find_own_rank
+from stretto.memory.host import HostMemory, allocate_in_process
+from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
+from stretto.memory.waiting import Backoff, PeerError
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_SIGNALS",
+    "Backoff",
+    "HostMemory",
+    "PeerError",
+    "SymmetricMemory",
+    "allocate",
+    "allocate_in_process",
+    "exchange",
+    "find_own_rank",
+]

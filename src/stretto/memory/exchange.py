@@ -1,0 +1,47 @@
+"""What each rank tells all others, within a time limit."""
+
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from stretto.memory.waiting import PeerError
+
+T = TypeVar("T")
+
+
+def find_own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group (None: all), and the group's size. ValueError where it has none."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "there is no process group: call torch.distributed.init_process_group, or launch with torchrun"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
+    return rank, dist.get_world_size(group)
+
+
+def meet(group: dist.ProcessGroup | None, timeout: float) -> None:
+    """Wait for all ranks of the group, which all call it, for so many seconds; raises as `exchange`."""
+    rank, size = find_own_rank(group)
+    try:
+        (dist.group.WORLD if group is None else group).monitored_barrier(timedelta(seconds=timeout))  # type: ignore[union-attr]
+    except RuntimeError as error:
+        raise PeerError(f"rank {rank} of {size} did not meet all ranks within {timeout:g} s: {error}") from error
+
+
+def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[T]:
+    """Every rank's `value`, in rank order. All ranks of the group call it.
+
+    `timeout` is in seconds. PeerError names a rank that did not come in time; the group is not to be used after it.
+    ValueError on a process that is not in the group.
+    """
+    # Gathering has no time limit of its own and names nobody: only those go there who know that all will.
+    meet(group, timeout)
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise PeerError(f"rank {dist.get_rank(group)} of {len(values)} lost another rank: {error}") from error
+    return values  # type: ignore[return-value]

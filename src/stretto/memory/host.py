@@ -1,0 +1,200 @@
+"""Symmetric memory between the processes of one machine: POSIX shared memory without a name.
+
+Each rank makes its region with memfd_create, tells its peers (process, descriptor), and they map it through
+/proc/PROCESS/fd/DESCRIPTOR; once all have, the descriptor is closed. So there is never a name in /dev/shm: the kernel
+frees the memory when the last process that maps it ends, however it ends, at any moment. Nor does a container's small
+/dev/shm bound it. It takes Linux, and processes of one user who see each other in /proc.
+
+A region is the rank's signal pad, then its buffer. Counter (writer, index) of a reader lies in the reader's pad at
+writer * signals + index: only that writer stores to it, only that reader loads it. With one writer, counting up is a
+load of what it stored last and an aligned store of 4 bytes (one instruction in CPython's memoryview), which no reader
+ever sees half done; no atomic addition is needed, which Python does not have. `ordering.find_fence` puts the counter
+after the data. Kernels that do have atomic additions may use these counters too, with other rules on who writes.
+"""
+
+import os
+import platform
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory.exchange import exchange, find_own_rank, meet
+from stretto.memory.ordering import find_fence
+from stretto.memory.symmetric import SymmetricMemory
+from stretto.memory.waiting import MASK, Backoff, PeerError, has_reached
+
+_ALIGNMENT = 64
+_SECONDS_BEFORE_ASKING = 0.1  # a wait this long looks whether the peer still lives
+
+
+class Process(NamedTuple):
+    """A process of this machine; started, in clock ticks, tells it from a later one of the same number."""
+
+    number: int
+    started: int
+
+    def has_ended(self) -> bool:
+        """Whether it has; a process that nobody has waited for yet counts as ended."""
+        return _started(self.number) != self.started
+
+
+class _Offer(NamedTuple):
+    """What a rank tells its peers of its region: where it is, and the sizes that it was asked for."""
+
+    process: Process
+    descriptor: int
+    name: str
+    size: int
+    signals: int
+
+
+class HostMemory(SymmetricMemory):
+    """Symmetric memory over regions that this process has mapped, the own one among them.
+
+    It belongs to one thread: a second one would be a second writer. `processes` are the ranks' processes, None where
+    they are all this one.
+    """
+
+    def __init__(
+        self, rank: int, regions: list[Tensor], size: int, signals: int, processes: list[Process] | None
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(regions)
+        self.size = size
+        self.signals = signals
+        start = _pad_bytes(len(regions), signals)
+        self._buffers = [region[start : start + size] for region in regions]
+        self._pads = [memoryview(region[:start].numpy()).cast("I") for region in regions]  # type: ignore[arg-type]
+        self._processes = processes
+        self._fence = find_fence()
+
+    @classmethod
+    def allocate(cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float) -> "HostMemory":
+        """See `stretto.memory.allocate`."""
+        if platform.system() != "Linux":
+            raise OSError(f"shared memory between processes needs Linux, not {platform.system()}")
+        find_fence()
+        rank, world_size = find_own_rank(group)
+        total = _pad_bytes(world_size, signals) + size
+        _require_available(total, world_size)
+        name = f"stretto-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name)
+        try:
+            os.posix_fallocate(descriptor, 0, total)  # now, not as a SIGBUS at the first store
+            offer = _Offer(Process(os.getpid(), _started(os.getpid())), descriptor, name, size, signals)
+            offers = exchange(offer, group, timeout)
+            _require_same(offers, rank)
+            regions = [_map(offer, total, rank, peer) for peer, offer in enumerate(offers)]
+            meet(group, timeout)  # all have mapped it: the descriptor may go
+        finally:
+            os.close(descriptor)
+        return cls(rank, regions, size, signals, [offer.process for offer in offers])
+
+    def buffer(self, rank: int | None = None) -> Tensor:
+        """See `SymmetricMemory.buffer`."""
+        return self._buffers[self.rank if rank is None else rank]
+
+    def signal(self, peer: int, index: int) -> None:
+        """See `SymmetricMemory.signal`."""
+        if self._fence is not None:
+            self._fence()
+        pad = self._pads[peer]
+        at = self.rank * self.signals + index
+        pad[at] = (pad[at] + 1) & MASK
+
+    def has_reached(self, peer: int, index: int, target: int) -> bool:
+        """Whether a wait for it would be met now; if so, what the peer wrote before is seen from now on."""
+        if not has_reached(self.seen(peer, index), target):
+            return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
+    def seen(self, peer: int, index: int) -> int:
+        """What `peer`'s counter `index` shows here."""
+        return self._pads[self.rank][peer * self.signals + index]
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether the peer's process is there no more. What it had written and signalled before still is."""
+        return self._processes is not None and self._processes[peer].has_ended()
+
+    def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
+        """See `SymmetricMemory.wait`."""
+        backoff = Backoff()
+        while not self.has_reached(peer, index, target):
+            waited = backoff.pause()
+            ended = waited > _SECONDS_BEFORE_ASKING and self.has_ended(peer)
+            if self.has_reached(peer, index, target):
+                return
+            if ended or waited > timeout:
+                why = "its process has ended" if ended else f"it did not come within {timeout:g} s"
+                raise PeerError(
+                    f"rank {self.rank} of {self.world_size} waits for signal {index} of rank {peer} to reach "
+                    f"{target & MASK}: it is at {self.seen(peer, index)}, and {why}"
+                )
+
+    def close(self) -> None:
+        """See `SymmetricMemory.close`."""
+        for pad in self._pads:
+            pad.release()
+        self._pads = []
+        self._buffers = []
+
+
+def allocate_in_process(world_size: int, size: int, signals: int = 0) -> tuple[HostMemory, ...]:
+    """The memories of `world_size` ranks that all live in this process, in one thread."""
+    regions = [torch.zeros(_pad_bytes(world_size, signals) + size, dtype=torch.uint8) for _ in range(world_size)]
+    return tuple(HostMemory(rank, regions, size, signals, None) for rank in range(world_size))
+
+
+def _pad_bytes(world_size: int, signals: int) -> int:
+    """The signal pad's bytes, so that the buffer after it is aligned; never none, since nothing cannot be mapped."""
+    return max(-(-4 * world_size * signals // _ALIGNMENT), 1) * _ALIGNMENT
+
+
+def _require_available(total: int, world_size: int) -> None:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) << 10
+            if total * world_size > available:
+                raise ValueError(
+                    f"{world_size} ranks of {total} bytes of shared memory each need {total * world_size} bytes, and "
+                    f"this machine has {available} left"
+                )
+
+
+def _require_same(offers: list[_Offer], rank: int) -> None:
+    own = offers[rank]
+    for peer, offer in enumerate(offers):
+        if (offer.size, offer.signals) != (own.size, own.signals):
+            raise ValueError(
+                f"all ranks must allocate the same: rank {rank} asks for {own.size} bytes and {own.signals} signals, "
+                f"rank {peer} for {offer.size} and {offer.signals}"
+            )
+
+
+def _map(offer: _Offer, total: int, rank: int, peer: int) -> Tensor:
+    """The region of a peer as uint8 [total]; unmapped when its last tensor is gone."""
+    path = f"/proc/{offer.process.number}/fd/{offer.descriptor}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{offer.name}"):
+            raise OSError("it is something else")
+        return torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise PeerError(
+            f"rank {rank} cannot map the memory of rank {peer} ({path}: {error}): host memory reaches processes of one "
+            "user on one machine, in one container"
+        ) from error
+
+
+def _started(process: int) -> int:
+    """When it started, in clock ticks since the machine did; -1 for one that has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()  # its name may hold anything
+    except OSError:
+        return -1
+    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
