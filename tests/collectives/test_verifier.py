@@ -169,6 +169,8 @@ def test_what_is_not_well_formed_is_named():
         [block(step("s", ("in", 0), size=2), send=1)], [block(step("r", None, ("out", 0), size=1), receive=0)]
     )
     assert error.endswith("sends 2 chunks, but rank 1, thread block 0, step 0 (r) receives 1")
+    (error,) = errors([block(step("cpy", ("in", 0), ("out", 0), size=0))], [])
+    assert error == "rank 0, thread block 0, step 0 (cpy) handles 0 chunks"
     (error,) = errors([block(step("nop", waits_for=(3, 0)))], [])
     assert error == "rank 0, thread block 0, step 0 (nop) waits for step 0 of thread block 3, which is not there"
     (error,) = errors([block(step("nop", waits_for=(1, 0))), block(step("cpy", ("in", 0), ("out", 0)))], [])
@@ -198,11 +200,23 @@ def test_a_schedule_for_both_kinds_of_call_is_verified_for_both():
     assert found.writes_input
 
 
-def test_a_wait_is_met_by_the_first_published_end_at_or_after_it():
+def test_what_follows_a_wait_may_rely_on_the_named_step_alone():
+    # The wait ends with the first published step from the named one on; but a runtime that publishes every end lets
+    # the reader go on before the second step.
     one = Collective("custom", 1, 2, 2, lambda rank, index: ((0, index),))
     first = block(step("cpy", ("in", 0), ("out", 0)), step("cpy", ("in", 1), ("scratch", 0), awaited=True))
     second = block(step("cpy", ("scratch", 0), ("out", 1), waits_for=(0, 0)))
-    assert verify(schedule(one, [first, second])).ok
+    found = verify(schedule(one, [first, second]))
+    assert (found.deadlock_free, len(found.races)) == (True, 1)
+    waits_for_both = second._replace(steps=(second.steps[0]._replace(waits_for=(0, 1)),))
+    assert verify(schedule(one, [first, waits_for_both])).ok
+
+
+def test_a_wait_for_an_end_that_is_published_too_late_is_a_deadlock():
+    one = Collective("custom", 1, 2, 2, lambda rank, index: None)
+    first = block(step("cpy", ("in", 0), ("out", 0)), step("nop", waits_for=(1, 0), awaited=True))
+    second = block(step("cpy", ("in", 1), ("out", 1), waits_for=(0, 0), awaited=True))
+    assert verify(schedule(one, [first, second])).min_slots is None
 
 
 def test_a_collective_that_nobody_knows_is_not_verified():

@@ -166,6 +166,8 @@ class Buffers:
             taken = self._whole = layout.cut(output, collective.output_chunks)
             self._target = self.result = output
         self.chunks = {Buffer.IN: given, Buffer.OUT: taken, Buffer.SCRATCH: scratch}
+        for source, destination in program.copies:
+            taken[destination] = given[source]
 
     def finish(self) -> Tensor:
         """The output, once all steps have ended."""

@@ -158,6 +158,9 @@ def _find_reduction(schedule: Schedule, asked: str | None) -> str:
 def _check_rank(schedule: Schedule, collective: Collective, rank: int) -> None:
     """ValueError for steps that have no peer, no memory or nothing to wait for."""
     program = schedule.ranks[rank]
+    for source, destination in program.copies:
+        if not (0 <= source < collective.input_chunks and 0 <= destination < collective.output_chunks):
+            raise ValueError(f"rank {rank} copies in[{source}] to out[{destination}] first: one of them is not there")
     lengths = [len(block.steps) for block in program.thread_blocks]
     for number, block in enumerate(program.thread_blocks):
         for peer in (block.send_peer, block.receive_peer):
@@ -252,7 +255,7 @@ def _name(key: tuple[int, int, int]) -> str:
 
 def _digest(schedule: Schedule) -> str:
     """A few letters that differ for schedules that do, the same in all processes."""
-    numbers = array("q")
+    numbers = array("q", [number for program in schedule.ranks for pair in program.copies for number in pair])
     for rank, number, block in _thread_blocks(schedule):
         send, receive = (-1 if peer is None else peer for peer in (block.send_peer, block.receive_peer))
         numbers.extend((rank, number, send, receive, block.channel, len(block.steps)))

@@ -64,8 +64,8 @@ def _why_stuck(graph: Graph, number: int, stuck: set[int], freeing: dict[int, in
     """A step that this one waits for in vain, and how."""
     if not graph.first[number] and number - 1 in stuck:
         return number - 1, _AFTER
-    if graph.waits_for[number] in stuck:
-        return graph.waits_for[number], f"waits for {graph.name(graph.waits_for[number])}"
+    if graph.released_by[number] in stuck:
+        return graph.released_by[number], f"waits for {graph.name(graph.released_by[number])}"
     if graph.sender[number] in stuck:
         return graph.sender[number], f"receives what {graph.name(graph.sender[number])} sends"
     freed = freeing[number]

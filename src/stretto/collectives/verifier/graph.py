@@ -19,8 +19,12 @@ class Graph:
     """Steps by number, thread block after thread block, and the edges between them.
 
     places: each step's (rank, thread block, step); first: whether it begins its thread block; waits_for: the number of
-    the step that it waits for, sender: of the one that gives what it receives, receiver: of the one that takes what it
-    sends, -1 for none; connections: the sends and the receives of each, in order.
+    the step that it waits for, released_by: of the one that ends the wait, sender: of the one that gives what it
+    receives, receiver: of the one that takes what it sends, -1 for none; connections: the sends and the receives of
+    each, in order.
+
+    A thread block publishes how far it is only where a step is marked as awaited. So a wait may end later than it
+    needs to, at the first such step from the named one on; what follows may rely on the named one alone.
     """
 
     schedule: Schedule
@@ -28,6 +32,7 @@ class Graph:
     places: tuple[tuple[int, int, int], ...]
     first: tuple[bool, ...]
     waits_for: tuple[int, ...]
+    released_by: tuple[int, ...]
     sender: tuple[int, ...]
     receiver: tuple[int, ...]
     connections: dict[Connection, tuple[list[int], list[int]]]
@@ -40,8 +45,8 @@ class Graph:
     def before(self, number: int) -> list[int]:
         """The steps that must have ended before this one, as far as one edge says."""
         others = [] if self.first[number] else [number - 1]
-        if self.waits_for[number] >= 0:
-            others.append(self.waits_for[number])
+        if self.released_by[number] >= 0:
+            others.append(self.released_by[number])
         if self.sender[number] >= 0:
             others.append(self.sender[number])
         return others
@@ -69,12 +74,22 @@ def build_graph(schedule: Schedule, errors: list[str]) -> Graph:
                     key = block.receive_peer, rank, block.channel
                     connections.setdefault(key, ([], []))[1].append(where)
     sender, receiver = _match(len(steps), connections)
-    waits_for = _resolve_waits(schedule, steps, places, begins, errors)
-    graph = Graph(schedule, tuple(steps), tuple(places), tuple(first), tuple(waits_for), sender, receiver, connections)
+    waits_for, released_by = _resolve_waits(schedule, steps, places, begins, errors)
+    graph = Graph(
+        schedule, tuple(steps), tuple(places), tuple(first), waits_for, released_by, sender, receiver, connections
+    )
     for number in range(len(steps)):
         _check_step(graph, number, errors)
     for key in sorted(connections):
         _check_connection(graph, key, errors)
+    for rank, program in enumerate(schedule.ranks):
+        for source, destination in program.copies:
+            for buffer, index in ((Buffer.IN, source), (Buffer.OUT, destination)):
+                if not 0 <= index < schedule.collective.chunks(buffer):
+                    errors.append(
+                        f"rank {rank} copies before its first step: {buffer} has {schedule.collective.chunks(buffer)} "
+                        f"chunks, none of number {index}"
+                    )
     return graph
 
 
@@ -84,14 +99,14 @@ def _resolve_waits(
     places: list[tuple[int, int, int]],
     begins: dict[tuple[int, int], int],
     errors: list[str],
-) -> list[int]:
-    """For each step the one that it really waits for: the first at or after the named one whose end is published."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each step the one that it waits for, and the first from there on whose end is published."""
     # For each step of a thread block, the first at or after it whose end is published.
     published_at = [-1] * len(steps)
     for number in range(len(steps) - 1, -1, -1):
         last = number + 1 == len(steps) or places[number + 1][2] == 0
         published_at[number] = number if steps[number].awaited else -1 if last else published_at[number + 1]
-    result = [-1] * len(steps)
+    waits_for, released_by = [-1] * len(steps), [-1] * len(steps)
     for number, step in enumerate(steps):
         if step.waits_for is None:
             continue
@@ -102,13 +117,14 @@ def _resolve_waits(
         if not 0 <= other < len(blocks) or not 0 <= awaited < len(blocks[other].steps):
             errors.append(f"{here} waits for step {awaited} of thread block {other}, which is not there")
             continue
-        result[number] = published_at[begins[rank, other] + awaited]
-        if result[number] < 0:
+        waits_for[number] = begins[rank, other] + awaited
+        released_by[number] = published_at[waits_for[number]]
+        if released_by[number] < 0:
             errors.append(
                 f"{here} waits for step {awaited} of thread block {other}, whose end is never published: "
                 "set its hasdep to 1"
             )
-    return result
+    return tuple(waits_for), tuple(released_by)
 
 
 def _match(
@@ -130,6 +146,8 @@ def _check_step(graph: Graph, number: int, errors: list[str]) -> None:
         return
     rank, block, _ = graph.places[number]
     program = graph.schedule.ranks[rank]
+    if step.size < 1:
+        errors.append(f"{graph.name(number)} handles {step.size} chunks")
     if step.type.sends and program.thread_blocks[block].send_peer is None:
         errors.append(f"{graph.name(number)} sends, but its thread block has no peer to send to")
     if step.type.receives and program.thread_blocks[block].receive_peer is None:
@@ -190,9 +208,9 @@ def linear_order(graph: Graph, slots: int | None = None) -> tuple[list[int], lis
     missing = [0] * count
     waited_by: list[list[int]] = [[] for _ in range(count)]
     for number in range(count):
-        missing[number] = (not graph.first[number]) + (graph.waits_for[number] >= 0) + (graph.sender[number] >= 0)
-        if graph.waits_for[number] >= 0:
-            waited_by[graph.waits_for[number]].append(number)
+        missing[number] = (not graph.first[number]) + (graph.released_by[number] >= 0) + (graph.sender[number] >= 0)
+        if graph.released_by[number] >= 0:
+            waited_by[graph.released_by[number]].append(number)
     if slots is not None:
         for sends, receives in graph.connections.values():
             for receive, send in zip(receives, sends[slots:], strict=False):
