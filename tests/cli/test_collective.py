@@ -185,3 +185,34 @@ def test_a_script_for_msccl_tools_is_imported(tmp_path):
     assert run("import-msccl", "-o", tmp_path / "folder", script, 3, "a", "b/c").exit_code == 0
     assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["0-a.xml", "1-b-c.xml"]
     assert run("import-msccl", script, "--", 3, "-o", "x").exit_code == 2
+
+
+def test_a_collective_runs_on_processes_and_every_number_is_checked(ring):
+    result = run("run", ring, "--bytes", "10K", "--dtype", "bf16", "--reduction", "max", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["ranks"], found["bytes"], found["wrong"]) == (4, 10240, 0)
+    assert found["seconds"] > 0
+
+
+def test_what_is_not_verified_is_not_run(ring):
+    ring.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
+    result = run("run", ring)
+    assert result.exit_code == 1
+    assert "not run: the schedule is not verified" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        (("--bytes", "1X"), "'1X' is no size: write 4096, 64K, 1M or 1G"),
+        (("--bytes", "-1"), "'-1' is no size"),
+        (("--bytes", "999999G"), "is too large to be tried on processes"),
+        (("--dtype", "fp8"), "the dtypes are fp64, fp32"),
+        (("--reduction", "avg"), "the reductions are sum, max, min, prod, not 'avg'"),
+    ],
+)
+def test_trials_that_cannot_be_are_refused(option, why):
+    result = run("run", "ring-all-reduce", "--ranks", 2, *option)
+    assert result.exit_code == 2
+    assert why in result.stderr

@@ -208,6 +208,59 @@ def show(
         print(picture)
 
 
+@app.command()
+def run(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="One of `stretto collective list`, file.py:function, or a schedule.")
+    ],
+    ranks: Ranks = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    size: Annotated[str, typer.Option("--bytes", help="Of a rank's larger buffer: 4096, 64K, 1M, 1G.")] = "1M",
+    dtype: Annotated[str, typer.Option(help="fp64, fp32, fp16, bf16, int8, int16, int32, int64 or uint8.")] = "fp32",
+    reduction: Annotated[str, typer.Option(help="sum, max, min or prod.")] = "sum",
+    repeats: Annotated[int, typer.Option(help="Runs; their median counts.", min=1)] = 1,
+    instances: Instances = 1,
+    protocol: Protocol = "Simple",
+    slots: Slots = None,
+    in_place: InPlace = None,
+    set_: Sets = None,
+    max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
+    as_json: Json = False,
+) -> None:
+    """Run a collective on processes of this machine, each rank one, and check every number that comes out.
+
+    It is verified first. Exit status: 0 right, 1 not verified or wrong, 2 bad input.
+
+    - stretto collective run ring-all-reduce --ranks 4 --bytes 1M
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.collectives import verify
+        from stretto.collectives.trial import run_trial
+
+        if name.endswith(".xml"):
+            schedule = _read(Path(name), max_file_bytes)
+        else:
+            parameters = _parameters(ranks, nodes, gpus, in_place, set_)
+            schedule = _find(name).compile(protocol=protocol, instances=instances, slots=slots, **parameters)
+        found = verify(schedule, slots=slots)
+        if found.ok:
+            trial = run_trial(schedule, size, dtype, reduction, repeats=repeats, slots=slots)
+    if not found.ok:
+        print(_describe(schedule, found), file=sys.stderr)
+        raise fail("not run: the schedule is not verified", NOT_VERIFIED, as_json=as_json)
+    if as_json:
+        print_json(asdict(trial))
+    else:
+        print(
+            f"{schedule.name} on {schedule.collective.ranks} processes, {trial.bytes:,} bytes of {dtype}: "
+            f"{trial.seconds * 1e3:.1f} ms with their start, "
+            + ("all numbers right" if not trial.wrong else f"{trial.wrong:,} numbers WRONG")
+        )
+    if trial.wrong:
+        raise typer.Exit(NOT_VERIFIED)
+
+
 def _script_arguments(args: list[str], output: Path | None) -> tuple[list[str], Path | None]:
     """The script's arguments, and where to write: a last `-o F.xml` is ours, all that follows a `--` the script's."""
     if args[:1] == ["--"]:
