@@ -54,7 +54,8 @@ class Operation(NamedTuple):
 
     channel: None where the compiler chooses; instances: how many copies of it share the data (`parallelize`);
     thread_blocks: those of the sender and of the receiver that the program asks for, None where it does not; line: the
-    program's, for messages.
+    program's, for messages; part: which of its instances this is, once the compiler has made them (parts of different
+    numbers share no channel).
     """
 
     kind: OperationKind
@@ -64,11 +65,7 @@ class Operation(NamedTuple):
     instances: int
     thread_blocks: tuple[int | None, int | None]
     line: str
-
-    @property
-    def remote(self) -> bool:
-        """Whether it goes from one rank to another."""
-        return self.source.rank != self.destination.rank
+    part: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,27 +8,9 @@ before it.
 
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import NamedTuple
 
 from stretto.collectives.collective import MAX_CHUNKS, Collective
-from stretto.collectives.language import Chunks, OperationKind, Program
-
-
-class Part(NamedTuple):
-    """One instance of an operation. part: parts with different numbers share no channel."""
-
-    kind: OperationKind
-    source: Chunks
-    destination: Chunks
-    channel: int | None
-    part: int
-    thread_blocks: tuple[int | None, int | None]
-    line: str
-
-    @property
-    def remote(self) -> bool:
-        """Whether it goes from one rank to another."""
-        return self.source.rank != self.destination.rank
+from stretto.collectives.language import Operation, Program
 
 
 @dataclass(frozen=True)
@@ -36,7 +18,7 @@ class Parts:
     """A program after this pass: its collective in finer chunks, and its operations' instances in program order."""
 
     collective: Collective
-    operations: tuple[Part, ...]
+    operations: tuple[Operation, ...]
     scratch_chunks: tuple[int, ...]
 
 
@@ -57,20 +39,16 @@ def split_into_instances(program: Program, instances: int) -> Parts:
         )
     operations = []
     for operation in program.operations:
-        kind, source, destination, channel, parallel, thread_blocks, line = operation
+        source, destination, parallel = operation.source, operation.destination, operation.instances
         pieces = instances * parallel
         size = source.size * granularity // pieces
         for piece in range(pieces):
             shift = piece * size
             operations.append(
-                Part(
-                    kind,
-                    Chunks(source.rank, source.buffer, source.start * granularity + shift, size),
-                    Chunks(destination.rank, destination.buffer, destination.start * granularity + shift, size),
-                    channel,
-                    piece // parallel * stride + piece % parallel,
-                    thread_blocks,
-                    line,
+                operation._replace(
+                    source=source._replace(start=source.start * granularity + shift, size=size),
+                    destination=destination._replace(start=destination.start * granularity + shift, size=size),
+                    part=piece // parallel * stride + piece % parallel,
                 )
             )
     return Parts(

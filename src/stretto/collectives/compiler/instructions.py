@@ -12,7 +12,7 @@ class Instruction(NamedTuple):
     """What one rank does.
 
     source, destination: its own chunks, as in a schedule's step; receives, sends: the message, by the number of the
-    operation that it belongs to, that it takes or gives; channel: what the program asks for; part: see `Part`;
+    operation that it belongs to, that it takes or gives; channel: what the program asks for; part: see `Operation`;
     thread_block: what the program asks for.
     """
 
@@ -62,7 +62,8 @@ def generate_instructions(dag: ChunkDag) -> InstructionDag:
         same = dag.parts.operations[operation].destination.rank == rank
         return at_destination[operation] if same else at_source[operation]
 
-    for number, (kind, source, destination, _, part, thread_blocks, _) in enumerate(dag.parts.operations):
+    for number, operation in enumerate(dag.parts.operations):
+        kind, source, destination, _, _, thread_blocks, _, part = operation
         dependencies = dag.true[number] + dag.false[number]
         reduces = kind is OperationKind.REDUCE
         if source.rank == destination.rank:

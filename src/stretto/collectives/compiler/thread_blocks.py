@@ -154,15 +154,15 @@ class _Placement:
             if block.send_peer not in (None, taker):
                 what = f"two ranks to send to, {block.send_peer} and {taker}"
                 self._refuse(number, found, what, lambda other: other.sends is not None)
-            if self._sends_to.setdefault((rank, taker, channel), found) != found:
-                self._refuse_second(number, self._sends_to[rank, taker, channel], f"sends to rank {taker}")
+            if (first := self._sends_to.setdefault((rank, taker, channel), found)) != found:
+                self._refuse_second(number, first, f"sends to rank {taker}")
             block.send_peer = taker
         if giver is not None:
             if block.receive_peer not in (None, giver):
                 what = f"two ranks to receive from, {block.receive_peer} and {giver}"
                 self._refuse(number, found, what, lambda other: other.receives is not None)
-            if self._receives_from.setdefault((rank, giver, channel), found) != found:
-                self._refuse_second(number, self._receives_from[rank, giver, channel], f"receives from rank {giver}")
+            if (first := self._receives_from.setdefault((rank, giver, channel), found)) != found:
+                self._refuse_second(number, first, f"receives from rank {giver}")
             block.receive_peer = giver
 
     def _refuse(self, number: int, block: int, what: str, is_cause: Callable[[Instruction], bool]) -> NoReturn:

@@ -199,7 +199,7 @@ def _with_the_traced_end(memory: ours.Collective, operations: tuple[Operation, .
                 f"{line}: {chunks} holds nothing yet: only input buffers hold data at the start"
             ) from None
 
-    for kind, source, destination, _, _, _, line in operations:
+    for kind, source, destination, _, _, _, line, _ in operations:
         sent = read(source, line)
         if kind is OperationKind.REDUCE:
             sent = [there + added for there, added in zip(read(destination, line), sent, strict=True)]
