@@ -1,7 +1,9 @@
 """What the commands print and refuse, without starting a run."""
 
+import errno
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -146,7 +148,24 @@ def test_a_second_run_in_one_folder_is_refused_and_changes_nothing(run_file: Pat
     with command_lock(out):
         status, text = stretto_command("train", run_file)
         assert (status, "where a run is going on" in text) == (2, True)
-    assert not list(out.iterdir())
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_an_earlier_runs_configuration_as_it_was(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = run_file.parent / "out"
+    out.mkdir()
+    (out / "config.toml").write_text("earlier")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, text = stretto_command("train", run_file)
+    assert (status, f"out is '{out}', where nothing can be written: No space left" in text) == (2, True)
+    assert [path.name for path in out.iterdir()] == ["config.toml"]
+    assert (out / "config.toml").read_text() == "earlier"
 
 
 def test_a_size_of_files_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.models import GPTConfig
 from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_config, make_config
-from stretto.train.options import GridConfig, nearest_grid
+from stretto.train.options import GridConfig, TrainConfig, nearest_grid
 
 SMALLEST: dict[str, Any] = {
     "out": "runs/test",
@@ -60,6 +60,10 @@ def test_a_folder_may_look_like_a_number_or_a_date(folder: str) -> None:
 def test_a_folder_in_the_home_folder_is_there_and_not_in_one_called_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert make_config(SMALLEST, ["out=~/runs"]).out == Path("/home/somebody/runs")
+    for tilde in ("./~/runs", "~nobody-of-that-name/runs"):
+        config = make_config(SMALLEST, [f"out={tilde}"])
+        assert config.out == Path(tilde).absolute()
+        assert TrainConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:

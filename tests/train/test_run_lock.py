@@ -29,7 +29,7 @@ def test_a_command_does_not_start_where_another_is_or_where_ranks_of_one_still_a
     for lock in (command_lock, training_lock):
         with lock(tmp_path), pytest.raises(ValueError, match="set another out"), command_lock(tmp_path):
             pass
-    with command_lock(tmp_path), training_lock(tmp_path):  # a command and its own rank 0
+    with command_lock(tmp_path / "new"), training_lock(tmp_path / "new"):  # a command and its own rank 0
         pass
     assert not list(tmp_path.iterdir())
 

@@ -9,6 +9,7 @@ import typer
 from stretto.cli.console import fail, refusing_bad_input, stdout_on_stderr
 from stretto.report import remove_report
 from stretto.train.config import TrainConfig, config_to_toml
+from stretto.train.data import write_atomically
 from stretto.train.launch import RankFailure, launch, remove_traces
 from stretto.train.run_lock import command_lock
 from stretto.train.trainer import train
@@ -25,14 +26,22 @@ def run_training(config: TrainConfig, *, as_json: bool) -> signal.Signals | None
         stack.enter_context(refusing_bad_input(as_json=as_json))
         if is_first():
             stack.enter_context(command_lock(config.out))
-            remove_report(config.out)
-            remove_traces(config.out)
-            (config.out / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+            _begin_folder(config)
         try:
             with stdout_on_stderr() if as_json else nullcontext():
                 return launch(train_silently if as_json else train, config)
         except RankFailure as failure:
             raise fail(str(failure), RANK_FAILED, as_json=as_json) from failure
+
+
+def _begin_folder(config: TrainConfig) -> None:
+    """Leave the configuration in the run's folder, and nothing there that tells of an earlier run as if of this one."""
+    try:
+        write_atomically(config.out / "config.toml", lambda file: file.write(config_to_toml(config).encode()))
+        remove_report(config.out)
+        remove_traces(config.out)
+    except OSError as error:
+        raise ValueError(f"out is {str(config.out)!r}, where nothing can be written: {error.strerror}") from error
 
 
 def train_silently(config: TrainConfig) -> None:

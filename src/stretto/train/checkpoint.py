@@ -5,6 +5,7 @@ Writing is atomic; loading runs no code from the files (`checkpoint_storage` say
 """
 
 import logging
+import os
 import re
 import shutil
 import warnings
@@ -63,7 +64,7 @@ def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
     if resume is None:
         return None
     if resume != "latest":
-        return resolve_checkpoint(Path(resume).expanduser())
+        return resolve_checkpoint(Path(os.path.expanduser(resume)))
     if (newest := newest_checkpoint(out)) is None and (unusable := _by_step(out)):
         raise ValueError(
             f"train.resume is 'latest', but none of the {len(unusable)} checkpoints in {out / 'checkpoints'} can be "

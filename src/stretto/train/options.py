@@ -48,7 +48,9 @@ def _folder_of_text(value: Any) -> Any:
             str(value).encode()
         except UnicodeEncodeError:
             raise ValueError(f"out is {str(value)!r}, but must be text in UTF-8; rename the folder") from None
-        return os.path.expanduser(value)
+        path = Path(os.path.expanduser(value))
+        # What is left of "./~" would become the home folder when the configuration is read again.
+        return path.absolute() if str(path).startswith("~") else path
     return value
 
 

@@ -39,6 +39,7 @@ def training_lock(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(out: Path, name: str) -> Iterator[None]:
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     path = out / name
     file = _take(out, path)
@@ -47,6 +48,9 @@ def _locked(out: Path, name: str) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # before letting go: whoever takes this file next sees that it is gone
         file.close()
+        if is_new:
+            with suppress(OSError):  # it is not empty, as it should be
+                out.rmdir()
 
 
 def _take(out: Path, path: Path) -> FileIO:
@@ -70,7 +74,8 @@ def _take(out: Path, path: Path) -> FileIO:
         # The file may have been deleted by its last owner after it was opened here.
         with suppress(FileNotFoundError):
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-                file.truncate(0)
-                file.write(str(os.getpid()).encode())
+                with suppress(OSError):  # a full disk has no room to say who it is
+                    file.truncate(0)
+                    file.write(str(os.getpid()).encode())
                 return file
         file.close()

@@ -1,5 +1,6 @@
 """A data set: a token stream cut into sequences of one length."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def open_dataset(
         case "text" if tokenizer == "bytes":
             stream, vocab_size = open_bytes(files), _check_vocab(vocab, BYTE_VOCAB, tokenizer)
         case "text":
-            stream, tokenizer_vocab = open_tokenized(files, Path(tokenizer).expanduser())
+            stream, tokenizer_vocab = open_tokenized(files, Path(os.path.expanduser(tokenizer)))
             vocab_size = _check_vocab(vocab, tokenizer_vocab, tokenizer)
         case "nanogpt":
             stream = open_nanogpt(files, token_dtype)
