@@ -50,7 +50,7 @@ def _folder_of_text(value: Any) -> Any:
             raise ValueError(f"out is {str(value)!r}, but must be text in UTF-8; rename the folder") from None
         path = Path(os.path.expanduser(value))
         # What is left of "./~" would become the home folder when the configuration is read again.
-        return path.absolute() if str(path).startswith("~") else path
+        return str(path.absolute() if str(path).startswith("~") else path)
     return value
 
 
