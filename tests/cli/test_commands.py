@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -120,6 +121,17 @@ def test_a_file_in_the_place_of_the_checkpoints_is_found_before_the_first_of_the
     (run_file.parent / "out" / "checkpoints").touch()
     status, text = stretto_command("train", run_file)
     assert (status, "checkpoints is not a folder" in text) == (2, True)
+
+
+def test_a_history_that_a_resumed_run_cannot_keep_is_found_before_it_starts(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_file.parent / "out").mkdir()
+    (run_file.parent / "out" / "metrics.jsonl").write_bytes(b'[]\n{"st')
+    monkeypatch.setattr("stretto.train.preflight.find_checkpoint", lambda out, resume: out)
+    monkeypatch.setattr("stretto.train.preflight.check_checkpoint", lambda *_: SimpleNamespace(step=1))
+    status, text = stretto_command("train", run_file, "--set", "train.resume=latest")
+    assert (status, "metrics.jsonl: line 1 is no step" in text) == (2, True)
 
 
 def fail_to_train(config: TrainConfig, **options: str) -> None:

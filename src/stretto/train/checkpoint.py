@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from stretto.train.checkpoint_metadata import (
     read_metadata,
 )
 from stretto.train.checkpoint_storage import (
+    NO_TENSOR,
     AtomicWriter,
     Piece,
     SafeReader,
@@ -208,7 +210,8 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise kind(f"{what}: on rank {rank}, {type(cause).__name__}: {cause}") from cause
+        why = NO_TENSOR if isinstance(cause, UnpicklingError) else f"{type(cause).__name__}: {cause}"
+        raise kind(f"{what}: on rank {rank}, {why}") from cause
 
 
 def _training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:

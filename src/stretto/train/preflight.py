@@ -93,9 +93,9 @@ def _check_apart(config: TrainConfig) -> None:
     """Refuse a run's folder inside a folder of data: what the run writes would be taken for data when it resumes."""
     if config.data.format in ("nanogpt", "megatron"):  # these look for files by their names, and a run has none such
         return
-    out = config.out.resolve()
+    out = Path(os.path.realpath(config.out))
     for path in [config.data.path] if isinstance(config.data.path, str) else config.data.path:
-        folder = Path(os.path.expanduser(path)).resolve()
+        folder = Path(os.path.realpath(os.path.expanduser(path)))
         if path == PYTHON_DOCS or not folder.is_dir() or not out.is_relative_to(folder):
             continue
         if not any(part.startswith(".") for part in out.relative_to(folder).parts):  # hidden folders are not read
