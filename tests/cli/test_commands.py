@@ -1,16 +1,23 @@
 """What the commands print and refuse, without starting a run."""
 
+import errno
+import io
 import json
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import stretto
 from stretto.cli import app
-from stretto.train.config import load_config
+from stretto.cli.console import print_any_text
+from stretto.train.config import TrainConfig, load_config
+from stretto.train.preflight import preflight
 from stretto.train.reference import reference
+from stretto.train.run_lock import command_lock
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -84,6 +91,10 @@ def test_a_misspelt_command_or_option_names_the_nearest(arguments: list[str], wo
         ("model.max_seq_len=4", "train.seq_len is 8, but the model's max_seq_len is 4"),
         ("train.resume=nowhere", "there is no checkpoint at nowhere"),
         ("out=/dev/null/run", "/dev/null is not a folder"),
+        ("out=/proc/foo", "out is '/proc/foo', where nothing can be written"),
+        ("model.hidden=1000000000000", "model.hidden is 1000000000000, but must be at most 1048576"),
+        ("model={layers=4000, hidden=1048576}", "but this machine has"),
+        ("train.batch=2147483647", "a batch of train.batch=2147483647"),
     ],
 )
 def test_bad_input_is_refused_in_one_message_before_anything_is_made(run_file: Path, override: str, words: str) -> None:
@@ -92,6 +103,94 @@ def test_bad_input_is_refused_in_one_message_before_anything_is_made(run_file: P
     assert words in text
     assert "Traceback" not in text
     assert not (run_file.parent / "out").exists()
+
+
+def test_a_run_inside_its_data_is_refused_unless_it_is_hidden(run_file: Path) -> None:
+    data = run_file.parent / "data"
+    data.mkdir()
+    (run_file.parent / "text.txt").rename(data / "text.txt")
+    for out in (data, data / "runs" / "one"):
+        status, text = stretto_command("train", run_file, "--set", f"data.path={data}", "--set", f"out={out}")
+        assert (status, f"lies in the folder of data '{data}'" in text) == (2, True)
+    assert [path.name for path in data.iterdir()] == ["text.txt"]
+    preflight(load_config(run_file, [f"data.path={data}", f"out={data / '.runs'}"]))
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_found_before_the_first_of_them(run_file: Path) -> None:
+    (run_file.parent / "out").mkdir()
+    (run_file.parent / "out" / "checkpoints").touch()
+    status, text = stretto_command("train", run_file)
+    assert (status, "checkpoints is not a folder" in text) == (2, True)
+
+
+def test_a_history_that_a_resumed_run_cannot_keep_is_found_before_it_starts(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_file.parent / "out").mkdir()
+    (run_file.parent / "out" / "metrics.jsonl").write_bytes(b'[]\n{"st')
+    monkeypatch.setattr("stretto.train.preflight.find_checkpoint", lambda out, resume: out)
+    monkeypatch.setattr("stretto.train.preflight.check_checkpoint", lambda *_: SimpleNamespace(step=1))
+    status, text = stretto_command("train", run_file, "--set", "train.resume=latest")
+    assert (status, "metrics.jsonl: line 1 is no step" in text) == (2, True)
+
+
+def fail_to_train(config: TrainConfig, **options: str) -> None:
+    raise RuntimeError("no luck\nat all")
+
+
+def test_a_run_of_one_rank_that_fails_says_so_as_several_ranks_do_and_keeps_nothing_of_an_earlier_one(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = run_file.parent / "out"
+    out.mkdir()
+    for earlier in ("summary.md", "loss.png", "rank-3-error.txt"):
+        (out / earlier).touch()
+    monkeypatch.setattr("stretto.cli.running.train", fail_to_train)
+    result = CliRunner().invoke(app, ["train", str(run_file), "--json"])
+    assert result.exit_code == 1
+    message = "rank 0 of 1 failed: RuntimeError: no luck\nthere is no checkpoint to continue from"
+    assert json.loads(result.stdout)["error"].startswith(message)
+    assert f"stretto: {message}" in result.stderr
+    assert "Traceback" not in result.output
+    assert {path.name for path in out.iterdir()} == {"config.toml", "rank-0-error.txt"}
+
+
+def test_a_second_run_in_one_folder_is_refused_and_changes_nothing(run_file: Path) -> None:
+    out = run_file.parent / "out"
+    with command_lock(out):
+        status, text = stretto_command("train", run_file)
+        assert (status, "where a run is going on" in text) == (2, True)
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_an_earlier_runs_configuration_as_it_was(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = run_file.parent / "out"
+    out.mkdir()
+    (out / "config.toml").write_text("earlier")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, text = stretto_command("train", run_file)
+    assert (status, f"out is '{out}', where nothing can be written: No space left" in text) == (2, True)
+    assert [path.name for path in out.iterdir()] == ["config.toml"]
+    assert (out / "config.toml").read_text() == "earlier"
+
+
+def test_a_size_of_files_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    status, text = stretto_command("export", tmp_path, "--to", "a.safetensors", "--max-file-gigabytes", "inf")
+    assert (status, "--max-file-gigabytes is inf, but must be a finite number" in text) == (2, True)
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_in_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", screen)
+    print_any_text()
+    print("see ü", flush=True)
+    assert screen.buffer.getvalue() == b"see \\xfc\n"
 
 
 def test_another_number_of_ranks_than_torchrun_started_is_refused(

@@ -20,8 +20,16 @@ from tests.conftest import Ranks
 from tests.train import runs
 from torch.distributed.checkpoint import FileSystemReader
 
+from stretto.models import GPT
 from stretto.parallel import gather
-from stretto.train.checkpoint import check_checkpoint, checkpoint_path, find_checkpoint, load_checkpoint, prepare_folder
+from stretto.train.checkpoint import (
+    check_checkpoint,
+    checkpoint_path,
+    find_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    prepare_folder,
+)
 from stretto.train.checkpoint_metadata import read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 
@@ -181,6 +189,19 @@ def test_a_path_is_a_checkpoint_or_a_run(saved: Path, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, str(saved)) == checkpoint_path(saved, 2)
 
 
+def test_latest_does_not_start_over_when_no_checkpoint_can_be_used(copy: Path) -> None:
+    for step in (1, 2):
+        (checkpoint_path(copy, step) / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints .*step-00000002 is missing its file .*'none'"):
+        find_checkpoint(copy, "latest")
+    assert newest_checkpoint(copy) is None
+
+
+def test_an_older_checkpoint_than_the_newest_is_found(saved: Path) -> None:
+    assert newest_checkpoint(saved, before=checkpoint_path(saved, 2)) == checkpoint_path(saved, 1)
+    assert newest_checkpoint(saved, before=checkpoint_path(saved, 1)) is None
+
+
 def test_latest_passes_over_an_incomplete_checkpoint_and_says_so(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
     (checkpoint_path(copy, 2) / "__0_0.distcp").unlink()
     with caplog.at_level(logging.WARNING):
@@ -221,6 +242,13 @@ def test_an_index_that_is_cut_short_is_named(copy: Path) -> None:
         check_checkpoint(file.parent, runs.GPT_CONFIG)
 
 
+def test_an_index_of_thousands_of_brackets_is_damaged(copy: Path) -> None:
+    file = checkpoint_path(copy, 2) / "metadata.json"
+    file.write_text("[" * 300_000)
+    with pytest.raises(ValueError, match=r"metadata\.json is damaged: .*recursion"):
+        read_metadata(file.parent)
+
+
 def test_another_format_version_is_refused(copy: Path) -> None:
     path = checkpoint_path(copy, 2)
     edit_metadata(path, lambda content: content.update(format=99))
@@ -236,11 +264,42 @@ def test_another_format_version_is_refused(copy: Path) -> None:
         ({"vocab": 62}, r"embedding\.weight has shape \[61, 16\] there, and the model's is \[62, 16\]"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_its_first_difference(
+def test_an_old_checkpoint_that_does_not_name_its_model_is_refused_by_the_first_parameter_that_differs(
+    copy: Path, change: dict[str, Any], difference: str
+) -> None:
+    edit_metadata(checkpoint_path(copy, 2), lambda content: content.update(model={}))
+    check_checkpoint(checkpoint_path(copy, 2), runs.GPT_CONFIG)
+    with pytest.raises(ValueError, match=rf"is of another model: {difference}"):
+        check_checkpoint(checkpoint_path(copy, 2), replace(runs.GPT_CONFIG, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"layers": 3}, "model.layers is 2 there and 3 here; model.layers=2 would do"),
+        ({"heads": 16, "kv_heads": 8}, "model.heads is 8 there and 16 here"),  # all shapes agree
+        ({"kv_heads": None}, "model.kv_heads is 4 there and 8 here"),
+        ({"norm": "rmsnorm"}, "model.norm is 'layernorm' there and 'rmsnorm' here"),
+        ({"positions": "rotary"}, "model.positions is 'learned' there"),
+        ({"activation": "swiglu"}, "model.activation is 'gelu' there"),
+        ({"max_seq_len": 8}, "positions.weight has shape"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_option_that_differs(
     saved: Path, change: dict[str, Any], difference: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"is of another model: {difference}"):
+    with pytest.raises(ValueError, match="is of another model: " + difference.replace(".", r"\.")):
         check_checkpoint(checkpoint_path(saved, 2), replace(runs.GPT_CONFIG, **change))
+
+
+def test_the_model_that_is_loaded_into_is_compared_too(saved: Path) -> None:
+    other = GPT(replace(runs.GPT_CONFIG, heads=16, kv_heads=8))
+    with pytest.raises(ValueError, match=r"is of another model: model\.heads is 8 there and 16 here"):
+        load_checkpoint(checkpoint_path(saved, 2), other)
+
+
+def test_dropout_and_another_way_to_write_the_same_model_are_no_difference(saved: Path) -> None:
+    check_checkpoint(checkpoint_path(saved, 2), replace(runs.GPT_CONFIG, dropout=0.5, ffn=64))
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
@@ -334,9 +393,9 @@ def test_a_shard_that_holds_code_is_refused_and_not_run(copy: Path, tmp_path: Pa
 
     edit_metadata(path, point_at_malice)
     model, optimizer, _ = runs.sharded(runs.make_gpt, {}, seed=2)
-    with pytest.raises(ValueError, match="cannot be read: on rank 0"):
+    with pytest.raises(ValueError, match=r"cannot be read: on rank 0, a shard holds what is no tensor$"):
         load_checkpoint(path, model, optimizer)
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match=r"is damaged: a shard holds what is no tensor$"):
         read_tensor(path, read_metadata(path).tensors["model.norm.weight"])
     assert not mark.exists()
 

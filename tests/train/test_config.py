@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.models import GPTConfig
 from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_config, make_config
-from stretto.train.options import GridConfig, nearest_grid
+from stretto.train.options import GridConfig, TrainConfig, nearest_grid
 
 SMALLEST: dict[str, Any] = {
     "out": "runs/test",
@@ -52,9 +52,35 @@ def test_overrides_are_read_as_toml_and_otherwise_as_text() -> None:
     assert config.train.clip is None
 
 
-@pytest.mark.parametrize("folder", ["2024", "2024-01-01", "true", "1e5", "~/runs"])
+@pytest.mark.parametrize("folder", ["2024", "2024-01-01", "true", "1e5", "runs/~"])
 def test_a_folder_may_look_like_a_number_or_a_date(folder: str) -> None:
     assert make_config(SMALLEST, [f"out={folder}"]).out == Path(folder)
+
+
+def test_a_folder_in_the_home_folder_is_there_and_not_in_one_called_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert make_config(SMALLEST, ["out=~/runs"]).out == Path("/home/somebody/runs")
+    for tilde in ("./~/runs", "~nobody-of-that-name/runs"):
+        config = make_config(SMALLEST, [f"out={tilde}"])
+        assert config.out == Path(tilde).absolute()
+        assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--set 'out=r\\udcffn' is not valid UTF-8"):
+        make_config(SMALLEST, ["out=r\udcffn"])
+    with pytest.raises(ConfigError, match=r"out is 'r\\udcffn', but must be text in UTF-8"):
+        make_config(SMALLEST | {"out": "r\udcffn"})
+
+
+@pytest.mark.parametrize(
+    ("override", "bound"),
+    [("model.hidden=1000000000000", 1 << 20), ("model.ffn=100000000000000000000", 1 << 22),
+     ("model.layers=100000000", 1 << 12), ("model.vocab=99999999999", 1 << 24), ("train.steps=1" + 400 * "0", 1 << 53)],
+)  # fmt: skip
+def test_sizes_that_no_machine_has_are_refused_with_the_largest(override: str, bound: int) -> None:
+    with pytest.raises(ConfigError, match=f"but must be at most {bound}; {bound} would do"):
+        make_config(SMALLEST, [override])
 
 
 def test_a_table_given_as_override_is_merged_into_its_section() -> None:

@@ -1,7 +1,9 @@
 """Ranks are started, stopped and mourned for: real processes, with small functions in place of training."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,11 +176,40 @@ def test_a_signal_that_one_rank_handles_itself_is_returned(out: Path) -> None:
     assert launch(launch_entries.stop_in_process, config_for(out, 1)) == signal.SIGTERM
 
 
-def test_an_exception_in_this_process_is_the_callers_with_the_last_checkpoint_noted(out: Path) -> None:
+def test_an_exception_in_this_process_is_reported_as_that_of_another(out: Path) -> None:
     checkpoint = write_complete_checkpoint(out)
-    with pytest.raises(RuntimeError, match="no luck") as failed:
+    with pytest.raises(RankFailure, match="rank 0 of 1 failed: RuntimeError: no luck\n") as failed:
         launch(launch_entries.raise_in_process, config_for(out, 1))
-    assert str(checkpoint) in failed.value.__notes__[0]
+    assert failed.value.checkpoint == checkpoint
+    assert f"the last checkpoint is {checkpoint}: continue with --set train.resume=latest" in str(failed.value)
+    assert "raise_in_process" in (out / "rank-0-error.txt").read_text()
+
+
+def test_a_full_disk_costs_the_traceback_and_not_the_message(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = write_complete_checkpoint(out)
+
+    def write_nothing(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_nothing)
+    with pytest.raises(RankFailure, match="rank 0 of 1 failed: RuntimeError: no luck") as failed:
+        launch(launch_entries.raise_in_process, config_for(out, 1))
+    assert failed.value.checkpoint == checkpoint
+    assert "traceback" not in str(failed.value)
+
+
+def test_after_a_checkpoint_that_cannot_be_read_the_one_before_it_is_named(out: Path) -> None:
+    older = write_complete_checkpoint(out)
+    shutil.copytree(older, newest := older.with_name("step-00000008"))
+
+    def damaged(config: TrainConfig) -> None:
+        raise ValueError(f"the checkpoint {newest} cannot be read: on rank 0, UnpicklingError: no")
+
+    with pytest.raises(RankFailure) as failed:
+        launch(damaged, config_for(out, 1))
+    assert failed.value.checkpoint == older
+    assert f"continue with --set train.resume={older}" in str(failed.value)
+    assert "resume=latest" not in str(failed.value)
 
 
 def test_a_rank_of_torchrun_runs_in_its_process(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

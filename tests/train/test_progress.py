@@ -1,12 +1,13 @@
 """What a run shows on the screen."""
 
 import io
+import os
 
 import pytest
 from rich.console import Console
 
 from stretto.train.metrics import StepMetrics
-from stretto.train.progress import Bar, open_reporter
+from stretto.train.progress import Bar, Lines, open_reporter
 
 
 def metrics(step: int) -> StepMetrics:
@@ -24,6 +25,16 @@ def test_without_a_terminal_there_are_lines_for_some_steps_and_the_last(capsys: 
         "step 20/25  loss 0.2500  12,346 tokens/s  0:02:30 left",
         "step 25/25  loss 0.2000  12,346 tokens/s  0:00:00 left",
     ]
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as screen:
+        lines = Lines(Console(file=screen), start=0, steps=2, every=1)
+        lines.show(metrics(1))
+        lines.show(metrics(2))
+        screen.flush()  # as Python does at its end: nothing is left that could fail
 
 
 def test_nothing_is_shown_where_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,25 @@ def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: P
     assert_same_state(checkpoint_path(tmp_path / "again", 5), checkpoint_path(tmp_path / "whole", 5))
 
 
+def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = ["model.dropout=0.3", "train.steps=2", "train.dtype=fp64"]
+    whole = run(ranks, tmp_path / "whole", *options)
+    for name, sizes, micro_batch in (("parts", {}, 2), ("z", {"z": 2}, 2), ("data", {"data": 2}, 1)):
+        parts = run(ranks, tmp_path / name, *options, *on_grid(**sizes), f"train.micro_batch={micro_batch}")
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], abs=1e-10), name
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp64"), ("fp64", "fp32")])
+def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, before: str, after: str) -> None:
+    first = run(ranks, tmp_path, f"train.dtype={before}", "train.steps=4", "train.checkpoint_every=2")
+    again = run(
+        ranks, tmp_path / "again", f"train.dtype={after}", "train.steps=4",
+        f"train.resume={checkpoint_path(tmp_path, 2)}",
+    )  # fmt: skip
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in first[2:]], abs=1e-4)
+
+
 def test_accumulation_changes_neither_loss_nor_weights(ranks: MakeRanks, tmp_path: Path) -> None:
     results = []
     for micro_batch in ("none", "1"):

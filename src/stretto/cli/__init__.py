@@ -11,6 +11,7 @@ import stretto
 from stretto.cli.bench import app as bench
 from stretto.cli.cluster import app as cluster
 from stretto.cli.collective import app as collective
+from stretto.cli.console import print_any_text
 from stretto.cli.demo import demo
 from stretto.cli.export import export
 from stretto.cli.plan import plan
@@ -55,4 +56,5 @@ def _about(
 
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 a rank failed, 2 bad input, 128 + n stopped by signal n."""
+    print_any_text()
     app(prog_name="stretto")

@@ -1,10 +1,11 @@
 """How commands speak: text for people on stdout, one line of JSON for machines, errors on stderr."""
 
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -21,9 +22,16 @@ def print_json(values: Mapping[str, Any]) -> None:
     )
 
 
+def print_any_text() -> None:
+    """Let stdout show what its encoding does not have (a folder's name, say) as escapes, as stderr does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
     """Print an error, and return what a command raises to end with `status`."""
-    print(f"stretto: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody may read it any more
+        print(f"stretto: {message}", file=sys.stderr, flush=True)
     if as_json:
         print_json({"error": message})
     return typer.Exit(status)

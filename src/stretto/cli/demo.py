@@ -73,12 +73,12 @@ def _train(config: "TrainConfig", heading: str, as_json: bool) -> None:
 def _write_sample(config: "TrainConfig") -> str:
     """A text from the trained model, whole in this process."""
     from stretto.models import GPT
-    from stretto.train.checkpoint import find_checkpoint, load_checkpoint
+    from stretto.train.checkpoint import load_checkpoint, newest_checkpoint
     from stretto.train.generate import generate
     from stretto.train.preflight import build_model_config, open_data
 
     model = GPT(build_model_config(config, open_data(config)))
-    checkpoint = find_checkpoint(config.out, "latest")
+    checkpoint = newest_checkpoint(config.out)
     assert checkpoint is not None  # the run has just ended
     load_checkpoint(checkpoint, model)
     tokens = generate(model, list(PROMPT.encode()), SAMPLE_TOKENS, temperature=0.7, seed=1)

@@ -1,5 +1,6 @@
 """`stretto export`: a checkpoint's weights as safetensors."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,11 @@ def export(
     from stretto.train.weights import export_safetensors
 
     with refusing_bad_input(as_json=as_json):
+        if max_file_gigabytes is not None and not math.isfinite(max_file_gigabytes):
+            raise ValueError(
+                f"--max-file-gigabytes is {max_file_gigabytes}, but must be a finite number; without it, all goes to "
+                "one file"
+            )
         limit = None if max_file_gigabytes is None else round(max_file_gigabytes * 1e9)
         files = export_safetensors(checkpoint, to, max_file_bytes=limit)
     if as_json:

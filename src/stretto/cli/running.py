@@ -2,28 +2,46 @@
 
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import typer
 
-from stretto.cli.console import fail, stdout_on_stderr
+from stretto.cli.console import fail, refusing_bad_input, stdout_on_stderr
+from stretto.report import remove_report
 from stretto.train.config import TrainConfig, config_to_toml
-from stretto.train.launch import RankFailure, launch
+from stretto.train.data import write_atomically
+from stretto.train.launch import RankFailure, launch, remove_traces
+from stretto.train.run_lock import command_lock
 from stretto.train.trainer import train
 
 RANK_FAILED = 1
 
 
 def run_training(config: TrainConfig, *, as_json: bool) -> signal.Signals | None:
-    """Start the ranks and train. Returns the signal that stopped it, if one did; ends the command if a rank failed."""
-    config.out.mkdir(parents=True, exist_ok=True)
-    if is_first():
-        (config.out / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    """Start the ranks and train. Returns the signal that stopped it, if one did; ends the command if a rank failed.
+
+    No other command has the run's folder meanwhile, and nothing in it is of an earlier run that this one writes again.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(refusing_bad_input(as_json=as_json))
+        if is_first():
+            stack.enter_context(command_lock(config.out))
+            _begin_folder(config)
+        try:
+            with stdout_on_stderr() if as_json else nullcontext():
+                return launch(train_silently if as_json else train, config)
+        except RankFailure as failure:
+            raise fail(str(failure), RANK_FAILED, as_json=as_json) from failure
+
+
+def _begin_folder(config: TrainConfig) -> None:
+    """Leave the configuration in the run's folder, and nothing there that tells of an earlier run as if of this one."""
     try:
-        with stdout_on_stderr() if as_json else nullcontext():
-            return launch(train_silently if as_json else train, config)
-    except RankFailure as failure:
-        raise fail(str(failure), RANK_FAILED, as_json=as_json) from failure
+        write_atomically(config.out / "config.toml", lambda file: file.write(config_to_toml(config).encode()))
+        remove_report(config.out)
+        remove_traces(config.out)
+    except OSError as error:
+        raise ValueError(f"out is {str(config.out)!r}, where nothing can be written: {error.strerror}") from error
 
 
 def train_silently(config: TrainConfig) -> None:

@@ -49,28 +49,30 @@ def train(
 
     from stretto.cli.running import exit_by, is_first, run_training
     from stretto.report import read_metrics, write_report
+    from stretto.train.progress import print_line
 
     stopped_by = run_training(checked, as_json=as_json)
     if is_first():
-        has_trained = read_metrics(checked.out) != []
-        run = write_report(checked.out) if has_trained else None
+        with refusing_bad_input(as_json=as_json):  # the disk may be full by now
+            has_trained = read_metrics(checked.out) != []
+            run = write_report(checked.out) if has_trained else None
         if as_json:
             print_json(_result(checked.out, run, stopped_by))
         elif run is None:
-            print("stopped before the first step")
+            print_line("stopped before the first step")
         else:
-            print(f"loss {run.losses[-1]:.4f} after {run.steps[-1]} steps; see {checked.out / 'summary.md'}")
+            print_line(f"loss {run.losses[-1]:.4f} after {run.steps[-1]} steps; see {checked.out / 'summary.md'}")
     if stopped_by is not None:
         raise exit_by(stopped_by)
 
 
 def _result(out: Path, run: "Run | None", stopped_by: "Signals | None") -> dict[str, Any]:
     """What --json prints: the run's summary, its last step, and where to continue from."""
-    from stretto.train.checkpoint import find_checkpoint
+    from stretto.train.checkpoint import newest_checkpoint
 
     trained = {} if run is None else dict(run.summary) | {"step": run.steps[-1], "loss": run.losses[-1]}
     return trained | {
         "out": out,
-        "checkpoint": find_checkpoint(out, "latest"),
+        "checkpoint": newest_checkpoint(out),
         "stopped_by": None if stopped_by is None else stopped_by.name,
     }

@@ -1,5 +1,8 @@
 """Dropout whose mask belongs to the global element: the same on any grid."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +29,7 @@ class ParallelDropout(nn.Module):
 
     The mask is a hash of a seed and the element's place in the whole activation. The seed is drawn from torch's default
     CPU generator, which ranks must have seeded alike; recomputation under activation checkpointing restores it.
+    The batch that it is given is all that the rank has of the global batch, unless `micro_batch_of` says otherwise.
     """
 
     def __init__(self, p: float, grid: Grid, axis: str) -> None:
@@ -33,6 +37,8 @@ class ParallelDropout(nn.Module):
         self.p = p
         self.grid = grid
         self.axis = axis
+        self.rows: int | None = None  # of the global batch that this rank has; None: those that it is given
+        self.first = 0  # which of them it is given first
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -40,7 +46,8 @@ class ParallelDropout(nn.Module):
         seed = int(torch.randint(0, 2**62, ()))
         rows, columns = x.shape[0], x.shape[-1]
         middle = x[0].numel() // columns
-        row = torch.arange(rows, device=x.device) + self.grid.coordinate("batch") * rows
+        first = self.grid.coordinate("batch") * (self.rows or rows) + self.first
+        row = torch.arange(rows, device=x.device) + first
         column = torch.arange(columns, device=x.device) + self.grid.coordinate(self.axis) * columns
         position = row[:, None] * middle + torch.arange(middle, device=x.device)
         element = position[..., None] * (columns * self.grid.size(self.axis)) + column
@@ -50,3 +57,20 @@ class ParallelDropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+@contextmanager
+def micro_batch_of(model: nn.Module, rows: int, first: int) -> Iterator[None]:
+    """Call `model`, and its backward pass, on a part of this rank's `rows` of the global batch, from row `first` on.
+
+    Dropout then drops what it would have dropped of the whole batch at once, if torch's generator is seeded alike for
+    each part: which rows share a micro-batch depends on the grid, and the masks do not.
+    """
+    dropouts = [module for module in model.modules() if isinstance(module, ParallelDropout)]
+    for dropout in dropouts:
+        dropout.rows, dropout.first = rows, first
+    try:
+        yield
+    finally:
+        for dropout in dropouts:
+            dropout.rows, dropout.first = None, 0

@@ -1,7 +1,7 @@
 """Reports: plots and tables from what runs leave in their folders."""
 
 from stretto.report.loss_plot import plot_loss
-from stretto.report.run import Run, largest_difference, read_metrics, read_run, write_report
+from stretto.report.run import Run, largest_difference, read_metrics, read_run, remove_report, write_report
 from stretto.report.timeline import plot_timeline
 from stretto.train.timeline import Timeline, read_timeline
 
@@ -14,5 +14,6 @@ __all__ = [
     "read_metrics",
     "read_run",
     "read_timeline",
+    "remove_report",
     "write_report",
 ]

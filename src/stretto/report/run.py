@@ -9,9 +9,9 @@ from typing import Any
 
 from stretto.report.loss_plot import plot_loss
 from stretto.report.timeline import plot_timeline
-from stretto.train.checkpoint import find_checkpoint
+from stretto.train.checkpoint import newest_checkpoint
 from stretto.train.config import TrainConfig, load_config
-from stretto.train.metrics import METRICS_FILE, SUMMARY_FILE
+from stretto.train.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
 from stretto.train.timeline import OTHER, TRACE_FILE, read_timeline
 
 LOSS_PLOT = "loss.png"
@@ -83,18 +83,21 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
     return run
 
 
+def remove_report(out: Path) -> None:
+    """Delete what `write_report` has written of an earlier run."""
+    for name in (LOSS_PLOT, TIMELINE_PLOT, SUMMARY):
+        (out / name).unlink(missing_ok=True)
+
+
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The steps of a run, oldest first; [] before the first. Leaves out a last line that a kill has cut short."""
+    """The steps of a run, oldest first; [] before the first. Leaves out a last line that a kill has cut short.
+
+    Raises ValueError for any other line that is damaged.
+    """
     file = out / METRICS_FILE
     if not file.is_file():
         return []
-    metrics = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            metrics.append(json.loads(line))
-        except ValueError:
-            break
-    return metrics
+    return [step for _, step in read_steps(file)]
 
 
 def _overview(run: Run) -> str:
@@ -194,7 +197,7 @@ def _configuration(run: Run) -> str:
 
 
 def _checkpoint(run: Run) -> str:
-    checkpoint = find_checkpoint(run.out, "latest")
+    checkpoint = newest_checkpoint(run.out)
     if checkpoint is None:
         return "## Checkpoint\n\nNone was written."
     steps = max(run.config.train.steps, 2 * run.steps[-1]) if run.steps[-1] >= run.config.train.steps else None

@@ -5,6 +5,7 @@ Writing is atomic; loading runs no code from the files (`checkpoint_storage` say
 """
 
 import logging
+import os
 import re
 import shutil
 import warnings
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,8 +25,14 @@ from torch.distributed.tensor import DTensor
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.grid import AXES
 from stretto.parallel.layout import layout_of
-from stretto.train.checkpoint_metadata import CheckpointMetadata, first_difference, read_metadata
+from stretto.train.checkpoint_metadata import (
+    CheckpointMetadata,
+    first_difference,
+    first_option_that_differs,
+    read_metadata,
+)
 from stretto.train.checkpoint_storage import (
+    NO_TENSOR,
     AtomicWriter,
     Piece,
     SafeReader,
@@ -52,13 +60,34 @@ def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
 
     Needs no process group. "latest" is the newest complete one, and None when the run has none yet; one that
     is not complete is reported and passed over. Raises ValueError when a folder that was named has no
-    complete checkpoint.
+    complete checkpoint, and when "latest" finds checkpoints of which none is complete: to train from the beginning
+    must be asked for.
     """
     if resume is None:
         return None
-    if resume == "latest":
-        return _newest_complete(out)
-    return resolve_checkpoint(Path(resume))
+    if resume != "latest":
+        return resolve_checkpoint(Path(os.path.expanduser(resume)))
+    if (newest := newest_checkpoint(out)) is None and (unusable := _by_step(out)):
+        raise ValueError(
+            f"train.resume is 'latest', but none of the {len(unusable)} checkpoints in {out / 'checkpoints'} can be "
+            f"used: {_fault(unusable[-1])}; train.resume='none' starts anew, and sets them aside"
+        )
+    return newest
+
+
+def newest_checkpoint(out: Path, *, before: Path | None = None) -> Path | None:
+    """The newest complete checkpoint of the run in `out` (of those older than `before`, if given), or None.
+
+    One that is not complete is reported and passed over.
+    """
+    for path in reversed(_by_step(out)):
+        if before is not None and _step_of(path) >= _step_of(before):
+            continue
+        if fault := _fault(path):
+            logger.warning("passing over a checkpoint that cannot be used: %s", fault)
+        else:
+            return path
+    return None
 
 
 def resolve_checkpoint(folder: Path) -> Path:
@@ -69,20 +98,24 @@ def resolve_checkpoint(folder: Path) -> Path:
     if not (folder / "checkpoints").is_dir():
         read_metadata(folder)
         return folder
-    if (newest := _newest_complete(folder)) is None:
+    if (newest := newest_checkpoint(folder)) is None:
         raise ValueError(f"the run in {folder} has no complete checkpoint")
     return newest
 
 
-def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> None:
+def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> CheckpointMetadata:
     """Check that this model, and this optimizer ("adamw" or "sgd"), can resume a checkpoint, on any grid.
 
+    Returns its index.
+
     Needs no process group and takes no memory for weights. Raises ValueError that names the missing or
-    truncated file, or the first parameter that differs.
+    truncated file, the first option of the model that differs, or the first parameter.
     """
     with torch.device("meta"):
         shapes = _shapes(GPT(model))
-    _check_matches(path, read_metadata(path), shapes, optimizer)
+    metadata = read_metadata(path)
+    _check_matches(path, metadata, model, shapes, optimizer)
+    return metadata
 
 
 def save_checkpoint(
@@ -130,10 +163,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     """
     metadata = read_metadata(path)
     name = None if optimizer is None else optimizer.name
-    _check_matches(path, metadata, _shapes(model), name)
+    _check_matches(path, metadata, model.config if isinstance(model, GPT) else None, _shapes(model), name)
     if optimizer is not None:
         _allocate_slots(path, metadata, optimizer)
-    with _first_failure(ValueError, f"the checkpoint {path} cannot be read"), warnings.catch_warnings():
+    with _first_failure(ValueError, unreadable(path)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
         dcp.load(
             _training_state(model, optimizer),
@@ -141,6 +174,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
             planner=StateLoadPlanner(),
         )
     return metadata
+
+
+def unreadable(path: Path) -> str:
+    """How `load_checkpoint`'s message begins when the contents of a checkpoint are damaged."""
+    return f"the checkpoint {path} cannot be read"
 
 
 def prepare_folder(out: Path, step: int) -> None:
@@ -172,7 +210,8 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise kind(f"{what}: on rank {rank}, {type(cause).__name__}: {cause}") from cause
+        why = NO_TENSOR if isinstance(cause, UnpicklingError) else f"{type(cause).__name__}: {cause}"
+        raise kind(f"{what}: on rank {rank}, {why}") from cause
 
 
 def _training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
@@ -220,8 +259,14 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _check_matches(
-    path: Path, metadata: CheckpointMetadata, shapes: dict[str, tuple[int, ...]], optimizer: str | None
+    path: Path,
+    metadata: CheckpointMetadata,
+    model: GPTConfig | None,
+    shapes: dict[str, tuple[int, ...]],
+    optimizer: str | None,
 ) -> None:
+    if model is not None and (difference := first_option_that_differs(metadata.model, asdict(model))):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
     if difference := first_difference(metadata.parameter_shapes(), shapes):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
     if optimizer not in (None, metadata.optimizer):
@@ -231,14 +276,12 @@ def _check_matches(
         )
 
 
-def _newest_complete(out: Path) -> Path | None:
-    for path in reversed(_by_step(out)):
-        try:
-            read_metadata(path)
-        except ValueError as error:
-            logger.warning("passing over a checkpoint that cannot be used: %s", error)
-        else:
-            return path
+def _fault(path: Path) -> str | None:
+    """Why the checkpoint at `path` cannot be used, if it cannot."""
+    try:
+        read_metadata(path)
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 1
+# What a resumed run may change of its model: parameters of the same shapes then still mean the same. Where positions
+# are learned, their shape tells of another max_seq_len.
+FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 _Index = Annotated[int, Field(ge=0)]
@@ -95,7 +98,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
         raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # thousands of brackets
         raise ValueError(f"{file} is damaged: {error}") from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
@@ -133,6 +136,29 @@ def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
             )
         if total[name] > size:  # else a small file could stand for any amount of memory
             raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
+
+
+def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first option in which a checkpoint's model (`found`: as in `metadata.json`) differs from a model, in words.
+
+    The shapes of parameters do not tell of all: 4 heads and 8 have the same weights and compute something else. An
+    option that `found` does not name, because an older version wrote it, is not compared.
+    """
+    found, wanted = _with_defaults(found), _with_defaults(wanted)
+    for name, value in wanted.items():
+        if name in found and name not in FREE_MODEL_OPTIONS and found[name] != value:
+            return f"model.{name} is {found[name]!r} there and {value!r} here; model.{name}={found[name]!r} would do"
+    return None
+
+
+def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's options with what None stands for in its place: the same model may be written in two ways."""
+    options = dict(model)
+    if options.get("kv_heads", 0) is None and "heads" in options:
+        options["kv_heads"] = options["heads"]
+    if options.get("ffn", 0) is None and isinstance(options.get("hidden"), int):
+        options["ffn"] = 4 * options["hidden"]
+    return options
 
 
 def first_difference(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -43,6 +43,9 @@ from stretto.train.checkpoint_metadata import (
     TensorEntry,
 )
 
+# In place of torch's own words, which advise to run what is in the file.
+NO_TENSOR = "a shard holds what is no tensor"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -212,8 +215,10 @@ def read_tensor(path: Path, entry: TensorEntry) -> Tensor:
             content = io.BytesIO(file.read(chunk.bytes))
         try:
             piece = torch.load(content, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
+        except RuntimeError as error:
             raise ValueError(f"{path / chunk.file} is damaged: {error}") from error
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path / chunk.file} is damaged: {NO_TENSOR}") from error
         if not isinstance(piece, Tensor) or piece.shape != chunk.sizes or piece.dtype != whole.dtype:
             raise ValueError(f"{path / chunk.file} is damaged: it holds something else at byte {chunk.start}")
         box = zip(chunk.offsets, chunk.sizes, strict=True)

@@ -114,6 +114,10 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"--set {text!r} is not of the form key=value, for example --set train.steps=100")
     value: Any = raw
     try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--set {text!r} is not valid UTF-8") from None
+    try:
         parsed = tomllib.loads(f"value = {raw}")
         if parsed.keys() == {"value"}:  # a line break in `raw` could have made more keys
             value = parsed["value"]

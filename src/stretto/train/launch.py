@@ -14,9 +14,10 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -28,9 +29,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from stretto.train.checkpoint import find_checkpoint
+from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.options import TrainConfig, nearest_grid
 from stretto.train.supervisor import STOP_SIGNALS, Failure, Patience, Supervisor
+
+logger = logging.getLogger(__name__)
 
 Entry = Callable[[TrainConfig], None]
 
@@ -38,9 +41,15 @@ Entry = Callable[[TrainConfig], None]
 class RankFailure(RuntimeError):
     """A rank failed. `rank` is its number, `reason` its signal or exception, `checkpoint` the last complete one."""
 
-    def __init__(self, failure: Failure, ranks: int, checkpoint: Path | None, trace_file: Path | None) -> None:
-        self.rank, self.reason, self.checkpoint = failure.rank, failure.reason, checkpoint
-        lines = [f"rank {failure.rank} of {ranks} failed: {failure.reason}", where_to_continue(checkpoint)]
+    def __init__(self, failure: Failure, config: TrainConfig, trace_file: Path | None) -> None:
+        self.rank, self.reason = failure.rank, failure.reason
+        self.checkpoint = newest = newest_checkpoint(config.out)
+        if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
+            self.checkpoint = newest_checkpoint(config.out, before=newest)  # "latest" would fail again
+        lines = [
+            f"rank {failure.rank} of {config.ranks} failed: {failure.reason}",
+            where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest),
+        ]
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
         super().__init__("\n".join(lines))
@@ -50,13 +59,12 @@ def launch(entry: Entry, config: TrainConfig, patience: Patience | None = None) 
     """Call `entry(config)` on every rank. Returns when all have ended: None, or the signal that stopped them.
 
     `entry` is a function of a module, which ranks import by name, and returns soon after SIGTERM. Raises RankFailure
-    within seconds after a rank has failed, and ValueError when torchrun started another number of ranks than
-    `config.ranks`. Leaves no process and no file but those of `entry`, and in `config.out` a failed rank's traceback.
+    within seconds after a rank has failed, be it this process, and ValueError when torchrun started another number of
+    ranks than `config.ranks`. Leaves no process and no file but those of `entry`, and in `config.out` a failed rank's
+    traceback.
     """
     check_started_ranks(config)
-    if is_rank():
-        return _run_here(record(entry), config)
-    if config.ranks == 1:
+    if is_rank() or config.ranks == 1:
         return _run_here(entry, config)
     return _run_ranks(entry, config, patience or Patience())
 
@@ -93,23 +101,33 @@ def resolve_device(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"device": "cuda" if gpus >= ranks_here else "cpu"})
 
 
-def where_to_continue(checkpoint: Path | None) -> str:
-    """The last checkpoint and how to use it, in a line."""
+def remove_traces(out: Path) -> None:
+    """Delete the tracebacks that ranks of an earlier run have left."""
+    for file in out.glob("rank-*-error.txt"):
+        file.unlink(missing_ok=True)
+
+
+def where_to_continue(checkpoint: Path | None, *, is_latest: bool = True) -> str:
+    """The last checkpoint that can be used and how to use it, in a line."""
     if checkpoint is None:
         return "there is no checkpoint to continue from"
+    if not is_latest:
+        return f"the checkpoint before it is {checkpoint}: continue with --set train.resume={checkpoint}"
     return f"the last checkpoint is {checkpoint}: continue with --set train.resume=latest"
 
 
 def _run_here(entry: Entry, config: TrainConfig) -> signal.Signals | None:
-    with ExitStack() as stack:
-        received = stack.enter_context(_signals_received())
-
-        @stack.push
-        def note_checkpoint(kind: type | None, error: BaseException | None, trace: object) -> None:
-            if isinstance(error, Exception):
-                error.add_note(where_to_continue(find_checkpoint(config.out, "latest")))
-
-        entry(config)
+    """Call `entry` in this process. Its exception becomes what a rank's of its own process would be."""
+    call = record(entry) if is_rank() else entry  # torchrun reads the file that `record` writes
+    try:
+        with _signals_received() as received:
+            call(config)
+    except Exception as error:
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        failure = Failure(
+            int(os.environ.get("RANK", "0")), lines[0], "".join(traceback.format_exception(error)), (1, 0.0)
+        )
+        raise _explain(failure, config) from error
     return received[0] if received else None
 
 
@@ -137,7 +155,7 @@ def _run_ranks(entry: Entry, config: TrainConfig, patience: Patience) -> signal.
     supervisor = Supervisor(patience)
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
-        config_file.write_text(config.model_dump_json())
+        config_file.write_text(config.model_dump_json(), encoding="utf-8")
         handler = _rendezvous()
         spec = WorkerSpec(
             role="rank",
@@ -249,7 +267,13 @@ def _quiet_agent() -> Iterator[None]:
 def _explain(failure: Failure, config: TrainConfig) -> RankFailure:
     trace_file = None
     if failure.trace is not None:
-        config.out.mkdir(parents=True, exist_ok=True)
         trace_file = config.out / f"rank-{failure.rank}-error.txt"
-        trace_file.write_text(failure.trace)
-    return RankFailure(failure, config.ranks, find_checkpoint(config.out, "latest"), trace_file)
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+            trace_file.write_text(failure.trace, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:  # the disk may be full, and the rank have failed for that
+            logger.warning("%s cannot be written: %s", trace_file, error.strerror or error)
+            with suppress(OSError):
+                trace_file.unlink(missing_ok=True)
+            trace_file = None
+    return RankFailure(failure, config, trace_file)

@@ -38,7 +38,7 @@ class MetricsLog:
 
     def __init__(self, out: Path, start: int, *, tensorboard: bool = False) -> None:
         path = out / METRICS_FILE
-        kept = list(_lines_until(path, start)) if start and path.is_file() else []
+        kept = [line for line, values in read_steps(path) if values["step"] <= start] if has_history(out, start) else []
         # Written aside and moved, so that a kill right now does not lose the history.
         rewritten = path.with_name(f".{METRICS_FILE}.writing")
         rewritten.write_text("".join(kept), encoding="utf-8")
@@ -64,6 +64,11 @@ class MetricsLog:
             self._tensorboard.close()
 
 
+def has_history(out: Path, start: int) -> bool:
+    """Whether a run that starts after step `start` keeps lines of an earlier metrics.jsonl."""
+    return start > 0 and (out / METRICS_FILE).is_file()
+
+
 def require_tensorboard() -> None:
     """Raise ValueError unless TensorBoard's package is installed."""
     if importlib.util.find_spec("tensorboard") is None:
@@ -81,16 +86,25 @@ def write_summary(out: Path, summary: dict[str, Any]) -> None:
     os.replace(rewritten, path)
 
 
-def _lines_until(path: Path, last_step: int) -> Iterator[str]:
-    """The lines of steps up to `last_step`. A line that a kill cut short ends them."""
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                step = json.loads(line)["step"]
-            except ValueError:
+def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics.jsonl, and what is in them. A last line that a kill cut short is left out.
+
+    Raises ValueError with the number of any other line that is not a step's.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode()
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
                 return
-            if step <= last_step:
-                yield line
+            raise ValueError(f"{path}: line {number} is damaged: {error}; mend or delete the file") from error
+        for key, kind in (("step", int), ("loss", float), ("tokens_per_second", float)):
+            value = values.get(key) if isinstance(values, dict) else None
+            if isinstance(value, bool) or not isinstance(value, int | kind):
+                raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")
+        yield text, values
 
 
 def _open_tensorboard(out: Path, start: int) -> Any:

@@ -53,10 +53,13 @@ class ShardOptimizer:
         return self.inner.state[self._shards[name]]
 
     def make_slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed place for state of a whole `shape`: a shard like the parameter's, or for () a count of steps."""
+        """A zeroed place for state of a whole `shape`: a shard like the parameter's, or for () a count of steps.
+
+        `dtype` is the count's. A shard has the parameter's, whatever a checkpoint has: the optimizer mixes none.
+        """
         shard = self._shards[name]
         if shape:
-            return torch.zeros_like(shard, dtype=dtype, requires_grad=False)
+            return torch.zeros_like(shard, requires_grad=False)
         # The count lives on the host unless a fused kernel reads it.
         is_fused = any(group.get("fused") for group in self.inner.param_groups)
         return torch.zeros((), dtype=dtype, device=shard.device if is_fused else "cpu")

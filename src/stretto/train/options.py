@@ -5,6 +5,7 @@ a mistake in a file is reported at once. What needs data, model or machine is ch
 """
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from stretto.models import GPTConfig
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
+MAX_STEPS = 1 << 53  # numbers beyond it are not whole in floating point
+# Of a model. Far above any that was ever trained, and low enough that to check a configuration takes seconds.
+MAX_LAYERS = 1 << 12
+MAX_WIDTH = 1 << 20
+MAX_VOCAB = MAX_LENGTH = 1 << 24
 PRESETS = "the preset's"
 
 
@@ -33,6 +39,19 @@ def _none_from_text(value: Any) -> Any:
 
 
 CanBeNone = BeforeValidator(_none_from_text)
+
+
+def _folder_of_text(value: Any) -> Any:
+    """`~` is the home folder, as in a shell. The name goes to files in UTF-8."""
+    if isinstance(value, str | Path):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"out is {str(value)!r}, but must be text in UTF-8; rename the folder") from None
+        path = Path(os.path.expanduser(value))
+        # What is left of "./~" would become the home folder when the configuration is read again.
+        return str(path.absolute() if str(path).startswith("~") else path)
+    return value
 
 
 def _ranks_of_grid(value: Any, info: ValidationInfo) -> Any:
@@ -96,18 +115,23 @@ class ModelConfig(Section):
     name: Annotated[str | None, CanBeNone] = option(
         None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
     )
-    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1)
-    hidden: Annotated[int | None, CanBeNone] = option(None, "width of a token's vector", unset=PRESETS, ge=1)
-    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads", unset=PRESETS, ge=1)
-    kv_heads: Annotated[int | None, CanBeNone] = option(
-        None, "heads of keys and values: fewer than `heads` is grouped-query attention", unset="`model.heads`", ge=1
+    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1, le=MAX_LAYERS)
+    hidden: Annotated[int | None, CanBeNone] = option(
+        None, "width of a token's vector", unset=PRESETS, ge=1, le=MAX_WIDTH
     )
-    ffn: Annotated[int | None, CanBeNone] = option(None, "inner width of the MLP", unset="4 x `model.hidden`", ge=1)
+    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads", unset=PRESETS, ge=1, le=MAX_WIDTH)
+    kv_heads: Annotated[int | None, CanBeNone] = option(
+        None, "heads of keys and values: fewer than `heads` is grouped-query attention", unset="`model.heads`",
+        ge=1, le=MAX_WIDTH,
+    )  # fmt: skip
+    ffn: Annotated[int | None, CanBeNone] = option(
+        None, "inner width of the MLP", unset="4 x `model.hidden`", ge=1, le=4 * MAX_WIDTH
+    )
     vocab: Annotated[int | None, CanBeNone] = option(
-        None, "vocabulary", unit="tokens", unset="the preset's, else the data's", ge=1
+        None, "vocabulary", unit="tokens", unset="the preset's, else the data's", ge=1, le=MAX_VOCAB
     )
     max_seq_len: Annotated[int | None, CanBeNone] = option(
-        None, "longest sequence", unit="tokens", unset="the preset's, else `train.seq_len`", ge=1
+        None, "longest sequence", unit="tokens", unset="the preset's, else `train.seq_len`", ge=1, le=MAX_LENGTH
     )
     positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
         None, "kind of positions", unset="`learned`"
@@ -166,17 +190,19 @@ class DataConfig(Section):
         "text, or tokens as nanoGPT (.bin) or Megatron (.bin with .idx) write them; auto looks at the files",
     )
     tokenizer: str = option("bytes", "for text: bytes, or the path of a `tokenizers` tokenizer.json")
-    token_dtype: Literal["uint16", "uint32"] = option("uint16", "for nanogpt: the type of the ids in the file")
+    token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the type of the ids in the file")
 
 
 class RunConfig(Section):
     """How to train."""
 
-    steps: int = option(..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1)
+    steps: int = option(
+        ..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1, le=MAX_STEPS
+    )
     batch: int = option(
         ..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1, lt=1 << 31
     )
-    seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=1 << 24)
+    seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=MAX_LENGTH)
     seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
     dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
     micro_batch: Annotated[int | None, CanBeNone] = option(
@@ -185,7 +211,9 @@ class RunConfig(Section):
     optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
     min_lr: float = option(0.0, "learning rate that the cosine ends at", ge=0)
-    warmup_steps: int = option(0, "steps over which the learning rate rises linearly to lr", unit="steps", ge=0)
+    warmup_steps: int = option(
+        0, "steps over which the learning rate rises linearly to lr", unit="steps", ge=0, le=MAX_STEPS
+    )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms and biases have none", ge=0)
     beta1: float = option(0.9, "adamw: decay of the gradient's mean", ge=0, lt=1)
     beta2: float = option(0.95, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
@@ -214,7 +242,7 @@ class RunConfig(Section):
 class TrainConfig(Section):
     """A training run. Immutable; `model_copy(update=...)` makes another."""
 
-    out: Annotated[Path, Field(strict=False)] = option(..., "the run's folder")
+    out: Annotated[Path, BeforeValidator(_folder_of_text), Field(strict=False)] = option(..., "the run's folder")
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "cuda has NCCL between GPUs, cpu has gloo; auto takes cuda where there is a GPU for each rank"
     )

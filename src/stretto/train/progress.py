@@ -1,8 +1,10 @@
 """Progress on the screen: a bar on a terminal, plain lines elsewhere."""
 
-from contextlib import AbstractContextManager
+import os
+import sys
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Literal
+from typing import IO, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -62,7 +64,8 @@ class Bar(Reporter):
         )
 
     def say(self, message: str) -> None:
-        self._progress.console.print(message, markup=False, highlight=False)
+        with suppress(OSError):  # the terminal may be gone
+            self._progress.console.print(message, markup=False, highlight=False)
 
     def __enter__(self) -> "Bar":
         self._progress.start()
@@ -71,7 +74,8 @@ class Bar(Reporter):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        with suppress(OSError):
+            self._progress.stop()
 
 
 class Lines(Reporter):
@@ -93,7 +97,24 @@ class Lines(Reporter):
         )
 
     def say(self, message: str) -> None:
-        print(message, file=self._console.file, flush=True)
+        print_line(message, self._console.file)
+
+
+def print_line(text: str, file: IO[str] | None = None) -> None:
+    """Print on `file` (default: stdout). Once nobody reads it any more (`| head`), print nowhere: a run goes on."""
+    file = file or sys.stdout
+    try:
+        print(text, file=file, flush=True)
+    except OSError:
+        _send_nowhere(file)
+
+
+def _send_nowhere(file: IO[str]) -> None:
+    """Have what `file` still holds, and all that follows, discarded: Python's end would fail on it too."""
+    with suppress(OSError, ValueError):  # not every stream is a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
 
 
 def _clock(seconds: float) -> str:

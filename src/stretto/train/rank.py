@@ -22,7 +22,7 @@ def main(function: str, config_file: str, launcher: str) -> None:
     _stop_with(int(launcher))
     module, _, name = function.partition(":")
     entry = reduce(getattr, name.split("."), import_module(module))
-    entry(TrainConfig.model_validate_json(Path(config_file).read_text()))  # type: ignore[operator]
+    entry(TrainConfig.model_validate_json(Path(config_file).read_text(encoding="utf-8")))  # type: ignore[operator]
 
 
 def _stop_with(launcher: int) -> None:

@@ -22,7 +22,14 @@ from stretto.parallel import (
     deferred_reduction,
     parallelize,
 )
-from stretto.train.checkpoint import find_checkpoint, load_checkpoint, prepare_folder, save_checkpoint
+from stretto.parallel.dropout import micro_batch_of
+from stretto.train.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    prepare_folder,
+    save_checkpoint,
+)
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.launch import resolve_device
 from stretto.train.metrics import SUMMARY_FILE, MetricsLog, require_tensorboard, write_summary
@@ -32,6 +39,7 @@ from stretto.train.prediction import in_words, predict_run
 from stretto.train.preflight import build_model_config, open_data
 from stretto.train.progress import Display, Reporter, open_reporter
 from stretto.train.recorder import DivergenceError, StepRecorder
+from stretto.train.run_lock import training_lock
 from stretto.train.schedule import learning_rate
 from stretto.train.stopping import StopRequest
 from stretto.train.timeline import TRACE_FILE
@@ -49,14 +57,21 @@ def train(config: TrainConfig, *, display: Display = "auto") -> None:
     the job's process group and leaves it again, unless the caller has joined. Ends early, with a checkpoint, when a
     rank gets SIGINT, SIGTERM or SIGHUP. `display` is what rank 0 shows on the screen.
 
-    Raises ValueError for what the configuration, the data or the checkpoint does not allow, and
+    Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run is
+    going on in `config.out`, and
     DivergenceError, with the step and the last checkpoint, when the loss is no longer a number.
     """
     if config.train.tensorboard:
         require_tensorboard()
     is_callers_group = dist.is_initialized()
     grid = Grid(**config.grid.sizes(), device=resolve_device(config).device)
-    _train_on(grid, config, display)
+    try:
+        with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
+            _train_on(grid, config, display)
+    except Exception:
+        if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
+            dist.destroy_process_group()
+        raise
     if not is_callers_group:
         # Python's own end would close the connections at any moment, also while another rank uses them.
         dist.barrier()
@@ -65,10 +80,10 @@ def train(config: TrainConfig, *, display: Display = "auto") -> None:
 
 def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
     """All of a run, on a grid that is there."""
+    is_first = dist.get_rank() == 0
     resumed_from = find_checkpoint(config.out, config.train.resume)
     run = _Run(config, grid)
     start = 0 if resumed_from is None else run.resume(resumed_from)
-    is_first = dist.get_rank() == 0
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -81,7 +96,6 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
     with ExitStack() as stack:
         log, reporter = None, Reporter()
         if is_first:
-            config.out.mkdir(parents=True, exist_ok=True)
             prepare_folder(config.out, start)
             for file in (SUMMARY_FILE, TRACE_FILE):
                 (config.out / file).unlink(missing_ok=True)  # an earlier run's, should this one be cut short
@@ -151,19 +165,26 @@ class _Run:
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Step `step` (1 is the first): the global mean loss and the gradient's norm, 0-dim, on the device."""
         options = self.config.train
-        # Every rank draws the same dropout seeds, and a resumed run those that it would have drawn.
-        torch.manual_seed(int(np.random.SeedSequence((options.seed, step)).generate_state(1, np.uint64)[0] >> 1))
+        dropout_seed = int(np.random.SeedSequence((options.seed, step)).generate_state(1, np.uint64)[0] >> 1)
         tokens, targets = self._batch(step)
         micro_batches = list(zip(*(t.split(options.micro_batch or len(t)) for t in (tokens, targets)), strict=True))
         # All targets of a token stream are valid, so their number needs no counting.
         num_targets = options.batch * options.seq_len
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        for number, (inputs, wanted) in enumerate(micro_batches, start=1):
-            is_last = number == len(micro_batches)
-            with nullcontext() if is_last else deferred_reduction(self.model):
+        done = 0
+        for inputs, wanted in micro_batches:
+            is_last = done + len(inputs) == len(tokens)
+            # Every rank draws the same dropout seeds for each micro-batch, and a resumed run those that it would have
+            # drawn: masks are told apart by the rows of the global batch.
+            torch.manual_seed(dropout_seed)
+            with (
+                nullcontext() if is_last else deferred_reduction(self.model),
+                micro_batch_of(self.model, len(tokens), done),
+            ):
                 loss = self.model(inputs, wanted, num_targets=num_targets)
                 loss.backward()
             total += loss.detach()
+            done += len(inputs)
         grad_norm = clip_grad_norm_(self.model.parameters(), options.clip, self.grid)
         self.optimizer.step(lr)
         return total, grad_norm
@@ -250,7 +271,7 @@ def _train_steps(
 
 
 def _last_checkpoint(config: TrainConfig) -> str:
-    newest = find_checkpoint(config.out, "latest")
+    newest = newest_checkpoint(config.out)
     return "no checkpoint had been written" if newest is None else f"the last checkpoint is {newest}"
 
 

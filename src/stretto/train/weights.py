@@ -97,7 +97,7 @@ def _files_of(file: Path) -> list[Path]:
     try:
         weight_map = json.loads(file.read_bytes())["weight_map"]
         names = sorted({Path(str(name)).name for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is not an index of safetensors files: {error!r}") from error
     return [file.with_name(name) for name in names]
 

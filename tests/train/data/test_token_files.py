@@ -169,6 +169,13 @@ def test_negative_ids_are_refused(tmp_path: Path) -> None:
         open_dataset(str(file), seq_len=1, vocab=10)
 
 
+def test_int64_ids_are_read_as_such(tmp_path: Path) -> None:
+    ids = np.arange(3000)
+    ids.astype("<i8").tofile(tmp_path / "a.bin")
+    dataset = open_dataset(str(tmp_path / "a.bin"), seq_len=2999, vocab=3000, token_dtype="int64")
+    assert dataset[0].tolist() == ids.tolist()
+
+
 def test_the_vocabulary_is_what_16_bits_bound_and_must_be_given_for_wider_ids(tmp_path: Path) -> None:
     narrow = write_nanogpt(tmp_path / "a.bin", [1, 65535])
     assert open_dataset(str(narrow), seq_len=1).vocab_size == 65536
@@ -183,11 +190,16 @@ def test_the_vocabulary_is_what_16_bits_bound_and_must_be_given_for_wider_ids(tm
         (b"", "uint16", r"a\.bin: is empty"),
         (b"12345", "uint16", r"has 5 bytes, not a multiple of the 2 bytes .* \(whole ids take 4\)"),
         (b"123456", "uint32", r"has 6 bytes, not a multiple of the 4 bytes"),
-        (b"123456", "uint8", "token_dtype='uint8' is neither 'uint16' nor 'uint32'"),
+        (b"123456", "uint8", "token_dtype='uint8' is not one of uint16, uint32, int64"),
         (b"PK\x03\x04" + bytes(60), "uint16", "is a zip archive"),
         (b"\x93NUMPY" + bytes(60), "uint16", "is a numpy .npy file"),
         (struct.pack("<256i", 20240520, 1, *[0] * 254) + bytes(20), "uint16", "begins with llm.c's header"),
         (struct.pack("<2000I", *range(1, 2001)), "uint16", "every second id is 0.*set token_dtype to 'uint32'"),
+        (struct.pack("<2000q", *range(1, 2001)), "uint16", "every second id is 0.*set token_dtype to 'int64'"),
+        (struct.pack("<2000q", *range(1, 2001)), "uint32", "every second id is 0.*set token_dtype to 'int64'"),
+        (struct.pack("<2000I", *range(1, 128000, 64)), "uint16", "or hardly more.*set token_dtype to 'uint32'"),
+        (struct.pack("<2000q", *range(1, 128000, 64)), "uint16", "or hardly more.*set token_dtype to 'int64'"),
+        (struct.pack("<2000I", *range(1, 2001)), "int64", "the file may be of another token type"),
     ],
 )
 def test_a_nanogpt_file_that_is_none_is_refused(tmp_path: Path, content: bytes, dtype: str, message: str) -> None:

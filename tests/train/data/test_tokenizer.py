@@ -161,6 +161,8 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
         ("{", "is not a tokenizer.json: Expecting"),
         ("[]", ".*it has no table 'model'"),
         (json.dumps({"tokenizer_class": "GPT2Tokenizer"}), ".*it has no table 'model'"),
+        ('{"model": {"type": "BPE"}}', "is not a tokenizer.json of Hugging Face tokenizers: "),
+        ("[" * 300_000, "is not a tokenizer.json: .*recursion"),
         (b"\xff\xfe\xff", "is not a tokenizer.json: .*decode"),
     ],
 )

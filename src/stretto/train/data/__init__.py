@@ -1,7 +1,16 @@
 """Training data: token streams in files, cut into sequences, and the order in which they are read."""
 
+from stretto.train.data.cache import write_atomically
 from stretto.train.data.dataset import TokenDataset, open_dataset
 from stretto.train.data.demo import demo_corpus, write_demo_corpus
 from stretto.train.data.sampler import Sampler, rank_rows
 
-__all__ = ["Sampler", "TokenDataset", "demo_corpus", "open_dataset", "rank_rows", "write_demo_corpus"]
+__all__ = [
+    "Sampler",
+    "TokenDataset",
+    "demo_corpus",
+    "open_dataset",
+    "rank_rows",
+    "write_atomically",
+    "write_demo_corpus",
+]

@@ -1,5 +1,6 @@
 """A data set: a token stream cut into sequences of one length."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def open_dataset(
     `path` names files or folders; their tokens are one stream, in that order. `format` is "text", "nanogpt",
     "megatron", or "auto": a .bin with an .idx beside it is Megatron-LM's, another .bin is nanoGPT's, and the
     rest is text. `tokenizer` is "bytes" or the path of a tokenizer.json, for text. `token_dtype` is that of a
-    nanoGPT file, "uint16" or "uint32". `vocab` is the model's vocabulary, which every id must be below.
+    nanoGPT file, "uint16", "uint32" or "int64". `vocab` is the model's vocabulary, which every id must be below.
 
     Costs the same for any size of file, except that a tokenizer reads all text once and that a Megatron-LM
     index is checked as a whole. Raises ValueError, with the file, the value and the rule, for what cannot be
@@ -46,7 +47,7 @@ def open_dataset(
         case "text" if tokenizer == "bytes":
             stream, vocab_size = open_bytes(files), _check_vocab(vocab, BYTE_VOCAB, tokenizer)
         case "text":
-            stream, tokenizer_vocab = open_tokenized(files, Path(tokenizer).expanduser())
+            stream, tokenizer_vocab = open_tokenized(files, Path(os.path.expanduser(tokenizer)))
             vocab_size = _check_vocab(vocab, tokenizer_vocab, tokenizer)
         case "nanogpt":
             stream = open_nanogpt(files, token_dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.train.data.files import reading
+from stretto.train.options import MAX_VOCAB
 
 # What a look at a whole stream may cost, however large it is: 256 blocks of 16 Ki tokens.
 SAMPLE_BLOCKS = 256
@@ -63,7 +64,8 @@ class TokenStream:
         at = int(np.flatnonzero((ids >= vocab) | (ids < 0))[0])
         index, offset = self._locate(start + at)
         segment, found = self.segments[index], int(ids[at])
-        remedy = f"set vocab to at least {found + 1}" if found >= 0 else "the file may be of another token type"
+        is_id = 0 <= found < MAX_VOCAB
+        remedy = f"set vocab to at least {found + 1}" if is_id else "the file may be of another token type"
         raise ValueError(
             f"{segment.path}: token {found} at position {offset} of {segment.tokens} "
             f"is outside the vocabulary, 0 to {vocab - 1}: {remedy}"

@@ -80,13 +80,15 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
     with reading(path):
         content = path.read_bytes()
     try:
-        description = json.loads(content)
-    except ValueError as error:
+        description = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not a tokenizer.json: {error}") from error
-    # The package raises bare Exceptions: what is commonly mistaken for a tokenizer.json is refused before.
     if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
         raise ValueError(f"{path}: is not a tokenizer.json of Hugging Face tokenizers: it has no table 'model'")
-    tokenizer = Tokenizer.from_str(content.decode())
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises no other
+        raise ValueError(f"{path}: is not a tokenizer.json of Hugging Face tokenizers: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer, content

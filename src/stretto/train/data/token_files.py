@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stretto.train.data.files import file_size, read_head, reading
 from stretto.train.data.stream import Segment, TokenStream
 
-TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 NANOGPT_HEAD_BYTES = 4096
 LLMC_MAGIC = 20240520
 
@@ -25,7 +25,7 @@ CHUNK_ENTRIES = 1 << 20  # of an index table, looked at together: bounds the mem
 def open_nanogpt(files: Sequence[Path], token_dtype: str) -> TokenStream:
     """Raw little-endian ids, nothing else in the file. ValueError when a file cannot be that."""
     if token_dtype not in TOKEN_DTYPES:
-        raise ValueError(f"token_dtype={token_dtype!r} is neither 'uint16' nor 'uint32'")
+        raise ValueError(f"token_dtype={token_dtype!r} is not one of {', '.join(TOKEN_DTYPES)}")
     return TokenStream(_nanogpt_segment(file, token_dtype) for file in files)
 
 
@@ -48,12 +48,25 @@ def _nanogpt_segment(path: Path, token_dtype: str) -> Segment:
     head = read_head(path, NANOGPT_HEAD_BYTES)
     if head[:8] == struct.pack("<ii", LLMC_MAGIC, 1):
         raise ValueError(f"{path}: begins with llm.c's header of 1024 bytes; a nanoGPT file holds only ids")
-    if token_dtype == "uint16" and len(head) == NANOGPT_HEAD_BYTES:
-        ids = np.frombuffer(head, dtype="<u2")
-        if ids[::2].any() and not ids[1::2].any():
-            # So many zeros, one after each id, are the upper halves of ids in four bytes.
-            raise ValueError(f"{path}: every second id is 0: it holds uint32: set token_dtype to 'uint32'")
+    if len(head) == NANOGPT_HEAD_BYTES and (wider := _wider_dtype(head, dtype)):
+        raise ValueError(
+            f"{path}: as {token_dtype}, every second id is 0 or hardly more: it holds {wider}: "
+            f"set token_dtype to {wider!r}"
+        )
     return Segment(path, dtype.str, size // dtype.itemsize)
+
+
+def _wider_dtype(head: bytes, dtype: np.dtype) -> str | None:
+    """The type of ids that were written wider than `dtype`, if the head of their file shows that."""
+    for name, wider in reversed(TOKEN_DTYPES.items()):
+        if np.dtype(wider).itemsize > dtype.itemsize:
+            words = np.frombuffer(head, dtype=dtype).reshape(-1, np.dtype(wider).itemsize // dtype.itemsize)
+            lowest, rest = words[:, 0], words[:, 1:]
+            # A vocabulary of more than 16 bits has little above them, and uses all of what is below.
+            is_large = dtype.itemsize == 2 and lowest.max() >= 1 << 12 and rest[:, 0].max() < 16
+            if 2 * np.count_nonzero(lowest) >= len(lowest) and not rest[:, 1:].any() and (is_large or not rest.any()):
+                return name
+    return None
 
 
 def _megatron_segment(path: Path) -> Segment:
