@@ -3,6 +3,10 @@
 transformers is not imported here: models say what they are.
 """
 
+import contextlib
+import functools
+import inspect
+import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -58,6 +62,7 @@ def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], di
     config: Any = model.config
     base, prefix = _base(model)
     _refuse_attention_dropout(model)
+    _refuse_config_dropout(model)
     if config.model_type == "gpt2":
         heads = config.num_attention_heads
         roles = dict(_GPT2_ROLES)
@@ -70,8 +75,9 @@ def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], di
         attributes = _GPT2_ATTRIBUTES
     else:
         tp_plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-        unknown = {name: module for name, module in base.named_modules() if prefix + name not in known}
-        roles = _roles_of_tp_plan(base, tp_plan, unknown)
+        modules = dict(base.named_modules(remove_duplicate=False))
+        unknown = {name: module for name, module in modules.items() if prefix + name not in known}
+        roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
         attributes = {}
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
     head = getattr(model, "lm_head", None)
@@ -79,11 +85,14 @@ def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], di
         named["lm_head"] = "head"
     inputs = model.get_input_embeddings()  # type: ignore[operator]
     if roles:
-        named |= {name: "embedding" for name, module in model.named_modules() if module is inputs}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
 
 
-def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _roles_of_tp_plan(
+    base: nn.Module, prefix: str, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> dict[str, Any]:
     roles: dict[str, Any] = {}
     for pattern, style in tp_plan.items():
         names = [name for name in modules if _wildcard(name) == pattern]
@@ -91,11 +100,12 @@ def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str], modules: Mapp
             continue
         if style not in _STYLES:
             raise ValueError(
-                f"the tensor-parallel plan of {type(base).__name__} gives {pattern!r} the style {style!r}; Stretto "
-                f"knows {', '.join(_STYLES)}: say what it is with roles={{{pattern!r}: ...}}"
+                f"the tensor-parallel plan of {type(base).__name__} gives {prefix + pattern!r} the style {style!r}; "
+                f"Stretto knows {', '.join(_STYLES)}. Its model wants whole features there, which only a grid of x=1, "
+                f"y=1 gives: there, roles={{{prefix + pattern!r}: 'normal' or 'swapped'}} would do"
             )
         for name in names:
-            roles[name] = _with_heads(base, name, _STYLES[style])
+            roles[name] = _with_heads(base, prefix, name, _STYLES[style])
     return roles
 
 
@@ -103,7 +113,7 @@ def _wildcard(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _with_heads(base: nn.Module, name: str, role: str) -> Any:
+def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
     """A linear that makes attention heads keeps each head whole."""
     parent = base.get_submodule(name.rpartition(".")[0])
     head_dim = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
@@ -124,8 +134,8 @@ def _with_heads(base: nn.Module, name: str, role: str) -> Any:
             "unit_name": "attention heads",
         }  # q, k and v of one head together
     raise ValueError(
-        f"{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} heads nor "
-        f"{kv_heads} KV heads of {head_dim}: say what it is with roles={{{name!r}: ...}}"
+        f"{prefix}{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} "
+        f"heads nor {kv_heads} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"
     )
 
 
@@ -142,6 +152,29 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
+def _refuse_config_dropout(model: nn.Module) -> None:
+    """Refuse dropout whose probability a module's code reads from its config: no nn.Dropout can be replaced."""
+    for kind in {type(module): module for module in model.modules() if hasattr(module, "config")}.values():
+        source = _source_beside_init(type(kind))
+        for option in sorted(set(re.findall(r"self\.config\.(\w*drop\w*)", source))):
+            value = getattr(kind.config, option, None)
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"config.{option} is {value}, and {type(kind).__name__} draws that dropout itself, otherwise on "
+                    f"each rank; Stretto replaces nn.Dropout modules only. Set {option}=0.0"
+                )
+
+
+def _source_beside_init(kind: type) -> str:
+    """The source of a class's own methods but __init__; empty where it cannot be had."""
+    sources = []
+    for name, method in {"forward": getattr(kind, "forward", None), **vars(kind)}.items():
+        if name != "__init__" and inspect.isroutine(method):
+            with contextlib.suppress(OSError, TypeError):
+                sources.append(inspect.getsource(inspect.unwrap(method)))
+    return "\n".join(sources)
+
+
 def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
     """The norms of hidden features in a transformers model: [hidden] weights that stand beside no linear with a role.
 
@@ -151,7 +184,7 @@ def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
         return {}
     hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
     norms = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None)
         if "Norm" not in type(module).__name__ or weight is None or tuple(weight.shape) != (hidden,):
             continue
@@ -160,6 +193,22 @@ def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
         if not any(role is not None and role.role in ("normal", "swapped") for role in siblings):
             norms[name] = "norm"
     return norms
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """Let `generate` go on on every rank until the last is done: each rank's step gathers weights that all ranks hold.
+
+    Hugging Face has an option for it, off by default.
+    """
+    generate: Any = getattr(model, "generate", None)
+    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
+        return
+
+    @functools.wraps(generate)
+    def generate_on_every_rank(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
+
+    model.generate = generate_on_every_rank  # type: ignore[assignment]
 
 
 def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:

@@ -125,7 +125,7 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role]) -> None:
     unknown = []
     for name, module in model.named_modules(remove_duplicate=False):
         owns = any(True for _ in module.parameters(recurse=False))
-        drops = isinstance(module, nn.Dropout) and module.p > 0
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         normalizes = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         if (owns or drops or normalizes) and name not in found:
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
