@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ _STYLES = {
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "head_norm",
 }
-# Heads whose output every rank wants whole. Inside a block such a plan replicates activations, which Stretto does not.
-_GATHERED = ("colwise_gather_output", "colwise_rep")
+# Linears whose output or input every rank wants whole, and what they are where x and y are 1, so that it is.
+_WHOLE = {"colwise_gather_output": "normal", "colwise_rep": "normal", "rowwise_split_input": "swapped"}
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -52,7 +52,7 @@ def _base(model: nn.Module) -> tuple[nn.Module, str]:
     return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
 
 
-def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models.
 
     `known`: names of submodules of which the user has said what they are, whatever the model's plan says.
@@ -84,7 +84,7 @@ def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], di
     if head is not None:
         named["lm_head"] = "head"
     inputs = model.get_input_embeddings()  # type: ignore[operator]
-    if roles:
+    if roles or known:
         modules = dict(model.named_modules(remove_duplicate=False))
         named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
@@ -101,12 +101,19 @@ def _roles_of_tp_plan(
         if style not in _STYLES:
             raise ValueError(
                 f"the tensor-parallel plan of {type(base).__name__} gives {prefix + pattern!r} the style {style!r}; "
-                f"Stretto knows {', '.join(_STYLES)}. Its model wants whole features there, which only a grid of x=1, "
-                f"y=1 gives: there, roles={{{prefix + pattern!r}: 'normal' or 'swapped'}} would do"
+                f"Stretto knows {', '.join(_STYLES)}" + _advice(prefix, tp_plan)
             )
         for name in names:
             roles[name] = _with_heads(base, prefix, name, _STYLES[style])
     return roles
+
+
+def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
+    """What would do for a plan with styles that Stretto does not know."""
+    roles = {prefix + pattern: _WHOLE[style] for pattern, style in tp_plan.items() if style in _WHOLE}
+    if any(style not in _STYLES and style not in _WHOLE for style in tp_plan.values()):
+        return ""
+    return f". On a grid of x=1, y=1, where every rank has whole features, this would do: roles={roles}"
 
 
 def _wildcard(name: str) -> str:

@@ -1,7 +1,7 @@
 """Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -109,7 +109,7 @@ def read_plan(
     return Plan({name: found[name] for name in modules if name in found}, attributes)
 
 
-def _own_plan(model: nn.Module, known: Container[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     own = getattr(model, "parallel_plan", None)
     if callable(own):
         return own(), {}
