@@ -201,6 +201,7 @@ def on_four_ranks() -> dict[str, str]:
         messages["autocast to its own dtype"] = message_of(lambda: in_bf16(x).sum().backward())
     right[0].bias = nn.Parameter(right[0].bias.detach() + 1)
     messages["replaced"] = message_of(lambda: right(x))
+    messages["replaced, in part of the model"] = message_of(lambda: right[0](x))
     return messages
 
 
@@ -212,7 +213,8 @@ def test_what_would_go_wrong_after_parallelize_is_refused_where_it_happens(ranks
         assert "neither copied nor pickled" in messages["copy"]
         assert "leave assign out" in messages["assign"]
         assert "parallelize(..., dtype=torch.bfloat16)" in messages["autocast"]
-        assert "a parameter was replaced after stretto.parallelize" in messages["replaced"]
+        assert "0.bias was added or replaced after stretto.parallelize" in messages["replaced"]
+        assert "a parameter was replaced after stretto.parallelize" in messages["replaced, in part of the model"]
         for name in ("right", "load", "autocast to its own dtype"):
             assert messages[name] == "no error"
 

@@ -155,8 +155,8 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
                 f"head would draw differently. Set {option}=0.0"
             )
     for name, module in model.named_modules():
-        if name.endswith("attn_dropout") and isinstance(module, nn.Dropout):
-            module.p = 0.0
+        if name.endswith("attn_dropout") and isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")
 
 
 def _refuse_config_dropout(model: nn.Module) -> None:

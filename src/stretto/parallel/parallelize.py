@@ -89,7 +89,7 @@ def parallelize(
     if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
         huggingface.generate_in_step(model)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
-    model.register_forward_pre_hook(lambda *_: _begin_forward(builder))
+    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, builder))
     return model
 
 
@@ -259,7 +259,14 @@ def _local_attributes(model: nn.Module, plan: Plan, grid: Grid) -> list[tuple[nn
     return list(found.values())
 
 
-def _begin_forward(builder: _Builder) -> None:
+@torch.compiler.disable
+def _begin_forward(model: nn.Module, builder: _Builder) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
+            raise ValueError(
+                f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
+                "together: add it before, or copy the new values into the parameter that was there"
+            )
     if not in_backward():
         builder.gather_ahead.begin_forward()
         builder.gradient_sum.drop_failed_passes()
