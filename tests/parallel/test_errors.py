@@ -1,6 +1,8 @@
 """Bad input to Grid and parallelize: a ValueError that gives the value, the rule and what would do."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -244,6 +246,18 @@ def test_collective_entry_points_refuse_bad_input_on_every_rank(ranks: Callable[
         assert messages["target"] == "target -1 is outside [0, 61)"
         assert "max_norm is 0.0, but must be positive" in messages["plain"]
         assert "stretto.parallelize" in messages["deferred"]
+
+
+def originals_alive() -> list[bool]:
+    model = OwnModel()
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    model = parallelize(model, Grid(x=2), roles=BOTH)
+    gc.collect()
+    return [original() is not None for original in originals]
+
+
+def test_whole_weights_are_freed_once_they_are_sharded(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(originals_alive) == [[False] * 4] * 2
 
 
 def unzeroed_error() -> str:

@@ -109,11 +109,11 @@ def _roles_of_tp_plan(
 
 
 def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
-    """What would do for a plan with styles that Stretto does not know."""
+    """The roles that linears of unknown styles have where nothing cuts features; nothing if Stretto cannot say."""
     roles = {prefix + pattern: _WHOLE[style] for pattern, style in tp_plan.items() if style in _WHOLE}
     if any(style not in _STYLES and style not in _WHOLE for style in tp_plan.values()):
         return ""
-    return f". On a grid of x=1, y=1, where every rank has whole features, this would do: roles={roles}"
+    return f". On a grid of x=1, y=1, where every rank has whole features, they are roles={roles}"
 
 
 def _wildcard(name: str) -> str:
@@ -161,13 +161,13 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
 
 def _refuse_config_dropout(model: nn.Module) -> None:
     """Refuse dropout whose probability a module's code reads from its config: no nn.Dropout can be replaced."""
-    for kind in {type(module): module for module in model.modules() if hasattr(module, "config")}.values():
-        source = _source_beside_init(type(kind))
+    for kind, module in {type(module): module for module in model.modules() if hasattr(module, "config")}.items():
+        source = _source_beside_init(kind)
         for option in sorted(set(re.findall(r"self\.config\.(\w*drop\w*)", source))):
-            value = getattr(kind.config, option, None)
+            value = getattr(module.config, option, None)
             if isinstance(value, float) and value > 0:
                 raise ValueError(
-                    f"config.{option} is {value}, and {type(kind).__name__} draws that dropout itself, otherwise on "
+                    f"config.{option} is {value}, and {kind.__name__} draws that dropout itself, otherwise on "
                     f"each rank; Stretto replaces nn.Dropout modules only. Set {option}=0.0"
                 )
 

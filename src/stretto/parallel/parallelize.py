@@ -89,7 +89,11 @@ def parallelize(
     if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
         huggingface.generate_in_step(model)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
-    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, builder))
+    gather_ahead, gradient_sum = (
+        builder.gather_ahead,
+        builder.gradient_sum,
+    )  # the builder holds the whole model: it goes
+    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gather_ahead, gradient_sum))
     return model
 
 
@@ -260,7 +264,7 @@ def _local_attributes(model: nn.Module, plan: Plan, grid: Grid) -> list[tuple[nn
 
 
 @torch.compiler.disable
-def _begin_forward(model: nn.Module, builder: _Builder) -> None:
+def _begin_forward(model: nn.Module, gather_ahead: GatherAhead, gradient_sum: GradientSum) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(
@@ -268,8 +272,8 @@ def _begin_forward(model: nn.Module, builder: _Builder) -> None:
                 "together: add it before, or copy the new values into the parameter that was there"
             )
     if not in_backward():
-        builder.gather_ahead.begin_forward()
-        builder.gradient_sum.drop_failed_passes()
+        gather_ahead.begin_forward()
+        gradient_sum.drop_failed_passes()
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
