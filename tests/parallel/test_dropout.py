@@ -47,6 +47,15 @@ def masks() -> tuple[Tensor, Tensor]:
     return dropout(ones), dropout(ones)
 
 
+def shapes_of_small_inputs() -> list[torch.Size]:
+    dropout = ParallelDropout(0.25, Grid(), "y")
+    return [dropout(torch.ones(shape)).shape for shape in [(0, 8), (2, 0, 8), (8,), (2, 8)]]
+
+
+def test_an_empty_shard_of_a_batch_and_a_bare_vector_can_be_dropped_from(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(1).run(shapes_of_small_inputs) == [[(0, 8), (2, 0, 8), (8,), (2, 8)]]
+
+
 def test_the_asked_share_is_dropped_and_each_call_draws_anew(ranks: Callable[[int], Ranks]) -> None:
     ((first, second),) = ranks(1).run(masks)
     for mask in (first, second):

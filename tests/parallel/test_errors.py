@@ -1,5 +1,8 @@
 """Bad input to Grid and parallelize: a ValueError that gives the value, the rule and what would do."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -98,6 +101,54 @@ def test_local_attributes_must_be_there_and_count_something(attributes: dict[str
         validate(OwnModel(), {"x": 2}, roles=BOTH, local_attributes=attributes)
 
 
+def tied(model: OwnModel) -> None:
+    model.second.weight = model.first.weight
+
+
+def shared(model: OwnModel) -> None:
+    model.second = model.first
+
+
+def hooked(model: OwnModel) -> None:
+    model.first.weight.register_hook(lambda gradient: None)
+
+
+def dropping(model: OwnModel) -> None:
+    model.residual_dropout = 0.1
+
+
+def dropping_channels(model: OwnModel) -> None:
+    model.drop = nn.Dropout1d(0.1)
+
+
+def reparametrized(model: OwnModel) -> None:
+    model.first.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (tied, r"first\.weight and second\.weight are one parameter, but.* in different ways"),
+        (shared, r"first and second are one module, but their roles are 'normal' and 'swapped'"),
+        (hooked, r"first\.weight has a hook"),
+        (dropping, r"OwnModel\.residual_dropout is 0\.1: .*Set it to 0\.0"),
+        (dropping_channels, r"nothing says what these submodules are: drop \(Dropout1d\)"),
+        (reparametrized, r"first \(Linear\) has the parameters bias, scale, weight"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(change: Callable[[OwnModel], None], message: str) -> None:
+    model = OwnModel()
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        validate(model, {"x": 2, "y": 2}, roles=BOTH)
+
+
+def test_a_weight_tied_between_a_normal_and_a_swapped_linear_is_fine_where_neither_is_cut() -> None:
+    model = OwnModel()
+    tied(model)
+    validate(model, {"data": 2, "z": 2}, roles=BOTH)
+
+
 def message_of(function: Callable[[], object]) -> str:
     try:
         function()
@@ -125,6 +176,66 @@ def on_two_ranks() -> dict[str, str]:
     return messages
 
 
+def chain(first: nn.Module, second: nn.Module, grid: Grid, *roles: str) -> nn.Module:
+    torch.manual_seed(0)
+    return parallelize(nn.Sequential(first, second), grid, roles=dict(zip("01", roles, strict=True)))
+
+
+def on_four_ranks() -> dict[str, str]:
+    grid = Grid(x=2, y=2)
+    x = torch.ones(3, 4)  # this rank's half of 8 features
+    linears = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "normal", "normal")
+    norm = chain(nn.Linear(8, 8), nn.LayerNorm(8), grid, "normal", "norm")
+    dropout = chain(nn.Linear(8, 8), nn.Dropout(0.1), grid, "swapped", "inner_dropout")
+    right = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "normal", "swapped")
+    messages = {
+        "linears": message_of(lambda: linears(x)),
+        "norm": message_of(lambda: norm(x)),
+        "dropout": message_of(lambda: dropout(x)),
+        "right": message_of(lambda: right(x)),
+        "copy": message_of(lambda: copy.deepcopy(right)),
+        "assign": message_of(lambda: right.load_state_dict(right.state_dict(), assign=True)),
+        "load": message_of(lambda: right.load_state_dict(right.state_dict())),
+    }
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        messages["autocast"] = message_of(lambda: right(x))
+        in_bf16 = parallelize(OwnModel(), grid, roles=BOTH, dtype=torch.bfloat16)
+        messages["autocast to its own dtype"] = message_of(lambda: in_bf16(x).sum().backward())
+    right[0].bias = nn.Parameter(right[0].bias.detach() + 1)
+    messages["replaced"] = message_of(lambda: right(x))
+    messages["replaced, in part of the model"] = message_of(lambda: right[0](x))
+    return messages
+
+
+def test_what_would_go_wrong_after_parallelize_is_refused_where_it_happens(ranks: Callable[[int], Ranks]) -> None:
+    for messages in ranks(4).run(on_four_ranks):
+        assert "1 takes features that are split over y, but its input's are split over x" in messages["linears"]
+        assert "1 takes features that are split over y" in messages["norm"]
+        assert "1 takes features that are split over x" in messages["dropout"]
+        assert "neither copied nor pickled" in messages["copy"]
+        assert "leave assign out" in messages["assign"]
+        assert "parallelize(..., dtype=torch.bfloat16)" in messages["autocast"]
+        assert "0.bias was added or replaced after stretto.parallelize" in messages["replaced"]
+        assert "a parameter was replaced after stretto.parallelize" in messages["replaced, in part of the model"]
+        for name in ("right", "load", "autocast to its own dtype"):
+            assert messages[name] == "no error"
+
+
+def failed_halfway() -> tuple[bool, int]:
+    """Whether a model that fails while it is built, on its last module, is as it was."""
+    with torch.device("meta"):
+        model = OwnModel()
+    model.second.reset_parameters = lambda: None
+    before = list(model.modules())
+    message = message_of(lambda: parallelize(model, Grid(), roles=BOTH, local_attributes={"n_heads": "x"}))
+    assert "its initialization leaves weight unset" in message
+    return list(model.modules()) == before, model.n_heads
+
+
+def test_a_failure_leaves_the_model_as_it_was(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(1).run(failed_halfway) == [(True, 4)]
+
+
 def test_collective_entry_points_refuse_bad_input_on_every_rank(ranks: Callable[[int], Ranks]) -> None:
     for messages in ranks(2).run(on_two_ranks):
         assert "has 3 ranks, but the job has 2" in messages["grid"]
@@ -135,3 +246,27 @@ def test_collective_entry_points_refuse_bad_input_on_every_rank(ranks: Callable[
         assert messages["target"] == "target -1 is outside [0, 61)"
         assert "max_norm is 0.0, but must be positive" in messages["plain"]
         assert "stretto.parallelize" in messages["deferred"]
+
+
+def originals_alive() -> list[bool]:
+    model = OwnModel()
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    model = parallelize(model, Grid(x=2), roles=BOTH)
+    gc.collect()
+    return [original() is not None for original in originals]
+
+
+def test_whole_weights_are_freed_once_they_are_sharded(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(originals_alive) == [[False] * 4] * 2
+
+
+def unzeroed_error() -> str:
+    model = parallelize(OwnModel(), Grid(data=2), roles=BOTH)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError) as caught, deferred_reduction(model):
+        model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_step_of_micro_batches_that_begins_with_gradients_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    assert all("zero the gradients" in error for error in ranks(2).run(unzeroed_error))

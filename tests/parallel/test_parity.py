@@ -1,14 +1,18 @@
 """A model trained on a grid is the model trained on one rank: every loss, gradient norm and weight."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel import Grid, deferred_reduction, gather, layout_of, mean_over_batch, parallelize
 from tests.parallel.training import (
     PRECISIONS,
     SEED,
@@ -186,3 +190,143 @@ def test_a_model_of_ones_own_runs_by_the_roles_that_its_user_names(ranks, sizes)
     with torch.no_grad():
         expected = build(OWN_CASE, precision)(tokens)
     assert max(ranks(prod(sizes)).run(own_logits_distance, sizes, precision, expected)) < 1e-12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Two blocks, or one block twice; `depth` says how many of them a forward pass goes through."""
+
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        first = Block()
+        self.lookup = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([first, first if is_shared else Block()])
+        self.predict = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = self.lookup(tokens)
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return self.predict(x)
+
+
+STACK_ROLES = {
+    "lookup": "embedding",
+    "blocks.*.norm": "norm",
+    "blocks.*.up": "normal",
+    "blocks.*.down": "swapped",
+    "predict": "head",
+}
+STACK_TEXT = torch.arange(8 * 6).view(8, 6) * 7 % 16
+SITUATIONS = [
+    "one block is there twice",
+    "all was frozen until it was parallelized",
+    "the model is converted before the step",
+    "the model is converted while it holds gradients",
+    "blocks are checkpointed by reentrant backward passes",
+    "the last micro-batch leaves a block out",
+    "gradients are zero, not None, before the first micro-batch",
+    "blocks are checkpointed by reentrant backward passes, in micro-batches",
+]
+
+
+def stack_gradients(situation: str, grid: Grid | None, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of one step of a stack, after what the situation says: plain, or on a grid."""
+    model = Stack(is_shared="twice" in situation).double()
+    if grid is not None:
+        model.requires_grad_("frozen" not in situation)
+        model = parallelize(model, grid, roles=STACK_ROLES)
+    model.requires_grad_(True)
+    if "reentrant" in situation:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+    if "converted" in situation:
+        if "holds" in situation:
+            stack_loss(model, parts[0], 2, grid).backward()
+        model.float().double()
+    model.zero_grad(set_to_none="not None" not in situation)
+    if "not None" in situation:
+        stack_loss(model, parts[0], 2, grid).backward()
+        model.zero_grad(set_to_none=False)
+    if "micro-batch" not in situation:
+        parts = [torch.cat(parts)]
+    for index, part in enumerate(parts):
+        is_last = index == len(parts) - 1
+        with deferred_reduction(model) if grid is not None and not is_last else nullcontext():
+            stack_loss(model, part, 1 if is_last and "leaves" in situation else 2, grid).backward()
+    return {
+        name: parameter.grad if grid is None else gather(parameter.grad, layout_of(parameter))
+        for name, parameter in model.named_parameters()
+    }
+
+
+def stack_loss(model: nn.Module, tokens: torch.Tensor, depth: int, grid: Grid | None) -> torch.Tensor:
+    total = F.cross_entropy(model(tokens, depth).flatten(0, 1), tokens.flatten(), reduction="sum")
+    if grid is None:
+        return total / STACK_TEXT.numel()
+    return mean_over_batch(total, STACK_TEXT.numel() / grid.size("batch"), grid)
+
+
+def stack_distances(sizes: Sizes) -> dict[str, float]:
+    """The situations in which some gradient differs from that of plain training, and by how much."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    shards = STACK_TEXT.chunk(grid.size("batch"))
+    distances = {}
+    for situation in SITUATIONS:
+        halves = [torch.cat(part) for part in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+        plain = stack_gradients(situation, None, halves)
+        mine = stack_gradients(situation, grid, list(shards[grid.coordinate("batch")].chunk(2)))
+        distances[situation] = max(distance(mine[name], plain[name]) for name in plain)
+    return {situation: far for situation, far in distances.items() if not far < 1e-12}
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 2, 1), (1, 2, 1, 2)], ids=str)
+def test_gradients_are_those_of_plain_training_whatever_is_done_with_the_model(ranks, sizes):
+    print(f"seed {SEED}")
+    assert ranks(4).run(stack_distances, sizes) == [{}] * 4
+
+
+def hook_calls(sizes: Sizes) -> tuple[list[torch.Size], list[torch.Size]]:
+    """Shapes that hooks on submodules saw in a pass, and in one after they were removed."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model, seen = Stack(is_shared=False), []
+    handles = [
+        model.blocks[0].up.register_forward_hook(lambda _, args, output: seen.append(output.shape)),
+        model.lookup.register_full_backward_hook(lambda _, inputs, outputs: seen.append(outputs[0].shape)),
+    ]
+    model = parallelize(model, grid, roles=STACK_ROLES)
+    model(STACK_TEXT).sum().backward()
+    first, seen = list(seen), seen
+    seen.clear()
+    for handle in handles:
+        handle.remove()
+    model(STACK_TEXT).sum().backward()
+    return first, seen
+
+
+def test_hooks_on_submodules_go_along_and_see_this_ranks_part(ranks):
+    for first, after_removal in ranks(4).run(hook_calls, (1, 2, 2, 1)):
+        assert first == [torch.Size([8, 6, 8]), torch.Size([8, 6, 4])]
+        assert after_removal == []
+
+
+def bare_vector_distance(sizes: Sizes) -> float:
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    torch.manual_seed(SEED)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    x = torch.randn(8, dtype=torch.float64)
+    expected = plain(x)
+    return distance(parallelize(plain, grid, roles={"0": "normal", "2": "swapped"})(x), expected)
+
+
+def test_a_linear_takes_a_vector_without_a_batch(ranks):
+    assert max(ranks(2).run(bare_vector_distance, (1, 2, 1, 1))) < 1e-14

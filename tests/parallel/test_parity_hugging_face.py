@@ -1,13 +1,16 @@
 """Hugging Face GPT-2, Llama and Qwen2 on a grid train as they do on one rank, and give whole logits when asked."""
 
+from ast import literal_eval
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from stretto.parallel import Grid, parallelize
+from stretto.parallel import Grid, gather, parallelize, validate
 from tests.parallel import hugging_face
 from tests.parallel.training import (
     PRECISIONS,
@@ -68,7 +71,9 @@ def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Te
             logits = model(input_ids=tokens[rows]).logits
             as_tuple = model(input_ids=tokens[rows], return_dict=False)
             with_loss = model(input_ids=tokens[rows], labels=tokens[rows])
-    made = with_loss.logits is not None and with_loss.logits.shape == logits.shape
+            with_loss_as_tuple = model(input_ids=tokens[rows], labels=tokens[rows], return_dict=False)
+    shapes = [part.shape for part in with_loss.to_tuple() if isinstance(part, Tensor)]
+    made = with_loss.logits is not None or "logits" in with_loss or len(shapes) > 1 or with_loss_as_tuple[1] is not None
     return distance(logits, expected[rows]), made, torch.equal(as_tuple[0], logits)
 
 
@@ -92,3 +97,109 @@ def test_whole_logits_come_without_labels_and_are_never_made_with_them(ranks, mo
         assert far < 1e-12
         assert not made
         assert tuple_agrees
+
+
+def weights_from_meta(sizes: Sizes, model: str) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        made = META_MODELS[model]()
+    model = parallelize(made, Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))))
+    return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+def deep_gpt2() -> nn.Module:
+    """Eight layers: what ends on the residual stream starts four times smaller than the rest."""
+    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_layer=8, n_embd=32, n_head=8, n_positions=32, **options))
+
+
+META_MODELS = {
+    "gpt2": deep_gpt2,
+    "llama": partial(hugging_face.llama, tied=False),
+    "qwen2": partial(hugging_face.qwen2, tied=True),
+}
+
+
+@pytest.mark.parametrize("model", list(META_MODELS))
+def test_a_model_on_the_meta_device_starts_as_hugging_face_would_have_it_and_alike_on_every_grid(ranks, model):
+    (weights,) = ranks(1).run(weights_from_meta, (1, 1, 1, 1), model)
+    plain = META_MODELS[model]()
+    for name, parameter in plain.named_parameters():
+        assert weights[name].std().item() == pytest.approx(parameter.std().item(), rel=0.25, abs=1e-6), name
+    for others in ranks(4).run(weights_from_meta, (1, 2, 1, 2), model):
+        assert [name for name, weight in weights.items() if not torch.equal(weight, others[name])] == []
+
+
+def small_llama() -> nn.Module:
+    torch.manual_seed(SEED)
+    model = hugging_face.llama(False).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float64), alpha=0.3)
+    return model
+
+
+PROMPTS = torch.arange(3, 3 + 4 * 5).view(4, 5)
+GENERATION = {"max_new_tokens": 6, "do_sample": False}
+
+
+def generated(sizes: Sizes, end: int) -> Tensor:
+    """This rank's rows of the prompts, continued until `end`."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model = parallelize(small_llama(), grid)
+    with torch.no_grad():
+        return model.generate(PROMPTS[my_rows(grid, 4)], eos_token_id=end, **GENERATION)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (4, 1, 1, 1), (1, 4, 1, 1)], ids=str)
+def test_rows_that_end_at_different_steps_on_different_ranks_are_generated_as_on_one(ranks, sizes):
+    print(f"seed {SEED}")
+    plain = small_llama()
+    end = int(plain.generate(PROMPTS, **GENERATION)[0, 5])  # what row 0 begins with
+    by_rank = ranks(4).run(generated, sizes, end)
+    if sizes[1] == 4:
+        assert all(torch.equal(found, plain.generate(PROMPTS, eos_token_id=end, **GENERATION)) for found in by_rank)
+        return
+    expected = [plain.generate(row[None], eos_token_id=end, **GENERATION) for row in PROMPTS]
+    assert len({row.shape for row in expected}) > 1, "all rows end at one step: choose other prompts"
+    assert [found.tolist() for found in by_rank] == [row.tolist() for row in expected]
+
+
+def phi3() -> nn.Module:
+    torch.manual_seed(SEED)
+    return hugging_face.causal_lm("phi3").double()
+
+
+def phi3_losses(sizes: Sizes) -> tuple[float, float]:
+    """Of a plain model, and of one that was given the roles that the refusal without them suggests."""
+    grid, model, tokens = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))), phi3(), torch.arange(16)[None]
+    plain = model(input_ids=tokens, labels=tokens).loss.item()
+    with pytest.raises(ValueError, match=r"On a grid of x=1, y=1") as caught:
+        parallelize(model, grid)
+    parallelize(model, grid, roles=literal_eval(str(caught.value).partition("roles=")[2]))
+    return plain, model(input_ids=tokens, labels=tokens).loss.item()
+
+
+def test_what_the_refusal_of_fused_projections_suggests_does_work(ranks):
+    for plain, loss in ranks(2).run(phi3_losses, (1, 1, 1, 2)):
+        assert loss == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "option"),
+    [
+        ("starcoder2", "residual_dropout"),
+        ("starcoder2", "embedding_dropout"),
+        ("seed_oss", "residual_dropout"),
+        ("gpt_neox", "attention_dropout"),
+    ],
+)
+def test_dropout_that_is_not_a_module_is_refused_by_its_option(model_type, option):
+    others = {"embedding_dropout": 0.0, "residual_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    with pytest.raises(ValueError, match=rf"{option} is 0\.1: .*Set "):
+        validate(hugging_face.causal_lm(model_type, **others | {option: 0.1}), {"x": 2})
+
+
+def test_dropout_that_a_block_reads_from_its_config_is_refused_too():
+    config = FalconConfig(vocab_size=61, num_hidden_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.1)
+    with pytest.raises(ValueError, match=r"config\.hidden_dropout is 0\.1, and FalconDecoderLayer draws"):
+        validate(FalconForCausalLM(config), {"x": 2})

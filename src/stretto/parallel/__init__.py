@@ -5,6 +5,7 @@
 
 from stretto.parallel.activation_checkpointing import checkpoint_activations
 from stretto.parallel.counting import Collective, CollectiveCounts, count_collectives
+from stretto.parallel.dropout import micro_batch_of
 from stretto.parallel.gradients import clip_grad_norm_, deferred_reduction
 from stretto.parallel.grid import AXES, Grid
 from stretto.parallel.layout import Box, Layout, Split, gather, layout_of
@@ -30,6 +31,7 @@ __all__ = [
     "gather",
     "layout_of",
     "mean_over_batch",
+    "micro_batch_of",
     "parallelize",
     "validate",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.parallel.grid import Grid
+from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
 _MASK64 = (1 << 64) - 1
 
@@ -24,7 +25,7 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
 
 
-class ParallelDropout(nn.Module):
+class ParallelDropout(ShardedModule):
     """Dropout of activations [batch / (data x Z), ..., features / size of `axis`].
 
     The mask is a hash of a seed and the element's place in the whole activation. The seed is drawn from torch's default
@@ -32,18 +33,28 @@ class ParallelDropout(nn.Module):
     The batch that it is given is all that the rank has of the global batch, unless `micro_batch_of` says otherwise.
     """
 
-    def __init__(self, p: float, grid: Grid, axis: str) -> None:
+    def __init__(self, p: float, grid: Grid, axis: str, name: str = "this dropout") -> None:
         super().__init__()
         self.p = p
         self.grid = grid
         self.axis = axis
+        self.name = name
         self.rows: int | None = None  # of the global batch that this rank has; None: those that it is given
         self.first = 0  # which of them it is given first
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.grid.size("x") * self.grid.size("y") > 1:
+            check_features(x, self.axis, self.name)
         if not self.training or self.p == 0.0:
             return x
-        seed = int(torch.randint(0, 2**62, ()))
+        seed = int(torch.randint(0, 2**62, ()))  # drawn for an empty shard of a batch too: ranks must stay alike
+        if x.numel() == 0:
+            return x
+        if x.dim() == 1:
+            return self._drop(x.unsqueeze(0), seed).squeeze(0)
+        return note_features(self._drop(x, seed), self.axis)
+
+    def _drop(self, x: Tensor, seed: int) -> Tensor:
         rows, columns = x.shape[0], x.shape[-1]
         middle = x[0].numel() // columns
         first = self.grid.coordinate("batch") * (self.rows or rows) + self.first

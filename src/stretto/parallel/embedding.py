@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce
-from stretto.parallel.linear import WeightShard, local
+from stretto.parallel.gradients import GradientSum
+from stretto.parallel.layout import local
+from stretto.parallel.linear import WeightShard
 from stretto.parallel.precision import Precision
+from stretto.parallel.sharded_module import ShardedModule, note_features
 
 
 class _VocabularyLookup(torch.autograd.Function):
@@ -48,7 +51,7 @@ class _VocabularyLookup(torch.autograd.Function):
         return None, None, None, None, None, None
 
 
-class ParallelEmbedding(nn.Module):
+class ParallelEmbedding(ShardedModule):
     """A token embedding [vocab, hidden]: each x rank looks up its part of the vocabulary, the sum over x has them all.
 
     ids [...] int64 -> [..., hidden / Y]. A vocabulary that x does not divide leaves the last ranks fewer rows.
@@ -63,7 +66,7 @@ class ParallelEmbedding(nn.Module):
         group: dist.ProcessGroup,
         padding_idx: int | None,
     ) -> None:
-        super().__init__()
+        super().__init__(plan.gradients)
         self.weight = weight
         self.plan = plan
         self.group = group
@@ -76,17 +79,20 @@ class ParallelEmbedding(nn.Module):
     @torch.compiler.disable
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.weight.shape[0], "token id")
-        return _VocabularyLookup.apply(ids, self.weight, self.first_row, self.padding_row, self.plan, self.group)
+        found = _VocabularyLookup.apply(ids, self.weight, self.first_row, self.padding_row, self.plan, self.group)
+        return note_features(found, "y")
 
 
-class ParallelPositions(nn.Module):
+class ParallelPositions(ShardedModule):
     """A small embedding [positions, hidden], replicated but for its hidden features, which y splits.
 
     ids [...] int64 -> [..., hidden / Y].
     """
 
-    def __init__(self, weight: nn.Parameter, precision: Precision, padding_idx: int | None) -> None:
-        super().__init__()
+    def __init__(
+        self, weight: nn.Parameter, precision: Precision, padding_idx: int | None, gradients: GradientSum
+    ) -> None:
+        super().__init__(gradients)
         self.weight = weight
         self.precision = precision
         self.padding_idx = padding_idx

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from stretto.parallel.communication import Pending, all_reduce, start_all_reduce
 from stretto.parallel.grid import Grid
@@ -29,7 +30,9 @@ class GradientSum:
 
     Weights come by `scatter`, in the order in which the backward pass makes them; norms, biases and positions through
     autograd (`watch`). What is to be summed fills buckets, which are sent as they fill; all of it is in `.grad` when
-    `backward()` returns. While `is_deferred`, gradients accumulate unsummed; the next pass sums them with its own.
+    `backward()` returns. While `is_deferred`, gradients accumulate unsummed; the next pass sums them, all of them.
+
+    A backward pass inside another (reentrant activation checkpointing) sums what it has made by its own end.
 
     The first backward pass shows in which order gradients come, and how often each (a tied weight: twice). Buckets
     are filled by that order, so that they are the same whatever is hidden, and so are the bits of their sums.
@@ -44,39 +47,61 @@ class GradientSum:
         self.at_end = at_end
         self.is_deferred = False
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
-        self._unsummed: set[nn.Parameter] = set()
-        self._expected: dict[nn.Parameter, int] | None = None
-        self._pass = _Pass()
+        self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
+        self._unsummed: dict[nn.Parameter, None] = {}  # a set that every rank goes through in one order
+        self._expected: dict[nn.Parameter, int] = {}
+        self._passes: dict[int, _Pass] = {}  # those that are running, by autograd's graph task
 
     def watch(self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool) -> None:
         """Sum this parameter's gradients over `axes` from now on. A weight's are brought by `scatter`."""
         self._groups[parameter] = tuple(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1)
-        if not is_weight and self._groups[parameter] and parameter.requires_grad:
-            # Python's garbage collector does not see what this second kind of hook refers to: a cycle would stay.
-            this = ref(self)
-            parameter.register_hook(lambda _: self._before_accumulation(parameter))
-            parameter.register_post_accumulate_grad_hook(lambda done: _alive(this)._after_accumulation(done))
+        if not is_weight and self._groups[parameter]:
+            self._hooks[parameter] = []
+            self.restore_hooks(parameter)
+
+    def restore_hooks(self, parameter: nn.Parameter) -> None:
+        """Hook a watched parameter anew: converting a module (`.to`, `.double`) swaps its tensors and loses hooks."""
+        if parameter not in self._hooks:
+            return
+        for hook in self._hooks[parameter]:
+            hook.remove()
+        # After torch.utils.swap_tensors the hooks are listed here, and another tensor calls them: set, they are linked.
+        parameter._backward_hooks = parameter._backward_hooks
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        # Python's garbage collector does not see what the second kind of hook refers to: a cycle would stay.
+        this = ref(self)
+        is_trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # frozen ones have hooks too, for they may be trained later
+        self._hooks[parameter] = [
+            parameter.register_hook(lambda _: self._before_accumulation(parameter)),
+            parameter.register_post_accumulate_grad_hook(lambda done: _alive(this)._after_accumulation(done)),
+        ]
+        parameter.requires_grad_(is_trainable)
+
+    def drop_failed_passes(self) -> None:
+        """Forget the passes that an exception has ended. No backward pass may be running."""
+        self._passes.clear()
 
     def scatter(self, parameter: nn.Parameter, start: Callable[[], Pending]) -> None:
         """Take a weight's gradient: `start` begins the reduce-scatter over z that makes it this rank's shard's."""
         current = self._enter()
         pending = start()
         if pending.work is None:  # z has one rank
-            self._settle(parameter, pending)
+            self._settle(current, parameter, pending)
             return
         if not self.overlap.reduce_scatter:
             pending.wait()
         current.scatters.append((parameter, pending))
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
-            self._settle(*current.scatters.popleft())
+            self._settle(current, *current.scatters.popleft())
 
     def _enter(self) -> "_Pass":
-        """The state of the backward pass that is running; a new one drops what a failed one has left."""
+        """The state of the backward pass that is running."""
         task = torch._C._current_graph_task_id()
-        if self._pass.graph_task != task:
-            self._pass = _Pass(task)
-            at_end_of_backward(self._finish)
-        return self._pass
+        if task not in self._passes:
+            self._passes[task] = _Pass()
+            at_end_of_backward(lambda: self._finish(task))
+        return self._passes[task]
 
     def _before_accumulation(self, parameter: nn.Parameter) -> None:
         """Put aside what `.grad` holds already, so that autograd adds nothing to it before the sum over ranks."""
@@ -91,15 +116,16 @@ class GradientSum:
         if self.is_deferred:
             return
         mine = _local_gradient(parameter)
-        parameter.grad = self._enter().held.pop(parameter)
-        self._arrive(parameter, mine)
+        current = self._enter()
+        parameter.grad = current.held.pop(parameter)
+        self._arrive(current, parameter, mine)
 
     def _note_unsummed(self, parameter: nn.Parameter) -> None:
         if parameter not in self._unsummed and parameter.grad is not None:
-            raise RuntimeError("deferred_reduction: zero the gradients before the first micro-batch of a step")
-        self._unsummed.add(parameter)
+            _check_zero(_local_gradient(parameter))
+        self._unsummed[parameter] = None
 
-    def _settle(self, parameter: nn.Parameter, pending: Pending) -> None:
+    def _settle(self, current: "_Pass", parameter: nn.Parameter, pending: Pending) -> None:
         mine = pending.wait()
         if not self._groups[parameter]:
             _accumulate(parameter, mine)
@@ -107,55 +133,67 @@ class GradientSum:
             self._note_unsummed(parameter)
             _accumulate(parameter, mine)
         else:
-            self._arrive(parameter, mine)
+            self._arrive(current, parameter, mine)
 
-    def _arrive(self, parameter: nn.Parameter, mine: Tensor) -> None:
+    def _arrive(self, current: "_Pass", parameter: nn.Parameter, mine: Tensor) -> None:
         """One part of a gradient is here; with the last one it goes into its bucket."""
-        arrived = self._pass.arrived
-        parts = arrived.pop(parameter, [])  # taken out and put in again: the order is that of the last parts
-        arrived[parameter] = [*parts, mine]
-        if self._expected is not None and len(arrived[parameter]) == self._expected.get(parameter):
-            self._put(parameter)
+        parts = current.arrived.pop(parameter, [])  # taken out and put in again: the order is that of the last parts
+        current.arrived[parameter] = [*parts, mine]
+        if len(current.arrived[parameter]) == self._expected.get(parameter):
+            self._put(current, parameter)
 
-    def _put(self, parameter: nn.Parameter) -> None:
-        parts = self._pass.arrived.pop(parameter)
-        self._pass.counts[parameter] = len(parts)
+    def _put(self, current: "_Pass", parameter: nn.Parameter) -> None:
+        parts = current.arrived.pop(parameter)
+        current.counts[parameter] = len(parts)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-        if parameter in self._unsummed:
-            self._unsummed.remove(parameter)
-            if parameter.grad is not None:  # or a step was given up, and its gradients dropped
-                total = total.to(parameter.dtype) + _local_gradient(parameter)
-                parameter.grad = None
+        earlier = self._take_unsummed(parameter)
+        if earlier is not None:
+            total = total.to(parameter.dtype) + earlier
+        self._fill(current, parameter, total)
+
+    def _take_unsummed(self, parameter: nn.Parameter) -> Tensor | None:
+        """What earlier micro-batches have left in `.grad`; None if nothing, or if that step was given up."""
+        if parameter not in self._unsummed:
+            return None
+        del self._unsummed[parameter]
+        earlier = None if parameter.grad is None else _local_gradient(parameter)
+        parameter.grad = None
+        return earlier
+
+    def _fill(self, current: "_Pass", parameter: nn.Parameter, total: Tensor) -> None:
         groups = self._groups[parameter]
-        bucket = self._pass.open.setdefault((groups, parameter.dtype), _Bucket(groups))
+        bucket = current.open.setdefault((groups, parameter.dtype), _Bucket(groups))
         bucket.add(parameter, total.to(self.precision.wire(total)))
         if bucket.num_bytes >= BUCKET_BYTES:
-            self._close((groups, parameter.dtype))
+            self._close(current, (groups, parameter.dtype))
 
-    def _close(self, key: Any) -> None:
-        bucket = self._pass.open.pop(key)
+    def _close(self, current: "_Pass", key: Any) -> None:
+        bucket = current.open.pop(key)
         bucket.pack()
-        self._pass.closed.append(bucket)
+        current.closed.append(bucket)
         if self.overlap.data:
             bucket.start()
 
-    def _finish(self) -> None:
+    def _finish(self, task: int) -> None:
         """The end of a backward pass: everything that is on its way arrives."""
-        current = self._pass
+        current = self._passes[task]
         while current.scatters:
-            self._settle(*current.scatters.popleft())
+            self._settle(current, *current.scatters.popleft())
         for parameter in list(current.arrived):
-            self._put(parameter)
+            self._put(current, parameter)
+        for parameter in [] if self.is_deferred else list(self._unsummed):  # no part of it in the last micro-batch
+            earlier = self._take_unsummed(parameter)
+            if earlier is not None:
+                self._fill(current, parameter, earlier)
         for key in list(current.open):
-            self._close(key)
+            self._close(current, key)
         if not self.overlap.data:
             for bucket in current.closed:
                 bucket.start()
         while current.closed:  # each is freed before the next one's gradients are made
             current.closed.popleft().deliver()
-        if current.counts:
-            self._expected = current.counts
-        self._pass = _Pass()
+        self._expected |= current.counts
+        del self._passes[task]
         self.at_end()
 
 
@@ -163,7 +201,6 @@ class GradientSum:
 class _Pass:
     """What one backward pass has on its way."""
 
-    graph_task: int = -1
     scatters: deque[tuple[nn.Parameter, Pending]] = field(default_factory=deque)
     held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
@@ -214,6 +251,15 @@ def _alive(sums: "ref[GradientSum]") -> GradientSum:
     if alive is None:
         raise RuntimeError("this parameter's model is gone: keep what stretto.parallelize has returned")
     return alive
+
+
+def _check_zero(gradient: Tensor) -> None:
+    """Raise RuntimeError (on CUDA: fail the kernel that asserts it, later) unless a gradient is zero."""
+    message = "deferred_reduction: zero the gradients before the first micro-batch of a step"
+    if gradient.device.type == "cuda":
+        torch._assert_async(~gradient.any(), message)  # no .item() here: the host would wait for the device
+    elif gradient.any():
+        raise RuntimeError(message)
 
 
 def _accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False) -> None:

@@ -3,7 +3,11 @@
 transformers is not imported here: models say what they are.
 """
 
-from collections.abc import Callable, Container, Mapping
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,8 +36,8 @@ _STYLES = {
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "head_norm",
 }
-# Heads whose output every rank wants whole. Inside a block such a plan replicates activations, which Stretto does not.
-_GATHERED = ("colwise_gather_output", "colwise_rep")
+# Linears whose output or input every rank wants whole, and what they are where x and y are 1, so that it is.
+_WHOLE = {"colwise_gather_output": "normal", "colwise_rep": "normal", "rowwise_split_input": "swapped"}
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -48,7 +52,7 @@ def _base(model: nn.Module) -> tuple[nn.Module, str]:
     return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
 
 
-def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models.
 
     `known`: names of submodules of which the user has said what they are, whatever the model's plan says.
@@ -58,6 +62,7 @@ def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], di
     config: Any = model.config
     base, prefix = _base(model)
     _refuse_attention_dropout(model)
+    _refuse_config_dropout(model)
     if config.model_type == "gpt2":
         heads = config.num_attention_heads
         roles = dict(_GPT2_ROLES)
@@ -70,20 +75,24 @@ def plan_of(model: nn.Module, known: Container[str]) -> tuple[dict[str, Any], di
         attributes = _GPT2_ATTRIBUTES
     else:
         tp_plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-        unknown = {name: module for name, module in base.named_modules() if prefix + name not in known}
-        roles = _roles_of_tp_plan(base, tp_plan, unknown)
+        modules = dict(base.named_modules(remove_duplicate=False))
+        unknown = {name: module for name, module in modules.items() if prefix + name not in known}
+        roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
         attributes = {}
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
     head = getattr(model, "lm_head", None)
     if head is not None:
         named["lm_head"] = "head"
     inputs = model.get_input_embeddings()  # type: ignore[operator]
-    if roles:
-        named |= {name: "embedding" for name, module in model.named_modules() if module is inputs}
+    if roles or known:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
 
 
-def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _roles_of_tp_plan(
+    base: nn.Module, prefix: str, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> dict[str, Any]:
     roles: dict[str, Any] = {}
     for pattern, style in tp_plan.items():
         names = [name for name in modules if _wildcard(name) == pattern]
@@ -91,19 +100,27 @@ def _roles_of_tp_plan(base: nn.Module, tp_plan: Mapping[str, str], modules: Mapp
             continue
         if style not in _STYLES:
             raise ValueError(
-                f"the tensor-parallel plan of {type(base).__name__} gives {pattern!r} the style {style!r}; Stretto "
-                f"knows {', '.join(_STYLES)}: say what it is with roles={{{pattern!r}: ...}}"
+                f"the tensor-parallel plan of {type(base).__name__} gives {prefix + pattern!r} the style {style!r}; "
+                f"Stretto knows {', '.join(_STYLES)}" + _advice(prefix, tp_plan)
             )
         for name in names:
-            roles[name] = _with_heads(base, name, _STYLES[style])
+            roles[name] = _with_heads(base, prefix, name, _STYLES[style])
     return roles
+
+
+def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
+    """The roles that linears of unknown styles have where nothing cuts features; nothing if Stretto cannot say."""
+    roles = {prefix + pattern: _WHOLE[style] for pattern, style in tp_plan.items() if style in _WHOLE}
+    if any(style not in _STYLES and style not in _WHOLE for style in tp_plan.values()):
+        return ""
+    return f". On a grid of x=1, y=1, where every rank has whole features, they are roles={roles}"
 
 
 def _wildcard(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _with_heads(base: nn.Module, name: str, role: str) -> Any:
+def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
     """A linear that makes attention heads keeps each head whole."""
     parent = base.get_submodule(name.rpartition(".")[0])
     head_dim = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
@@ -124,8 +141,8 @@ def _with_heads(base: nn.Module, name: str, role: str) -> Any:
             "unit_name": "attention heads",
         }  # q, k and v of one head together
     raise ValueError(
-        f"{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} heads nor "
-        f"{kv_heads} KV heads of {head_dim}: say what it is with roles={{{name!r}: ...}}"
+        f"{prefix}{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} "
+        f"heads nor {kv_heads} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"
     )
 
 
@@ -138,8 +155,31 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
                 f"head would draw differently. Set {option}=0.0"
             )
     for name, module in model.named_modules():
-        if name.endswith("attn_dropout") and isinstance(module, nn.Dropout):
-            module.p = 0.0
+        if name.endswith("attn_dropout") and isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")
+
+
+def _refuse_config_dropout(model: nn.Module) -> None:
+    """Refuse dropout whose probability a module's code reads from its config: no nn.Dropout can be replaced."""
+    for kind, module in {type(module): module for module in model.modules() if hasattr(module, "config")}.items():
+        source = _source_beside_init(kind)
+        for option in sorted(set(re.findall(r"self\.config\.(\w*drop\w*)", source))):
+            value = getattr(module.config, option, None)
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"config.{option} is {value}, and {kind.__name__} draws that dropout itself, otherwise on "
+                    f"each rank; Stretto replaces nn.Dropout modules only. Set {option}=0.0"
+                )
+
+
+def _source_beside_init(kind: type) -> str:
+    """The source of a class's own methods but __init__; empty where it cannot be had."""
+    sources = []
+    for name, method in {"forward": getattr(kind, "forward", None), **vars(kind)}.items():
+        if name != "__init__" and inspect.isroutine(method):
+            with contextlib.suppress(OSError, TypeError):
+                sources.append(inspect.getsource(inspect.unwrap(method)))
+    return "\n".join(sources)
 
 
 def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
@@ -151,7 +191,7 @@ def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
         return {}
     hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
     norms = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None)
         if "Norm" not in type(module).__name__ or weight is None or tuple(weight.shape) != (hidden,):
             continue
@@ -160,6 +200,22 @@ def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
         if not any(role is not None and role.role in ("normal", "swapped") for role in siblings):
             norms[name] = "norm"
     return norms
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """Let `generate` go on on every rank until the last is done: each rank's step gathers weights that all ranks hold.
+
+    Hugging Face has an option for it, off by default.
+    """
+    generate: Any = getattr(model, "generate", None)
+    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
+        return
+
+    @functools.wraps(generate)
+    def generate_on_every_rank(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
+
+    model.generate = generate_on_every_rank  # type: ignore[assignment]
 
 
 def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,8 +137,27 @@ def shard_parameter(whole: Tensor, layout: Layout, grid: Grid, *, requires_grad:
         stride=stride,
     )
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    parameter.stretto_layout = layout  # type: ignore[attr-defined]
+    note_layout(parameter, layout)
     return parameter
+
+
+def note_layout(parameter: nn.Parameter, layout: Layout) -> None:
+    """Let `layout_of` find a parameter's layout."""
+    parameter.stretto_layout = layout  # type: ignore[attr-defined]
+
+
+def local(parameter: Any) -> Tensor:
+    """This rank's shard of a DTensor parameter; its gradient flows back into the parameter's own shard.
+
+    Raises ValueError for a parameter that somebody has put in the place of the one that `parallelize` made.
+    """
+    if not torch.compiler.is_compiling() and not hasattr(parameter, "stretto_layout"):
+        raise ValueError(
+            "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
+            "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
+        )
+    shard: Tensor = parameter.to_local()
+    return shard
 
 
 def layout_of(parameter: Tensor) -> Layout:

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from stretto.parallel.communication import Pending, all_reduce, start_all_reduce, start_gather_rows, start_scatter_rows
 from stretto.parallel.gradients import GradientSum
+from stretto.parallel.layout import local
 from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.overlap import GatherAhead
 from stretto.parallel.precision import Precision
+from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +58,15 @@ class WeightShard:
 class LinearPlan:
     """One linear's part of Algorithm 3: over which ranks the forward and the backward pass sum.
 
-    A normal linear sums its output over y and its input's gradient over x; a swapped one the other way round.
+    A normal linear sums its output over y, along which its input's features are split, and its input's gradient over
+    x, along which its output's are; a swapped one the other way round. `name` is its name in the model.
     `is_transposed`: the weight is stored [in, out] (Conv1D) rather than [out, in].
     """
 
+    name: str
     shard: WeightShard
+    input_axis: str
+    output_axis: str
     output_group: dist.ProcessGroup
     input_group: dist.ProcessGroup
     is_transposed: bool
@@ -116,7 +122,7 @@ class _Linear3D(torch.autograd.Function):
         return grad_x, None, grad_bias, None
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(ShardedModule):
     """A linear whose weight is sharded over x, y and z.
 
     Normal: x [..., in / Y] -> [..., out / X]; swapped: x [..., in / X] -> [..., out / Y]; other axes see copies.
@@ -124,21 +130,32 @@ class ParallelLinear(nn.Module):
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, plan: LinearPlan) -> None:
-        super().__init__()
+        super().__init__(plan.shard.gradients)
         self.weight = weight
         self.register_parameter("bias", bias)
         self.plan = plan
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        self.check_input(x)
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(local(self.bias))
-        return _Linear3D.apply(cast(x), self.weight, bias, self.plan)
+        y = _Linear3D.apply(cast(x), self.weight, bias, self.plan)
+        return note_features(y, self.plan.output_axis)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise ValueError for features that are split over the wrong axis, and for an autocast that would differ."""
+        plan = self.plan
+        if plan.input_group.size() * plan.output_group.size() > 1:
+            check_features(x, plan.input_axis, plan.name)
+        device, dtype = x.device.type, plan.shard.precision.compute or self.weight.dtype
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
+            raise ValueError(
+                f"torch.autocast to {torch.get_autocast_dtype(device)} is on around {plan.name}, which computes in "
+                f"{dtype}: leave autocast out, and call parallelize(..., dtype={torch.get_autocast_dtype(device)})"
+            )
 
     def extra_repr(self) -> str:
         return f"weight={tuple(self.weight.shape)} of which {tuple(local(self.weight).shape)} here"
-
-
-def local(parameter: Any) -> Tensor:
-    """This rank's shard of a DTensor parameter; its gradient flows back into the parameter's own shard."""
-    return parameter.to_local()

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from stretto.parallel.communication import all_reduce, gather_rows
 from stretto.parallel.embedding import check_ids
 from stretto.parallel.grid import Grid
-from stretto.parallel.linear import LinearPlan, ParallelLinear, local
+from stretto.parallel.layout import local
+from stretto.parallel.linear import LinearPlan, ParallelLinear
 from stretto.parallel.norm import statistics_dtype
 
 IGNORED_TARGET = -100
@@ -43,6 +44,7 @@ class ParallelHead(ParallelLinear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         if self.defers_loss:
+            self.check_input(x)
             self.passed_through = x
             return x
         return _GatherFeatures.apply(super().forward(x), self.vocab, self.first_row, self.grid.group("x"))

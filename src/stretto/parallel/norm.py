@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce, gather_rows
-from stretto.parallel.linear import local
+from stretto.parallel.gradients import GradientSum
+from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
+from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
@@ -77,7 +79,7 @@ class _SplitNorm(torch.autograd.Function):
         return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
-class ParallelNorm(nn.Module):
+class ParallelNorm(ShardedModule):
     """LayerNorm (`is_centred`) or RMSNorm of activations [..., hidden / Y] over all `hidden` features.
 
     `weight` and `bias` [hidden] are split over y too. Without a group the features are all here. `weight_offset` is
@@ -94,8 +96,10 @@ class ParallelNorm(nn.Module):
         weight_offset: float,
         precision: Precision,
         group: dist.ProcessGroup | None,
+        gradients: GradientSum,
+        name: str,
     ) -> None:
-        super().__init__()
+        super().__init__(gradients)
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.eps = eps
@@ -103,16 +107,20 @@ class ParallelNorm(nn.Module):
         self.weight_offset = weight_offset
         self.precision = precision
         self.group = group
+        self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
+        is_split = self.group is not None and self.group.size() > 1
+        if is_split:
+            check_features(x, "y", self.name)
         x = self.precision.cast(x)
         weight = None if self.weight is None else local(self.weight)
         if weight is not None and self.weight_offset:
             weight = weight + self.weight_offset
         bias = None if self.bias is None else local(self.bias)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
-        if self.group is not None and self.group.size() > 1:
-            return _SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group)
+        if is_split:
+            return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), "y")
         shape = x.shape[-1:]
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)

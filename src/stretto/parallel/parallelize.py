@@ -1,9 +1,9 @@
 """`parallelize`: put an nn.Module on a grid, in place, under its own names."""
 
-import copy
-import hashlib
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stretto.parallel import huggingface
 from stretto.parallel.communication import all_reduce
+from stretto.parallel.cuts import Cut, cut_of, linear_axes
 from stretto.parallel.dropout import ParallelDropout
 from stretto.parallel.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.gradients import GradientSum
@@ -20,9 +21,10 @@ from stretto.parallel.layout import Layout, Split, layout_of, shard_parameter
 from stretto.parallel.linear import LinearPlan, ParallelLinear, WeightShard
 from stretto.parallel.loss import ParallelHead, ParallelLoss
 from stretto.parallel.matmul import MatmulTuner
+from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.norm import ParallelNorm
 from stretto.parallel.norm_kinds import norm_kind
-from stretto.parallel.overlap import GatherAhead, Overlap
+from stretto.parallel.overlap import GatherAhead, Overlap, in_backward
 from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
 from stretto.parallel.validation import is_conv1d, validate_plan
@@ -73,19 +75,25 @@ def parallelize(
         overlap = Overlap() if overlap else Overlap.none()
     matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
     builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, matmuls, keep_gathered, seed)
-    for name, role in plan.roles.items():
-        if role.role != "loss":
-            _replace(model, name, builder.build(name, model.get_submodule(name), role))
-    for name, axis in plan.local_attributes.items():
-        owner, _, attribute = name.rpartition(".")
-        module = model.get_submodule(owner)
-        setattr(module, attribute, getattr(module, attribute) // grid.size(axis))
-    builder.finish_buffers()
+    # All that can fail comes first, so that a failure leaves the model as it was.
+    built = builder.build_all(plan)
+    buffers = builder.buffers()
+    attributes = _local_attributes(model, plan, grid)
+    for name, module in built.items():
+        _replace(model, name, module)
+    for owner, attribute, value in [*attributes, *buffers]:
+        setattr(owner, attribute, value)
     if head := next((model.get_submodule(name) for name in plan.named("head")), None):
         assert isinstance(head, ParallelHead)
         _install_loss(model, head, plan, sharded_loss)
+    if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
+        huggingface.generate_in_step(model)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
-    model.register_forward_pre_hook(lambda *_: builder.gather_ahead.begin_forward())
+    gather_ahead, gradient_sum = (
+        builder.gather_ahead,
+        builder.gradient_sum,
+    )  # the builder holds the whole model: it goes
+    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gather_ahead, gradient_sum))
     return model
 
 
@@ -101,7 +109,7 @@ def validate(
 
 
 class _Builder:
-    """Makes the parallel counterpart of each submodule, and each parameter once, however many modules share it."""
+    """Makes the parallel counterpart of each submodule, once, and of each parameter, however many places share it."""
 
     def __init__(
         self,
@@ -126,8 +134,19 @@ class _Builder:
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
         self._originals = list(model.parameters())
+        self._initializer = MetaInitializer(model, grid.device, seed)
 
-    def build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+    def build_all(self, plan: Plan) -> dict[str, nn.Module]:
+        """What takes the place of each submodule, by name. The model is not touched."""
+        originals = dict(self.model.named_modules(remove_duplicate=False))
+        made: dict[int, nn.Module] = {}
+        for name, role in plan.roles.items():
+            original = originals[name]
+            if role.role != "loss" and id(original) not in made:
+                made[id(original)] = self._build(name, original, role).train(original.training)
+        return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
+
+    def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         match role.role:
             case "normal" | "swapped" | "head":
                 return self._linear(name, module, role)
@@ -137,23 +156,23 @@ class _Builder:
                 return self._norm(name, module, role)
             case _:
                 assert isinstance(module, nn.Dropout)
-                return ParallelDropout(module.p, self.grid, "y" if role.role == "dropout" else "x")
+                return ParallelDropout(module.p, self.grid, "y" if role.role == "dropout" else "x", name)
 
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
-        grid, source = self.grid, self._real(name, module)
-        output_axis, input_axis = ("y", "x") if role.role == "swapped" else ("x", "y")
+        grid, source = self.grid, self._initializer.real(name, module)
+        output_axis, input_axis = linear_axes(role)
         is_transposed = is_conv1d(module)
-        output_dim = 1 if is_transposed else 0
-        over_output = Split(output_dim, output_axis, role.segments)
-        rows = over_output if output_dim == 0 else Split(0, input_axis)
-        splits = (over_output, Split(1 - output_dim, input_axis), Split(0, "z"))
-        weight, shard = self._weight(module, source, splits, rows)
+        cut = cut_of(role, "weight", is_transposed=is_transposed)
+        rows = cut.splits[0] if not is_transposed else cut.splits[1]
+        weight, shard = self._weight(module, source, cut, rows)
         bias = None
         if module.bias is not None:
-            features = (Split(0, output_axis, role.segments),)
-            bias = self._parameter(module.bias, source.bias, features, ("batch",))  # type: ignore[arg-type]
+            bias = self._parameter(module.bias, source.bias, cut_of(role, "bias"))  # type: ignore[arg-type]
         plan = LinearPlan(
+            name,
             shard,
+            input_axis=input_axis,
+            output_axis=output_axis,
             output_group=grid.group(input_axis),
             input_group=grid.group(output_axis),
             is_transposed=is_transposed,
@@ -169,25 +188,20 @@ class _Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source = self._real(name, module)
+        source, cut = self._initializer.real(name, module), cut_of(role, "weight")
         if role.role == "positions":
-            weight = self._parameter(module.weight, source.weight, (Split(1, "y"),), ("batch",))  # type: ignore[arg-type]
-            return ParallelPositions(weight, self.precision, module.padding_idx)
-        vocabulary = Split(0, "x")
-        weight, shard = self._weight(module, source, (vocabulary, Split(1, "y"), Split(0, "z")), vocabulary)
+            weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
+            return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_sum)
+        weight, shard = self._weight(module, source, cut, cut.splits[0])
         first = self._first(module.num_embeddings)
         return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx)
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
-        source, kind = self._real(name, module), norm_kind(module, name)
-        is_split = role.role == "norm"
-        splits = (Split(0, "y"),) if is_split else ()
-        # A head's norm sees only the heads of this x rank.
-        axes = ("batch",) if is_split else ("batch", "x")
+        source, kind = self._initializer.real(name, module), norm_kind(module, name)
         weight, bias = (
             None
             if getattr(module, part, None) is None
-            else self._parameter(getattr(module, part), getattr(source, part), splits, axes)
+            else self._parameter(getattr(module, part), getattr(source, part), cut_of(role, part))
             for part in ("weight", "bias")
         )
         return ParallelNorm(
@@ -197,16 +211,18 @@ class _Builder:
             is_centred=kind.is_centred,
             weight_offset=kind.weight_offset,
             precision=self.precision,
-            group=self.grid.group("y") if is_split else None,
+            group=self.grid.group("y") if role.role == "norm" else None,
+            gradients=self.gradient_sum,
+            name=name,
         )
 
     def _weight(
-        self, module: nn.Module, source: nn.Module, splits: tuple[Split, ...], rows: Split
+        self, module: nn.Module, source: nn.Module | Namespace, cut: Cut, rows: Split
     ) -> tuple[nn.Parameter, WeightShard]:
         """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further."""
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
-        weight = self._parameter(original, source.weight, splits, ("data",), is_weight=True)  # type: ignore[arg-type]
+        weight = self._parameter(original, source.weight, cut)  # type: ignore[arg-type]
         coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
         before_z = Layout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
@@ -214,19 +230,11 @@ class _Builder:
         shard.watch(weight)
         return weight, shard
 
-    def _parameter(
-        self,
-        original: nn.Parameter,
-        whole: Tensor,
-        splits: tuple[Split, ...],
-        sum_axes: tuple[str, ...],
-        *,
-        is_weight: bool = False,
-    ) -> nn.Parameter:
+    def _parameter(self, original: nn.Parameter, whole: Tensor, cut: Cut) -> nn.Parameter:
         if id(original) not in self._made:
-            layout = Layout(tuple(original.shape), splits)
+            layout = Layout(tuple(original.shape), cut.splits)
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
-            self.gradient_sum.watch(parameter, sum_axes, is_weight=is_weight)
+            self.gradient_sum.watch(parameter, cut.sum_axes, is_weight=cut.is_weight)
             self._made[id(original)] = parameter
         return self._made[id(original)]
 
@@ -234,48 +242,46 @@ class _Builder:
         """The first row of the vocabulary on this x rank."""
         return -(-vocab // self.grid.size("x")) * self.grid.coordinate("x")
 
-    def _real(self, name: str, module: nn.Module) -> nn.Module:
-        """The module with real weights: itself, or for one on the meta device a copy initialized by its name's seed."""
-        if not any(p.is_meta for p in module.parameters(recurse=False)):
-            return module
-        return self._initialized(name, module)
-
-    def _initialized(self, name: str, module: nn.Module) -> nn.Module:
-        initialize: Callable[[], Any]
-        fresh = copy.deepcopy(module).to_empty(device=self.grid.device)
-        if callable(by_model := getattr(self.model, "_init_weights", None)):
-            initialize = lambda: by_model(fresh)  # noqa: E731
-        elif callable(by_itself := getattr(fresh, "reset_parameters", None)):
-            initialize = by_itself
-        else:
-            raise ValueError(f"{name} is on the meta device and has no reset_parameters to initialize it")
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        devices = [self.grid.device] if self.grid.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            for parameter in fresh.parameters():
-                parameter.fill_(torch.nan)
-            initialize()
-            if any(bool(parameter.isnan().any()) for parameter in fresh.parameters()):
-                raise ValueError(f"{name} is on the meta device and its initialization leaves some weights unset")
-        return fresh
-
-    def finish_buffers(self) -> None:
-        """Move buffers to the device; compute those that were on the meta device as the model's initialization does."""
+    def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Each module's buffers on the device; those that were on the meta device as the model initializes them."""
+        found = []
         for name, module in self.model.named_modules():
             own = dict(module.named_buffers(recurse=False))
-            if any(buffer.is_meta for buffer in own.values()):
-                fresh = self._initialized(name, module)
-                for key in own:
-                    setattr(module, key, getattr(fresh, key))
-            else:
-                for key, buffer in own.items():
-                    setattr(module, key, buffer.to(self.grid.device))
+            is_meta = any(buffer.is_meta for buffer in own.values())
+            source = self._initializer.real(name, module) if is_meta else module
+            found += [(module, key, getattr(source, key).to(self.grid.device)) for key in own]
+        return found
+
+
+def _local_attributes(model: nn.Module, plan: Plan, grid: Grid) -> list[tuple[nn.Module, str, int]]:
+    """What each module's attribute is on this rank; a module under several names is there once."""
+    found = {}
+    for name, axis in plan.local_attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        found[id(module), attribute] = (module, attribute, getattr(module, attribute) // grid.size(axis))
+    return list(found.values())
+
+
+@torch.compiler.disable
+def _begin_forward(model: nn.Module, gather_ahead: GatherAhead, gradient_sum: GradientSum) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
+            raise ValueError(
+                f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
+                "together: add it before, or copy the new values into the parameter that was there"
+            )
+    if not in_backward():
+        gather_ahead.begin_forward()
+        gradient_sum.drop_failed_passes()
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    new.train(model.get_submodule(name).training)
+    old = model.get_submodule(name)
+    for key in vars(nn.Module()):
+        if "_hook" in key:  # the dicts themselves, so that what removes a user's hook still does
+            setattr(new, key, getattr(old, key))
     setattr(model.get_submodule(parent), child, new)
 
 
@@ -299,7 +305,8 @@ def _install_loss(model: nn.Module, head: ParallelHead, plan: Plan, is_sharded: 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         was_deferred, head.defers_loss, head.passed_through = head.defers_loss, False, None
         if was_deferred and getattr(output, "logits", None) is not None:
-            output.logits = None  # they were never made: what stands there is the head's input
+            # They were never made: what stands there is the head's input. Setting them to None would leave the item.
+            output = dataclasses.replace(output, logits=None)
         elif was_deferred and isinstance(output, tuple):
             output = (output[0], None, *output[2:])
         return output

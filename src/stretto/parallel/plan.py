@@ -1,7 +1,7 @@
 """Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -109,7 +109,7 @@ def read_plan(
     return Plan({name: found[name] for name in modules if name in found}, attributes)
 
 
-def _own_plan(model: nn.Module, known: Container[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     own = getattr(model, "parallel_plan", None)
     if callable(own):
         return own(), {}
@@ -125,7 +125,7 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role]) -> None:
     unknown = []
     for name, module in model.named_modules(remove_duplicate=False):
         owns = any(True for _ in module.parameters(recurse=False))
-        drops = isinstance(module, nn.Dropout) and module.p > 0
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         normalizes = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         if (owns or drops or normalizes) and name not in found:
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from stretto.parallel.cuts import cut_of
 from stretto.parallel.grid import check_sizes
 from stretto.parallel.norm_kinds import norm_kind
 from stretto.parallel.plan import Plan, Role
@@ -38,6 +39,11 @@ def validate_plan(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Non
             raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
     for name, role in plan.roles.items():
         _check_module(name, modules[name], role, sizes, hidden)
+    _check_shared(modules, plan, sizes)
+    _refuse_functional_dropout(modules)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
     for name, axis in plan.local_attributes.items():
         owner, _, attribute = name.rpartition(".")
         value = getattr(modules[owner], attribute)
@@ -55,6 +61,13 @@ def _hidden(modules: Mapping[str, nn.Module], plan: Plan) -> int | None:
 
 
 def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
+    if role.role != "loss":
+        parts = {part for part, _ in module.named_parameters(recurse=False)}
+        if parts - {"weight", "bias"} or (isinstance(module, nn.Linear) and "weight" not in parts):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has the parameters {', '.join(sorted(parts)) or 'none'}, but a "
+                f"module with the role {role.role!r} has a weight and perhaps a bias: undo what has replaced them"
+            )
     match role.role:
         case "normal" | "swapped" | "head":
             _check_linear(name, module, role, sizes, hidden)
@@ -71,6 +84,42 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                 check_divides(features.shape[0], sizes["y"], "y", name, "features")
         case "dropout" | "inner_dropout":
             _expect(name, module, role, nn.Dropout)
+
+
+def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
+    """Dropout that is no module is drawn anew on each rank: told by a probability that a module stores."""
+    for name, module in modules.items():
+        for attribute, value in vars(module).items():
+            if "drop" in attribute.lower() and isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"{name or type(module).__name__}.{attribute} is {value}: ranks would draw that dropout "
+                    "differently, for Stretto replaces nn.Dropout modules only. Set it to 0.0 (Hugging Face: in the "
+                    "config), or make it an nn.Dropout with a role"
+                )
+
+
+def _check_shared(modules: Mapping[str, nn.Module], plan: Plan, sizes: Mapping[str, int]) -> None:
+    """A module under several names has one role, and a parameter in several modules is cut one way."""
+    of_module: dict[int, tuple[str, Role]] = {}
+    of_parameter: dict[int, tuple[str, Any]] = {}
+    for name, role in plan.roles.items():
+        module = modules[name]
+        first, first_role = of_module.setdefault(id(module), (name, role))
+        if role != first_role:
+            raise ValueError(
+                f"{first} and {name} are one module, but their roles are {first_role.role!r} and {role.role!r}: "
+                "give both names the same role, or make them two modules"
+            )
+        if role.role == "loss":
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            cut = cut_of(role, part, is_transposed=is_conv1d(module)).on(sizes)
+            first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
+            if cut != first_cut:
+                raise ValueError(
+                    f"{first} and {name}.{part} are one parameter, but their modules' roles cut it in different ways: "
+                    f"{first_cut.splits} and {cut.splits}. Give the modules the same role, or a parameter each"
+                )
 
 
 def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:

@@ -20,9 +20,9 @@ from stretto.parallel import (
     clip_grad_norm_,
     count_collectives,
     deferred_reduction,
+    micro_batch_of,
     parallelize,
 )
-from stretto.parallel.dropout import micro_batch_of
 from stretto.train.checkpoint import (
     find_checkpoint,
     load_checkpoint,

@@ -1,0 +1,71 @@
+"""What the modules that `parallelize` puts in have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel.gradients import GradientSum
+from stretto.parallel.layout import layout_of, note_layout
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters are shards on a grid.
+
+    Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused with a
+    ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
+    """
+
+    def __init__(self, gradients: GradientSum | None = None) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        layouts = {name: layout_of(parameter) for name, parameter in self.named_parameters(recurse=False)}
+        super()._apply(fn, recurse)
+        for name, layout in layouts.items():
+            parameter = self.get_parameter(name)
+            note_layout(parameter, layout)
+            if self.gradients is not None:
+                self.gradients.restore_hooks(parameter)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any, **options: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.')}, which is sharded: "
+                "leave assign out, and their values are copied"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
+
+    def __getstate__(self) -> Any:
+        raise ValueError(
+            f"a parallelized model can be neither copied nor pickled ({type(self).__name__} holds process groups): "
+            "parallelize a second model, and load_state_dict the first one's state_dict into it"
+        )
+
+
+def note_features(y: Tensor, axis: str) -> Tensor:
+    """Note on an output over which axis its features are split; what is made of it forgets that."""
+    if not torch.compiler.is_compiling():
+        y.stretto_features = axis  # type: ignore[attr-defined]
+    return y
+
+
+def check_features(x: Tensor, axis: str, name: str) -> None:
+    """Raise ValueError if an input is known to be split over another axis than a module takes.
+
+    Where x and y are of one size, shapes would not show it. It is known only straight after the module that made it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    found = getattr(x, "stretto_features", axis)
+    if found != axis:
+        raise ValueError(
+            f"{name} takes features that are split over {axis}, but its input's are split over {found}: check its role "
+            "and that of the module before it (a 'normal' linear takes them over y and gives them over x, a 'swapped' "
+            "one the reverse; norm, dropout and head take them over y)"
+        )
