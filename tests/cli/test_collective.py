@@ -113,6 +113,8 @@ def test_slots_waivers_and_limits_are_options(ring):
         (("compile", "ring-all-reduce", "--ranks", 4, "--instances", 0), "at least 1 instance"),
         (("compile", "ring-all-reduce", "--ranks", 4, "--set", "channels"), "--set takes NAME=NUMBER, not 'channels'"),
         (("compile", "ring-all-reduce", "--ranks", 99, "--limits", "rccl"), "rccl has at most 64"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--set", "channels=0"), "at least 1 channel, not 0"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--set", "in_place=5"), "there is an option for in_place"),
         (("compile", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--ranks", 5), "are not 5 ranks"),
         (("import-msccl", "not_there.py"), "not_there.py"),
     ],
@@ -216,3 +218,41 @@ def test_trials_that_cannot_be_are_refused(option, why):
     result = run("run", "ring-all-reduce", "--ranks", 2, *option)
     assert result.exit_code == 2
     assert why in result.stderr
+
+
+def test_a_users_program_prints_to_standard_error_and_fails_in_words(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import sys\n"
+        "from stretto.collectives import AllGather, algorithm, chunk\n"
+        "print('hello')\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def good(ranks):\n"
+        "    print('hello again')\n"
+        "    for r in range(ranks):\n"
+        "        chunk(r, 'in', 0).copy((r + 1) % ranks, 'out', r)\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def leaves(ranks):\n"
+        "    sys.exit(0)\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def broken(ranks):\n"
+        "    1 / 0\n"
+    )
+    result = run("compile", f"{own}:good", "--ranks", 2)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("<algo ")
+    assert "hello again" in result.stderr
+    for name, line, why in (("leaves", 11, "SystemExit: 0"), ("broken", 14, "ZeroDivisionError")):
+        result = run("compile", f"{own}:{name}", "--ranks", 2)
+        assert result.exit_code == 2
+        assert f"own.py:{line}: {why}" in result.stderr
+        assert result.stdout == ""
+
+
+def test_a_picture_does_not_replace_the_schedule(ring):
+    same = ring.rename(ring.with_suffix(".png"))
+    before = same.read_bytes()
+    result = run("show", same)
+    assert result.exit_code == 2
+    assert "is the schedule itself" in result.stderr
+    assert same.read_bytes() == before

@@ -177,14 +177,28 @@ def test_what_is_not_well_formed_is_named():
     assert "whose end is never published" in error
     (error,) = errors([block(step("s", ("in", 0)))], [])
     assert error.endswith("sends, but its thread block has no peer to send to")
-    (error,) = errors([block(step("cpy", ("in", 0), ("in", 1), size=2))], [])[1:] or errors(
-        [block(step("cpy", ("scratch", 0), ("scratch", 1), size=2))], []
-    )
-    assert "overlap" in error or "out of bounds" in error
     sends = [block(step("s", ("in", 0)), send=1), block(step("s", ("in", 0)), send=1)]
     receives = [block(step("r", None, ("out", 0)), step("r", None, ("out", 0)), receive=0)]
     (error,) = errors(sends, receives)
     assert error.startswith("rank 0: thread blocks 0 and 1 both send from rank 0 to rank 1 on channel 0")
+
+
+def test_chunks_that_overlap_in_memory_are_not_copied_whatever_their_buffers_are_called():
+    shift = Collective("shift", 1, 3, 3, lambda rank, index: ((0, max(0, index - 1)),), in_place=True)
+    for buffer in ("in", "out"):
+        found = verify(schedule(shift, [block(step("cpy", ("in", 0), (buffer, 1), size=2))]))
+        assert "reads and writes chunks that overlap" in found.errors[0]
+    apart = Collective("shift", 1, 3, 3, lambda rank, index: ((0, index - 1),) if index else None)
+    assert verify(schedule(apart, [block(step("cpy", ("in", 0), ("out", 1), size=2))])).ok
+
+
+def test_a_thread_block_that_only_holds_a_connection_is_a_second_one():
+    two = Collective("custom", 2, 1, 1, lambda rank, index: None)
+    idle = block(step("nop"), send=1)
+    found = verify(
+        schedule(two, [block(step("s", ("in", 0)), send=1), idle], [block(step("r", None, ("out", 0)), receive=0)])
+    )
+    assert "thread blocks 0 and 1 both send" in found.errors[0]
 
 
 def test_reading_what_holds_nothing_is_an_error():

@@ -1,11 +1,24 @@
 """Files of schedules: what is written is read again, what others write is read, and what is no schedule is refused."""
 
+import os
 import random
+from dataclasses import replace
 
 import pytest
 from tests.collectives.schedules import block, schedule, step
 
-from stretto.collectives import AllReduce, ScheduleFileError, from_xml, read_schedule, to_xml, verify, write_schedule
+from stretto.collectives import (
+    AllReduce,
+    ScheduleFileError,
+    chunk,
+    compile_program,
+    from_xml,
+    read_schedule,
+    to_xml,
+    trace,
+    verify,
+    write_schedule,
+)
 from stretto.collectives.algorithms import ALGORITHMS, hierarchical_all_reduce, ring_all_reduce
 from stretto.collectives.limits import LIMITS, exceeded_limits
 
@@ -79,11 +92,15 @@ def test_copies_before_the_steps_are_part_of_the_schedule():
     assert from_xml(to_xml(read)).ranks == read.ranks
 
 
+def test_what_other_tools_write_is_read():
+    text = SHIPPED.replace('maxcount="1"', 'redop="nop"').replace('"8192"', f'"{2**63 - 1}"')
+    read = from_xml(text)
+    assert (read.reduction, read.max_bytes) == (None, 2**63 - 1)
+
+
 def test_names_survive_and_do_no_harm():
     made = schedule(AllReduce(1, 1, in_place=True), [])
     nasty = "a\"b<c>&d'é "
-    from dataclasses import replace
-
     assert from_xml(to_xml(replace(made, name=nasty))).name == nasty
 
 
@@ -123,7 +140,7 @@ ENTITIES = '<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;&b;">]>'
         ('proto="LL"', 'proto="LL3"', "proto is one of Simple, LL, LL128, not 'LL3'"),
         ('coll="allgather"', 'coll=""', "coll is missing"),
         ('inplace="1" outofplace="0"', 'inplace="0" outofplace="0"', "meant for no call"),
-        ('maxcount="1"', 'redop="avg"', "redop is one of sum, max, min, prod, not 'avg'"),
+        ('maxcount="1"', 'redop="avg"', "redop is one of sum, max, min, prod or nop, not 'avg'"),
         ("<algo ", "words <algo ", "not XML"),
         ("<tb ", "words <tb ", "'words' is no part of a schedule"),
         ("<!-- a comment -->", '<?xml version="1.0" encoding="klingon"?>', "not XML: unknown encoding"),
@@ -181,6 +198,66 @@ def why_not(text: bytes) -> str:
     return ""
 
 
+def test_what_a_runtime_would_make_something_else_of_is_told_on_request():
+    copy = step("cpy", ("in", 0), ("scratch", 0), awaited=True)
+    twice = [step("re", ("scratch", 0), ("in", 0), size=2), step("re", ("scratch", 2), ("in", 0), size=1)]
+    nops = [step("nop", waits_for=(0, 0), awaited=True), step("cpy", ("scratch", 0), ("in", 1))]
+    made = schedule(AllReduce(1, 4), [block(copy), block(*twice), block(*nops)])
+    made = replace(made, ranks=(made.ranks[0]._replace(copies=((0, 0),)),))
+    assert exceeded_limits(made, LIMITS["rccl"]) == [
+        "rank 0, copies before the first step; rccl does not do them",
+        "rank 0, thread block 1, step 0: rccl takes it and the next reduction for one of 1 chunks",
+        "rank 0, thread block 2, step 0: other steps wait for a nop, whose end rccl never publishes",
+        "rank 0, thread block 2, step 0: rccl takes a nop only before a step that waits itself",
+    ]
+
+
+def test_the_compiler_writes_no_reductions_that_a_runtime_would_merge():
+    with trace(AllReduce(1, 2)) as traced:
+        sums = chunk(0, "in", 0, 2).copy(0, "scratch", 0).reduce(chunk(0, "in", 0, 2).copy(0, "scratch", 2))
+        sums.split(2)[0].reduce(chunk(0, "in", 0).copy(0, "scratch", 4))
+    made = compile_program(traced.program, name="sums")
+    assert [step.size for step in made.ranks[0].thread_blocks[0].steps if step.type.reduces] == [2, 1]
+    assert exceeded_limits(made, LIMITS["rccl"]) == []
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ScheduleFileError, match="not a regular file"):
+        read_schedule(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            '<algo name="x" proto="Simple" nchannels="1" nchunksperloop="1048576" ngpus="4096" coll="allreduce" '
+            'inplace="1" outofplace="0"></algo>',
+            "more than 8388608 chunks in all",
+        ),
+        (SHIPPED.replace('s_chunks="0"', 's_chunks="1048576"'), None),
+        (SHIPPED.replace('cnt="1"', 'cnt="1048576"'), None),
+    ],
+)
+def test_small_files_that_ask_for_much_are_refused_or_quickly_done(text, why):
+    if why is not None:
+        with pytest.raises(ScheduleFileError, match=why):
+            from_xml(text)
+    else:
+        verify(from_xml(text))
+
+
+def test_files_whose_steps_handle_too_much_are_refused():
+    steps = "".join(
+        f'<step s="{s}" type="cpy" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1048576" depid="-1" deps="-1" '
+        'hasdep="0"/>'
+        for s in range(17)
+    )
+    text = SHIPPED.replace("</gpu>", f'<tb id="1" send="-1" recv="-1" chan="0">{steps}</tb></gpu>', 1)
+    with pytest.raises(ScheduleFileError, match="step 15: the steps so far handle more than 16777216 chunks"):
+        from_xml(text)
+
+
 def test_limits_of_a_runtime_are_checked_on_request():
     rccl = LIMITS["rccl"]
     assert exceeded_limits(ring_all_reduce.compile(ranks=8), rccl) == []
@@ -191,5 +268,7 @@ def test_limits_of_a_runtime_are_checked_on_request():
     assert over == "rank 0 has 65 thread blocks; rccl has at most 64"
     wide = schedule(AllReduce(1, 99), [block(step("cpy", ("in", 0), ("scratch", 0), size=80), channel=40)], scratch=99)
     assert len(exceeded_limits(wide, rccl)) == 2
+    spread = ALGORITHMS["direct-all-gather"].compile(ranks=41)
+    assert "rank 0: 40 thread blocks send on channel 0; rccl has at most 32" in exceeded_limits(spread, rccl)
     (unknown,) = exceeded_limits(ALGORITHMS["all-to-next"].compile(nodes=1, gpus=2), rccl)
     assert unknown == "rccl knows no collective 'alltonext'"

@@ -1,7 +1,11 @@
 """`stretto collective`: write a collective, prove it right, look at it, run it."""
 
 import json
+import signal
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,14 +95,8 @@ def compile_(
     with refusing_bad_input():
         from stretto.collectives import verify
 
-        made = _find(name).compile(
-            protocol=protocol,
-            instances=instances,
-            slots=slots,
-            min_bytes=min_bytes,
-            max_bytes=max_bytes,
-            **_parameters(ranks, nodes, gpus, in_place, set_),
-        )
+        parameters = _parameters(ranks, nodes, gpus, in_place, set_)
+        made = _compile(name, protocol, instances, slots, parameters | {"min_bytes": min_bytes, "max_bytes": max_bytes})
         _require_limits(made, limits)
         found = verify(made, slots=slots, waive=waive or ())
         if found.ok:
@@ -129,14 +127,11 @@ def verify_(
         schedule = _read(file, max_file_bytes)
         found = verify(schedule, slots=slots, waive=waive or ())
         over = exceeded_limits(schedule, _limits(limits)) if limits is not None else []
-    ok = found.ok and not over
-    if as_json:
-        result = asdict(found) | {"ok": ok, "errors": [*found.errors, *over]}
-        print(json.dumps(result))
-    else:
-        print(_describe(schedule, found))
-        for each in over:
-            print(f"  {each}")
+        ok = found.ok and not over
+        if as_json:
+            print(json.dumps(asdict(found) | {"ok": ok, "errors": [*found.errors, *over]}), flush=True)
+        else:
+            print("\n".join([_describe(schedule, found), *(f"  {each}" for each in over)]), flush=True)
     if not ok:
         raise typer.Exit(NOT_VERIFIED)
 
@@ -166,10 +161,15 @@ def import_msccl(
     """
     with refusing_bad_input():
         from stretto.collectives import verify
+        from stretto.collectives.msccl import ScriptError
         from stretto.collectives.msccl import import_msccl as run_script
 
         arguments, output = _script_arguments(args or [], output)
-        programs = run_script(script, arguments).programs
+        try:
+            programs = run_script(script, arguments).programs
+        except ScriptError as error:
+            print(error.printed, end="", file=sys.stderr)
+            raise
         if len(programs) > 1 and (output is None or output.suffix):
             raise ValueError(f"{script} makes {len(programs)} programs: name a folder for them with -o")
         for program in programs:
@@ -204,6 +204,8 @@ def show(
         from stretto.report.schedule import plot_schedule
 
         picture = output or file.with_suffix(".png")
+        if picture.exists() and picture.samefile(file):
+            raise ValueError(f"{picture} is the schedule itself: name another file for the picture with -o")
         plot_schedule(_read(file, max_file_bytes), picture, _rank_range(ranks))
         print(picture)
 
@@ -241,11 +243,11 @@ def run(
         if name.endswith(".xml"):
             schedule = _read(Path(name), max_file_bytes)
         else:
-            parameters = _parameters(ranks, nodes, gpus, in_place, set_)
-            schedule = _find(name).compile(protocol=protocol, instances=instances, slots=slots, **parameters)
+            schedule = _compile(name, protocol, instances, slots, _parameters(ranks, nodes, gpus, in_place, set_))
         found = verify(schedule, slots=slots)
         if found.ok:
-            trial = run_trial(schedule, size, dtype, reduction, repeats=repeats, slots=slots)
+            with _cleaning_up_when_ended():
+                trial = run_trial(schedule, size, dtype, reduction, repeats=repeats, slots=slots)
     if not found.ok:
         print(_describe(schedule, found), file=sys.stderr)
         raise fail("not run: the schedule is not verified", NOT_VERIFIED, as_json=as_json)
@@ -259,6 +261,20 @@ def run(
         )
     if trial.wrong:
         raise typer.Exit(NOT_VERIFIED)
+
+
+@contextmanager
+def _cleaning_up_when_ended() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does: what it has started and made is taken away."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _script_arguments(args: list[str], output: Path | None) -> tuple[list[str], Path | None]:
@@ -286,6 +302,23 @@ def _read(file: Path, max_bytes: int) -> "Schedule":
     return read_schedule(file, max_bytes=max_bytes)
 
 
+def _compile(name: str, protocol: str, instances: int, slots: int | None, parameters: dict[str, Any]) -> "Schedule":
+    """The schedule of an algorithm. What the user's own program prints goes to standard error: it is no XML.
+
+    ValueError for whatever goes wrong in it, with its line.
+    """
+    with redirect_stdout(sys.stderr):
+        try:
+            return _find(name).compile(protocol=protocol, instances=instances, slots=slots, **parameters)
+        except ValueError:
+            raise
+        except (Exception, SystemExit) as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ValueError(
+                f"{name} does not run: {place.filename}:{place.lineno}: {type(error).__name__}: {error}"
+            ) from error
+
+
 def _find(name: str) -> "Algorithm":
     """An algorithm by its name, or by the file and function that define it."""
     from stretto.collectives.algorithms import find, load
@@ -303,6 +336,8 @@ def _parameters(
         name, equals, text = each.partition("=")
         if not equals or not text.lstrip("-").isdecimal():
             raise ValueError(f"--set takes NAME=NUMBER, not {each!r}")
+        if name in given:
+            raise ValueError(f"--set {each}: there is an option for {name}: --{name.replace('_', '-')}")
         parameters[name] = int(text)
     # Whoever gives nodes and GPUs may say again how many ranks that makes.
     if "ranks" in parameters and {"nodes", "gpus"} <= parameters.keys():

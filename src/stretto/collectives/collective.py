@@ -9,12 +9,14 @@ a part of its input, and otherwise both are the same memory.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 
 InputChunk = tuple[int, int]
 Expected = tuple[InputChunk, ...]
 MAX_RANKS = 4096
 MAX_CHUNKS = 2**20
+MAX_PLACES = 2**23
+"""The chunks of all ranks' input and output buffers together, and of all scratch: what is looked at one by one."""
 
 
 class Buffer(StrEnum):
@@ -63,6 +65,11 @@ class Collective:
         for what, count in (("input", self.input_chunks), ("output", self.output_chunks)):
             if not 0 <= count <= MAX_CHUNKS:
                 raise ValueError(f"a buffer has 0 to {MAX_CHUNKS} chunks, not {count} ({what} of {self.name})")
+        if self.ranks * (self.input_chunks + self.output_chunks) > MAX_PLACES:
+            raise ValueError(
+                f"{self.ranks} ranks of {self.input_chunks} + {self.output_chunks} chunks are more than {MAX_PLACES} "
+                f"chunks in all ({self.name})"
+            )
         if not 0 <= self.root < self.ranks:
             raise ValueError(f"the root of {self.name} is a rank from 0 to {self.ranks - 1}, not {self.root}")
 
@@ -118,11 +125,21 @@ class Collective:
         )
 
 
+def _sums(ranks: int) -> Callable[[int], Expected]:
+    """For each index, the sum of all ranks' input chunks there; made when it is asked for, and once."""
+
+    @cache
+    def of_all(index: int) -> Expected:
+        return tuple((rank, index) for rank in range(ranks))
+
+    return of_all
+
+
 def AllReduce(ranks: int, chunks: int, in_place: bool = True) -> Collective:
     """Every rank's `chunks` output chunks are the sums of all ranks' input chunks."""
-    sums = [tuple((rank, index) for rank in range(ranks)) for index in range(chunks)]
+    sums = _sums(ranks)
     return Collective(
-        "allreduce", ranks, chunks, chunks, lambda rank, index: sums[index], in_place=in_place, replicated=True
+        "allreduce", ranks, chunks, chunks, lambda rank, index: sums(index), in_place=in_place, replicated=True
     )
 
 
@@ -141,13 +158,13 @@ def AllGather(ranks: int, chunks: int = 1, in_place: bool = True) -> Collective:
 
 def ReduceScatter(ranks: int, chunks: int = 1, in_place: bool = True) -> Collective:
     """Rank r's output is the sum of all ranks' r-th block of `chunks` input chunks."""
-    sums = [tuple((rank, index) for rank in range(ranks)) for index in range(ranks * chunks)]
+    sums = _sums(ranks)
     return Collective(
         "reducescatter",
         ranks,
         ranks * chunks,
         chunks,
-        lambda rank, index: sums[rank * chunks + index],
+        lambda rank, index: sums(rank * chunks + index),
         in_place=in_place,
         starts=lambda rank: (0, rank * chunks),
     )
@@ -181,13 +198,13 @@ def Broadcast(ranks: int, chunks: int = 1, root: int = 0, in_place: bool = True)
 
 def Reduce(ranks: int, chunks: int = 1, root: int = 0, in_place: bool = True) -> Collective:
     """The root's `chunks` output chunks are the sums of all ranks' input chunks."""
-    sums = [tuple((rank, index) for rank in range(ranks)) for index in range(chunks)]
+    sums = _sums(ranks)
     return Collective(
         "reduce",
         ranks,
         chunks,
         chunks,
-        lambda rank, index: sums[index] if rank == root else None,
+        lambda rank, index: sums(index) if rank == root else None,
         in_place=in_place,
         root=root,
     )

@@ -1,32 +1,41 @@
 """What a runtime can hold of a schedule."""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from stretto.collectives.schedule import Schedule
+from stretto.collectives.schedule import RankProgram, Schedule, Step, StepType
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A runtime's limits: steps a thread block, thread blocks a rank, channels, chunks a step, and its collectives."""
+    """A runtime's limits: steps a thread block, thread blocks a rank, channels, chunks a step, and its collectives.
+
+    peers: thread blocks of a rank that send, or receive, over one channel.
+    """
 
     name: str
     steps: int
     thread_blocks: int
     channels: int
+    peers: int
     chunks: int
     collectives: frozenset[str]
 
 
 LIMITS = {
-    # ROCm's RCCL: msccl_struct.h (MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS, MSCCL_MAX_COUNT) and its parser.
+    # ROCm's RCCL: msccl_struct.h (MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS, MSCCL_MAX_COUNT,
+    # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL) and its parser.
     "rccl": Limits(
         "rccl",
-        64,
-        64,
-        32,
-        71,
-        frozenset({"allreduce", "allgather", "reducescatter", "alltoall", "alltoallv", "broadcast", "reduce"})
-        | {"gather", "scatter", "send", "recv"},
+        steps=64,
+        thread_blocks=64,
+        channels=32,
+        peers=32,
+        chunks=71,
+        collectives=frozenset({"allreduce", "allgather", "reducescatter", "alltoall", "alltoallv", "broadcast"})
+        | {"reduce", "gather", "scatter", "send", "recv"},
     )
 }
 
@@ -56,4 +65,46 @@ def exceeded_limits(schedule: Schedule, limits: Limits) -> list[str]:
                     f"rank {rank}, thread block {number} handles {largest} chunks at once; {limits.name} at most "
                     f"{limits.chunks}"
                 )
+        found += _crowded_channels(rank, program, limits)
+        found += [f"rank {rank}, {problem}" for problem in _misread(program, limits.name)]
     return found
+
+
+def _crowded_channels(rank: int, program: RankProgram, limits: Limits) -> Iterator[str]:
+    for what, peers in (
+        ("send", [block.channel for block in program.thread_blocks if block.send_peer is not None]),
+        ("receive", [block.channel for block in program.thread_blocks if block.receive_peer is not None]),
+    ):
+        for channel, count in Counter(peers).items():
+            if count > limits.peers:
+                yield (
+                    f"rank {rank}: {count} thread blocks {what} on channel {channel}; {limits.name} has at most "
+                    f"{limits.peers}"
+                )
+
+
+def _misread(program: RankProgram, name: str) -> Iterator[str]:
+    """What RCCL's parser makes something else of: it drops nops, merges reductions, and looks at <tb> alone."""
+    if program.copies:
+        yield f"copies before the first step; {name} does not do them"
+    for number, block in enumerate(program.thread_blocks):
+        for at, (step, following) in enumerate(zip_longest(block.steps, block.steps[1:])):
+            here = f"thread block {number}, step {at}"
+            if step.type is StepType.NOP:
+                if step.awaited:
+                    yield f"{here}: other steps wait for a nop, whose end {name} never publishes"
+                if following is None or following.waits_for is None:
+                    yield f"{here}: {name} takes a nop only before a step that waits itself"
+            elif following is not None and merges(step, following) and step.size != following.size:
+                yield f"{here}: {name} takes it and the next reduction for one of {following.size} chunks"
+
+
+def merges(one: Step, following: Step) -> bool:
+    """Whether RCCL takes two reductions in a row for one: into the same chunks, from one buffer, without a wait."""
+    return (
+        one.type is following.type is StepType.REDUCE
+        and following.waits_for is None
+        and not one.awaited
+        and (one.source_buffer, one.destination_buffer, one.destination)
+        == (following.source_buffer, following.destination_buffer, following.destination)
+    )

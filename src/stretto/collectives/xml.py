@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NoReturn
 from xml.sax.saxutils import quoteattr
 
@@ -15,17 +16,19 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser, ParseError
 
 from stretto.collectives import collective as collectives
-from stretto.collectives.collective import MAX_CHUNKS, MAX_RANKS, Buffer, Collective
+from stretto.collectives.collective import MAX_CHUNKS, MAX_PLACES, MAX_RANKS, Buffer, Collective
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
 
 MAX_FILE_BYTES = 128 * 2**20
 MAX_CHANNELS = 2**15
+MAX_HANDLED = 2**24
+"""The chunks that all steps of a file handle together."""
 REDUCTIONS = ("sum", "max", "min", "prod")
 
 _LETTERS = {Buffer.IN: "i", Buffer.OUT: "o", Buffer.SCRATCH: "s"}
 _BUFFERS = {letter: buffer for buffer, letter in _LETTERS.items()}
 _TYPES = {type.value: type for type in StepType}
-_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
 _KNOWN = {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace", "minBytes"}
 _KNOWN |= {"maxBytes", "redop", "root"}
 
@@ -106,10 +109,12 @@ def _step_line(at: int, step: Step) -> str:
 
 def read_schedule(path: Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Collective | None = None) -> Schedule:
     """The schedule in a file. See `from_xml`; OSError where the file cannot be read."""
-    with path.open("rb") as file:
-        text = file.read(max_bytes + 1)
-    if len(text) > max_bytes:
+    status = path.stat()
+    if not S_ISREG(status.st_mode):  # a pipe might never end, or never begin
+        raise ScheduleFileError(f"{path}: not a regular file")
+    if status.st_size > max_bytes:
         raise ScheduleFileError(f"{path}: larger than {max_bytes} bytes")
+    text = path.read_bytes()
     return from_xml(text, str(path), collective=collective)
 
 
@@ -151,6 +156,8 @@ class _Reader:
         self._algo: dict[str, str] = {}
         self._ranks: dict[int, RankProgram] = {}
         self._rank = 0
+        self._scratch = 0
+        self._handled = 0
         self._sizes = (0, 0, 0)
         self._copies: list[tuple[int, int]] = []
         self._blocks: dict[int, ThreadBlock] = {}
@@ -216,12 +223,13 @@ class _Reader:
         for name in ("inplace", "outofplace"):
             self._number(attributes, name, 0, 1, default=0)
         for name in ("minBytes", "maxBytes"):
-            self._number(attributes, name, 0, 10**18, default=0)
+            self._number(attributes, name, 0, 2**63 - 1, default=0)
         self._number(attributes, "root", 0, ranks - 1, default=0)
         if self._word(attributes, "proto") not in PROTOCOLS:
             self._refuse(f"proto is one of {', '.join(PROTOCOLS)}, not {attributes['proto'][:40]!r}")
-        if attributes.get("redop", "sum") not in REDUCTIONS:
-            self._refuse(f"redop is one of {', '.join(REDUCTIONS)}, not {attributes['redop'][:40]!r}")
+        # Some write a "nop" for collectives that add nothing.
+        if attributes.get("redop", "nop") not in (*REDUCTIONS, "nop"):
+            self._refuse(f"redop is one of {', '.join(REDUCTIONS)} or nop, not {attributes['redop'][:40]!r}")
         self._word(attributes, "name", anything=True)
         self._collective = self._find_collective(self._word(attributes, "coll"), ranks, chunks)
 
@@ -246,6 +254,9 @@ class _Reader:
             self._refuse(f"gpu {self._rank} is there twice")
         sizes = [self._number(attributes, f"{letter}_chunks", 0, MAX_CHUNKS) for letter in "ios"]
         self._sizes = sizes[0], sizes[1], sizes[2]
+        self._scratch += sizes[2]
+        if self._scratch > MAX_PLACES:
+            self._refuse(f"gpu {self._rank}: more than {MAX_PLACES} chunks of scratch in all")
 
     def _add_copy(self, attributes: dict[str, str]) -> None:
         self._copies.append(
@@ -275,6 +286,10 @@ class _Reader:
         type = _TYPES.get(self._word(attributes, "type"))
         if type is None:
             self._refuse(f"{self._here()}: type is one of {', '.join(_TYPES)}, not {attributes['type'][:40]!r}")
+        size = self._number(attributes, "cnt", 0, MAX_CHUNKS)
+        self._handled += size
+        if self._handled > MAX_HANDLED:
+            self._refuse(f"{self._here()}: the steps so far handle more than {MAX_HANDLED} chunks")
         block = self._number(attributes, "depid", -1, MAX_CHUNKS)
         step = self._number(attributes, "deps", -1, MAX_CHUNKS)
         if (block < 0) != (step < 0):
@@ -286,7 +301,7 @@ class _Reader:
                 self._number(attributes, "srcoff", -1, MAX_CHUNKS),
                 self._buffer(attributes, "dstbuf"),
                 self._number(attributes, "dstoff", -1, MAX_CHUNKS),
-                self._number(attributes, "cnt", 0, MAX_CHUNKS),
+                size,
                 None if block < 0 else (block, step),
                 bool(self._number(attributes, "hasdep", 0, 1)),
             )
@@ -315,7 +330,7 @@ class _Reader:
             out_of_place=out_of_place,
             min_bytes=int(algo.get("minBytes", "0")),
             max_bytes=int(algo.get("maxBytes", "0")),
-            reduction=algo.get("redop"),
+            reduction=None if algo.get("redop") == "nop" else algo.get("redop"),
             attributes=tuple((name, value) for name, value in algo.items() if name not in _KNOWN),
         )
 

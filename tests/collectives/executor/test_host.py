@@ -223,4 +223,4 @@ def test_processes_of_their_own_run_a_schedule(ranks):
         run_on_processes(exchange_of(2), [torch.ones(1)] * 2, slots=1, timeout=0.5)
     with pytest.raises(ValueError, match="not 'mean'"):
         run_on_processes(exchange_of(2), [torch.ones(1)] * 2, reduction="mean")
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) == set(before)

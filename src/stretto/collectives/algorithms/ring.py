@@ -8,6 +8,7 @@ from stretto.collectives.language import chunk
 @algorithm(lambda ranks, in_place=True: AllReduce(ranks, ranks, in_place), source="MSCCLang (paper 001), section 7.1.1")
 def ring_all_reduce(ranks: int, channels: int = 1) -> None:
     """Each chunk goes around once to be summed and once to be copied; chunks take turns on the channels."""
+    _require_channels(channels)
     for index in range(ranks):
         c = chunk((index + 1) % ranks, "in", index)
         for step in range(2, ranks):
@@ -21,6 +22,7 @@ def ring_all_reduce(ranks: int, channels: int = 1) -> None:
 @algorithm(lambda ranks, in_place=True: AllGather(ranks, 1, in_place), source="MSCCLang (paper 001), figure 3")
 def ring_all_gather(ranks: int, channels: int = 1) -> None:
     """Each rank's chunk goes around the ring once."""
+    _require_channels(channels)
     for rank in range(ranks):
         c = chunk(rank, "in", 0).copy(rank, "out", rank)
         for step in range(1, ranks):
@@ -30,6 +32,7 @@ def ring_all_gather(ranks: int, channels: int = 1) -> None:
 @algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang (paper 001), figure 3")
 def ring_reduce_scatter(ranks: int, channels: int = 1) -> None:
     """Each chunk goes around the ring once, ends on its own rank, and is summed on the way."""
+    _require_channels(channels)
     for index in range(ranks):
         c = chunk((index + 1) % ranks, "in", index)
         for step in range(2, ranks):
@@ -37,3 +40,8 @@ def ring_reduce_scatter(ranks: int, channels: int = 1) -> None:
         last = chunk(index, "in", index).copy(index, "out", 0)
         if ranks > 1:
             last.reduce(c, ch=index % channels)
+
+
+def _require_channels(channels: int) -> None:
+    if channels < 1:
+        raise ValueError(f"a ring has at least 1 channel, not {channels}")

@@ -1,5 +1,7 @@
 """All passes, one after another."""
 
+from itertools import pairwise
+
 from stretto.collectives.collective import Buffer
 from stretto.collectives.compiler.channels import assign_channels
 from stretto.collectives.compiler.chunk_dag import find_dependencies
@@ -8,6 +10,7 @@ from stretto.collectives.compiler.instructions import InstructionDag, fuse, gene
 from stretto.collectives.compiler.order import find_order, program_order
 from stretto.collectives.compiler.thread_blocks import Block, CompileError, place
 from stretto.collectives.language import Chunks, Program
+from stretto.collectives.limits import merges
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
 
 
@@ -115,6 +118,10 @@ def _emit(dag: InstructionDag, blocks: list[Block]) -> tuple[ThreadBlock, ...]:
                     (number, at) in awaited,
                 )
             )
+        for at, (one, following) in enumerate(pairwise(result)):
+            # RCCL would take both for one reduction of the second's size. It does not where the first is awaited.
+            if merges(one, following) and one.size != following.size:
+                result[at] = one._replace(awaited=True)
         emitted.append(ThreadBlock(block.send_peer, block.receive_peer, block.channel, tuple(result)))
     return tuple(emitted)
 

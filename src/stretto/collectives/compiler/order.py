@@ -5,9 +5,9 @@ rules make it hold with real FIFOs: the receives of a connection come in the ord
 before the receive that frees its slot.
 """
 
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from stretto.collectives.compiler.instructions import InstructionDag
 
@@ -31,63 +31,75 @@ def find_order(dag: InstructionDag, channels: dict[int, int], slots: int) -> Ord
             after[other].append(number)
     depths, heights = _depths(dag, after, missing)
     connections = _connections(dag, channels)
-    in_flight: dict[tuple[int, int, int], deque[int]] = {key: deque() for key in set(connections.values())}
-    waiting: dict[tuple[int, int, int], list[int]] = {key: [] for key in in_flight}
-    ready: list[tuple[int, int, int]] = []
-
-    def offer(number: int) -> None:
-        heappush(ready, (depths[number], -heights[number], number))
-
-    for number, count in enumerate(missing):
-        if count == 0:
-            offer(number)
+    fifos = {key: _Fifo() for key in set(connections.values())}
+    ready = [(depths[number], -heights[number], number) for number, count in enumerate(missing) if count == 0]
+    heapify(ready)
     sequence: list[int] = []
-    blocked: set[int] = set()
     while ready:
-        number = heappop(ready)[2]
-        instruction = instructions[number]
-        receives, sends = instruction.receives, instruction.sends
-        if receives is not None:
-            queue = in_flight[connections[receives]]
-            if not queue or queue[0] != receives:
-                waiting[connections[receives]].append(number)
-                blocked.add(number)
-                continue
-        if sends is not None and len(in_flight[connections[sends]]) >= slots:
-            waiting[connections[sends]].append(number)
-            blocked.add(number)
+        entry = heappop(ready)
+        number = entry[2]
+        receives, sends = instructions[number].receives, instructions[number].sends
+        incoming = None if receives is None else fifos[connections[receives]]
+        outgoing = None if sends is None else fifos[connections[sends]]
+        if incoming is not None and incoming.messages[:1] != [receives]:
+            assert receives is not None
+            incoming.receivers[receives] = entry
+            continue
+        if outgoing is not None and len(outgoing.messages) >= slots:
+            heappush(outgoing.senders, entry)
             continue
         sequence.append(number)
-        blocked.discard(number)
-        changed = []
-        if receives is not None:
-            in_flight[connections[receives]].popleft()
-            changed.append(connections[receives])
-        if sends is not None:
-            in_flight[connections[sends]].append(sends)
-            changed.append(connections[sends])
-        for key in changed:
-            for other in waiting[key]:
-                offer(other)
-            waiting[key].clear()
+        if incoming is not None:
+            for woken in incoming.take():
+                heappush(ready, woken)
+        if outgoing is not None:
+            assert sends is not None
+            for woken in outgoing.give(sends):
+                heappush(ready, woken)
         for other in after[number]:
             missing[other] -= 1
             if missing[other] == 0:
-                offer(other)
+                heappush(ready, (depths[other], -heights[other], other))
     if len(sequence) == len(instructions):
         return Order(tuple(sequence), frozenset())
-    return Order((), _culprits(dag, in_flight))
+    return Order((), _culprits(dag, [message for fifo in fifos.values() for message in fifo.messages]))
 
 
-def _culprits(dag: InstructionDag, in_flight: dict[tuple[int, int, int], deque[int]]) -> frozenset[int]:
+class _Fifo:
+    """A connection while the order is found: the messages under way, and who waits for it to change.
+
+    receivers: instructions that are ready but for their message not being the first one, by message; senders: those
+    that are ready but for a free slot, the best first.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[int] = []
+        self.receivers: dict[int, tuple[int, int, int]] = {}
+        self.senders: list[tuple[int, int, int]] = []
+
+    def give(self, message: int) -> Iterator[tuple[int, int, int]]:
+        """A message is sent; yields its receiver, if it can go on now."""
+        self.messages.append(message)
+        if len(self.messages) == 1 and message in self.receivers:
+            yield self.receivers.pop(message)
+
+    def take(self) -> Iterator[tuple[int, int, int]]:
+        """The first message is received; yields the next one's receiver and the best sender, if they can go on now."""
+        self.messages.pop(0)
+        if self.messages and self.messages[0] in self.receivers:
+            yield self.receivers.pop(self.messages[0])
+        if self.senders:
+            yield heappop(self.senders)
+
+
+def _culprits(dag: InstructionDag, in_flight: list[int]) -> frozenset[int]:
     """Messages of fused instructions that fill the FIFOs at which the order ended; else all fused ones."""
     fused = {
         instruction.sends
         for instruction in dag.instructions
         if instruction.sends is not None and instruction.receives is not None
     }
-    stuck = {message for queue in in_flight.values() for message in queue}
-    return frozenset((stuck & fused) or fused)
+    return frozenset((set(in_flight) & fused) or fused)
 
 
 def program_order(dag: InstructionDag) -> tuple[int, ...]:

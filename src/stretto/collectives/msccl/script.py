@@ -53,6 +53,9 @@ def import_msccl(script: Path, args: Sequence[str] = ()) -> ImportedScript:
         try:
             _execute(code, main, script)
             programs = _finish(run, script)
+        except ScriptError as error:
+            error.printed = printed.getvalue()
+            raise
         finally:
             current_run.reset(token)
     return ImportedScript(programs, printed.getvalue())

@@ -5,9 +5,10 @@ connection takes what its k-th send gave.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stretto.collectives.collective import Buffer
+from stretto.collectives.collective import Buffer, Collective
 from stretto.collectives.schedule import Schedule, Step, StepType
 
 Connection = tuple[int, int, int]
@@ -156,10 +157,17 @@ def _check_step(graph: Graph, number: int, errors: list[str]) -> None:
         _check_bounds(graph, number, "source", step.source_buffer, step.source, errors)
     if step.type.writes_destination:
         _check_bounds(graph, number, "destination", step.destination_buffer, step.destination, errors)
-    if step.type.reads_source and step.type.writes_destination and step.source_buffer is step.destination_buffer:
-        apart = abs(step.source - step.destination)
-        if 0 < apart < step.size:
-            errors.append(f"{graph.name(number)} reads and writes chunks that overlap: copy them elsewhere first")
+
+
+def find_overlaps(graph: Graph, collective: Collective) -> Iterator[str]:
+    """What is wrong with steps that read and write chunks that overlap, where the buffers lie as in these calls."""
+    for number, step in enumerate(graph.steps):
+        if step.type.reads_source and step.type.writes_destination:
+            rank = graph.places[number][0]
+            source = collective.place(rank, step.source_buffer, step.source)
+            destination = collective.place(rank, step.destination_buffer, step.destination)
+            if source[0] is destination[0] and 0 < abs(source[1] - destination[1]) < step.size:
+                yield f"{graph.name(number)} reads and writes chunks that overlap: copy them elsewhere first"
 
 
 def _check_bounds(graph: Graph, number: int, what: str, buffer: Buffer, start: int, errors: list[str]) -> None:
@@ -180,10 +188,14 @@ def _check_connection(graph: Graph, key: Connection, errors: list[str]) -> None:
     giver, taker, channel = key
     sends, receives = graph.connections[key]
     name = f"from rank {giver} to rank {taker} on channel {channel}"
-    for numbers, what in ((sends, "send"), (receives, "receive")):
-        blocks = sorted({graph.places[number][1] for number in numbers})
+    for rank, what in ((giver, "send"), (taker, "receive")):
+        blocks = [
+            number
+            for number, block in enumerate(graph.schedule.ranks[rank].thread_blocks)
+            if block.channel == channel
+            and (block.send_peer == taker if what == "send" else block.receive_peer == giver)
+        ]
         if len(blocks) > 1:
-            rank = graph.places[numbers[0]][0]
             listed = " and ".join(str(block) for block in blocks[:3])
             errors.append(f"rank {rank}: thread blocks {listed} both {what} {name}: give one of them another channel")
     if len(sends) != len(receives):

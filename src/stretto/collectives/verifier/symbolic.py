@@ -6,7 +6,7 @@ numbers: a chunk that was counted twice is twice in the multiset that its tree h
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stretto.collectives.collective import Buffer, Collective, Expected
 from stretto.collectives.schedule import StepType
@@ -15,39 +15,36 @@ from stretto.collectives.verifier.graph import Graph
 EMPTY = -1
 
 
-@dataclass
 class Values:
-    """All values so far. left, right: the sides of a sum (EMPTY: an input chunk); depth: additions one upon another."""
+    """All values so far. An input chunk's number says which it is; a sum's is that of its two sides and its depth."""
 
-    inputs: dict[tuple[int, int], int] = field(default_factory=dict)
-    names: list[tuple[int, int] | None] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    _sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __init__(self, input_chunks: int) -> None:
+        self._input_chunks = input_chunks
+        self._sums: dict[tuple[int, int], int] = {}
+        self._sides: list[tuple[int, int]] = []
+        self._depths: list[int] = []
 
     def input(self, rank: int, index: int) -> int:
-        """The value of an input chunk."""
-        found = self.inputs.get((rank, index))
-        if found is None:
-            found = self.inputs[rank, index] = self._add(EMPTY, EMPTY, 0, (rank, index))
-        return found
+        """The value of an input chunk: a number below EMPTY."""
+        return EMPTY - 1 - (rank * self._input_chunks + index)
+
+    def name(self, value: int) -> tuple[int, int]:
+        """The (rank, index) of an input chunk's value."""
+        return divmod(EMPTY - 1 - value, self._input_chunks)
 
     def sum(self, one: int, other: int) -> int:
-        """The value of a sum, whose sides may be swapped."""
+        """The value of a sum, whose sides may be swapped: a number from 0 on, larger than those of its sides."""
         key = (one, other) if one <= other else (other, one)
         found = self._sums.get(key)
         if found is None:
-            depth = max(self.depth[one], self.depth[other]) + 1
-            found = self._sums[key] = self._add(*key, depth, None)
+            found = self._sums[key] = len(self._sides)
+            self._sides.append(key)
+            self._depths.append(max(self.depth(one), self.depth(other)) + 1)
         return found
 
-    def _add(self, left: int, right: int, depth: int, name: tuple[int, int] | None) -> int:
-        self.left.append(left)
-        self.right.append(right)
-        self.depth.append(depth)
-        self.names.append(name)
-        return len(self.names) - 1
+    def depth(self, value: int) -> int:
+        """How many additions, one upon another, made it."""
+        return self._depths[value] if value >= 0 else 0
 
     def leaves(self, value: int) -> Counter[tuple[int, int]]:
         """The input chunks of a value, each with how often it was added."""
@@ -55,20 +52,18 @@ class Values:
         stack = [value]
         while stack:
             at = stack.pop()
-            for side in (self.left[at], self.right[at]):
-                if side != EMPTY and side not in inside:
+            for side in self._sides[at] if at >= 0 else ():
+                if side not in inside:
                     inside.add(side)
                     stack.append(side)
         times = Counter({value: 1})
         result: Counter[tuple[int, int]] = Counter()
-        # A sum's number is larger than those of its sides.
-        for at in sorted(inside, reverse=True):
-            name = self.names[at]
-            if name is not None:
-                result[name] += times[at]
+        for at in sorted(inside, reverse=True):  # a sum before its sides
+            if at < 0:
+                result[self.name(at)] += times[at]
             else:
-                times[self.left[at]] += times[at]
-                times[self.right[at]] += times[at]
+                for side in self._sides[at]:
+                    times[side] += times[at]
         return result
 
     def describe(self, value: int) -> str:
@@ -94,7 +89,7 @@ class Outcome:
 
 def execute(graph: Graph, order: list[int], collective: Collective, errors: list[str]) -> Outcome:
     """Run the steps in this order on symbols, and compare what the outputs hold with the collective's conditions."""
-    values = Values()
+    values = Values(max(1, collective.input_chunks))
     memory = _start(graph, collective, values)
     messages: dict[int, list[int]] = {}
     uninitialized: set[int] = set()
@@ -176,7 +171,7 @@ def _compare(
             buffer, at = collective.place(rank, Buffer.OUT, index)
             value = memory[rank][buffer][at]
             if value != EMPTY:
-                roundings = max(roundings, values.depth[value])
+                roundings = max(roundings, values.depth(value))
             key = value, expected
             holds = known.get(key)
             if holds is None:
@@ -209,7 +204,7 @@ def _holds(values: Values, value: int, expected: Expected) -> bool:
     if value == EMPTY:
         return False
     if len(expected) == 1:
-        return values.names[value] == expected[0]
+        return value < 0 and values.name(value) == expected[0]
     return values.leaves(value) == Counter(expected)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from stretto.collectives.collective import Collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier.deadlock import describe_deadlock, find_min_slots
-from stretto.collectives.verifier.graph import Graph, build_graph, linear_order
+from stretto.collectives.verifier.graph import Graph, build_graph, find_overlaps, linear_order
 from stretto.collectives.verifier.races import Race, find_races
 from stretto.collectives.verifier.symbolic import Outcome, execute
 
@@ -69,7 +69,7 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
     runs = not malformed and not left
     if runs:
         for collective in _calls(schedule):
-            found: list[str] = []
+            found = list(find_overlaps(graph, collective))
             outcomes.append(execute(graph, order, collective, found))
             races_here = [race for race in find_races(graph, order, collective) if race not in races]
             races += races_here
