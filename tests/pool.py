@@ -117,8 +117,9 @@ class Pool:
                 messages = self._receive(workers, waiting, deadline)
                 if not messages:
                     raise RankError(self._describe_hang(workers, waiting, timeout))
-            except RankError:
-                if first_to_raise is None:
+            except RankError as failure:
+                # No peer's error kills a process so: the others raised because it was gone, and were only faster.
+                if first_to_raise is None or "signal SIGKILL" in str(failure):
                     raise
                 self.kill()  # the others died of, or still wait for, a rank that has raised: its error says why
                 break
