@@ -36,6 +36,8 @@ import torch.distributed as dist
 POOL_SIZE = 8
 START_LIMIT = 120.0  # seconds for all workers to come up
 MANY_MODULES = 100
+JOIN_LIMIT = 30.0  # seconds for all ranks to join the process group
+JOIN_ATTEMPTS = 3
 GRACE = 10.0  # seconds for the other ranks to end once one has raised, and for all to leave the process group
 GROUP_LIMIT = timedelta(minutes=30)  # longer than any job's: the parent ends a hang, and knows who hung
 
@@ -94,7 +96,8 @@ class Pool:
         call = _pickle_call(function, args, kwargs)
         try:
             self._start()
-            return self._run_job(self._workers[:world_size], call, timeout)
+            self._begin_job(world_size, call)
+            return self._run_job(self._workers[:world_size], timeout)
         except _RankRaised as failure:
             error = failure.error
         except BaseException:  # a dead or hung rank, Ctrl-C, pytest's own time limit: no worker can be trusted now
@@ -102,13 +105,44 @@ class Pool:
             raise
         raise error
 
-    def _run_job(self, workers: list[_Worker], call: bytes, timeout: float) -> list[Any]:
-        self._jobs += 1
-        store_path = self._folder / f"store-{self._jobs}"
+    def _begin_job(self, world_size: int, call: bytes) -> None:
+        """Have the ranks join a process group, and begin once all have.
+
+        Now and then gloo's connections of many ranks never come about. Nothing of the job has run then: new workers
+        take it.
+        """
+        for attempt in range(JOIN_ATTEMPTS):
+            workers = self._workers[:world_size]
+            self._jobs += 1
+            for rank, worker in enumerate(workers):
+                with contextlib.suppress(BrokenPipeError):  # it died while idle: waiting for it says so
+                    worker.pipe.send(_Job(rank, world_size, str(self._store_path()), call))
+            missing = set(range(world_size))
+            deadline = time.monotonic() + JOIN_LIMIT
+            while missing and (messages := self._receive(workers, sorted(missing), deadline)):
+                for rank, message in messages:
+                    if isinstance(message, _Outcome):
+                        raise _error_of(rank, world_size, message)
+                    missing.remove(rank)
+            if not missing:
+                for worker in workers:
+                    with contextlib.suppress(BrokenPipeError):
+                        worker.pipe.send("begin")
+                return
+            if attempt == JOIN_ATTEMPTS - 1:
+                raise RankError(self._describe_hang(workers, sorted(missing), JOIN_LIMIT))
+            print(f"the pool's ranks {sorted(missing)} of {world_size} have not joined: new workers try again")
+            self.kill()
+            self._start()
+
+    def _store_path(self) -> Path:
+        """The current job's store."""
+        assert self._folder is not None
+        return self._folder / f"store-{self._jobs}"
+
+    def _run_job(self, workers: list[_Worker], timeout: float) -> list[Any]:
+        store_path = self._store_path()
         deadline = time.monotonic() + timeout
-        for rank, worker in enumerate(workers):
-            with contextlib.suppress(BrokenPipeError):  # it died while idle: collecting its outcome says so
-                worker.pipe.send(_Job(rank, len(workers), str(store_path), call))
         outcomes: dict[int, _Outcome] = {}
         first_to_raise: int | None = None
         while len(outcomes) < len(workers):
@@ -306,6 +340,8 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]]) -
     try:
         store = dist.FileStore(job.store_path, job.world_size)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=GROUP_LIMIT)
+        pipe.send("joined")
+        pipe.recv()  # all ranks have
         function, args, kwargs = pickle.loads(job.call)
         outcome = _Outcome(raised=False, pickled=pickle.dumps(function(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001  (an assertion, a SystemExit: all belong to the test)

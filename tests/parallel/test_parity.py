@@ -92,8 +92,8 @@ def test_five_steps_on_every_grid_equal_those_of_one_rank(ranks, sizes, precisio
     assert ranks(prod(sizes)).run(disagreements, sizes, case, chosen, expected) == [{}] * prod(sizes)
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-def test_every_variant_agrees_on_a_grid_of_all_three_tensor_axes_with_torchs_own_optimizer(ranks, variant):
+@pytest.mark.parametrize("variant", ["gpt2-like", "grouped-query", "micro-batched, checkpointed, gathered twice"])
+def test_variants_agree_on_a_grid_of_all_three_tensor_axes_with_torchs_own_optimizer(ranks, variant):
     print(f"seed {SEED}")
     case, precision = VARIANTS[variant], PRECISIONS["fp64-adamw"]
     expected = train_plainly(case, precision)
