@@ -28,7 +28,7 @@ from stretto.collectives.collective import (
 from stretto.collectives.compiler import CompileError, compile_program
 from stretto.collectives.language import Program, ProgramError, Reference, chunk, parallelize, trace
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
-from stretto.collectives.verifier import Race, Verification, VerificationError, verify
+from stretto.collectives.verifier import Race, Verification, verify
 from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "StepType",
     "ThreadBlock",
     "Verification",
-    "VerificationError",
     "algorithm",
     "chunk",
     "compile_program",

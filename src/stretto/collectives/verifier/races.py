@@ -57,7 +57,7 @@ class _Search:
         for number in self._order:
             self._learn(number)
             step = graph.steps[number]
-            if step.type is StepType.NOP or step.size == 0:
+            if step.type is StepType.NOP:
                 continue
             rank, block, _ = graph.places[number]
             if step.type.reads_source:

@@ -38,10 +38,6 @@ class Verification:
     errors: tuple[str, ...]
 
 
-class VerificationError(ValueError):
-    """A schedule that is not safe to run; the message has the first of its errors."""
-
-
 def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[str] = ()) -> Verification:
     """Verify a schedule, for calls in place, out of place or both, as it is meant for.
 
@@ -64,16 +60,16 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
         if not deadlock_free:
             errors.append(describe_deadlock(graph, slots, min_slots))
     outcomes: list[Outcome] = []
-    races: list[Race] = []
+    races: dict[Race, None] = {}  # a set that keeps its order: in place and out of place may have the same ones
     order, left = linear_order(graph)
     runs = not malformed and not left
     if runs:
         for collective in _calls(schedule):
             found = list(find_overlaps(graph, collective))
             outcomes.append(execute(graph, order, collective, found))
-            races_here = [race for race in find_races(graph, order, collective) if race not in races]
-            races += races_here
-            found += [str(race) for race in races_here]
+            races_here = find_races(graph, order, collective)
+            races |= dict.fromkeys(races_here)
+            found += map(str, races_here)
             known = set(errors)
             errors += [error for error in found if error not in known]
     if schedule.collective.is_unknown:
