@@ -208,6 +208,17 @@ def test_no_more_messages_are_sent_than_slots_before_one_is_received(slots):
     check(schedule, slots=slots)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_messages_that_had_to_wait_for_a_slot_are_fused_all_the_same(slots):
+    def program():
+        for index in range(6):
+            chunk(0, "in", index).copy(1, "scratch", index).copy(2, "out", index)
+
+    schedule = compiled(anything(3, 6, 6, {(2, index): ((0, index),) for index in range(6)}), program, slots=slots)
+    assert [types(block) for block in schedule.ranks[1].thread_blocks] == [["rcs"] * 6]
+    check(schedule, slots=slots)
+
+
 def test_steps_of_different_thread_blocks_wait_for_each_other_and_only_where_they_must():
     def program():
         c = chunk(0, "in", 0).copy(1, "out", 0)
