@@ -142,7 +142,7 @@ class Transfer:
     collective: str = field(metadata=figure(Kind.TEXT))
     preceding: int = field(metadata=figure(Kind.COUNT))
     size: int = field(metadata=figure(Kind.COUNT))
-    bytes: int = field(metadata=figure(Kind.COUNT, "bytes"))
+    bytes: float = field(metadata=figure(Kind.QUANTITY, "bytes"))
     seconds: float = field(metadata=figure(Kind.QUANTITY, "seconds"))
 
     def __post_init__(self) -> None:
