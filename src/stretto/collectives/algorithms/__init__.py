@@ -4,7 +4,12 @@ import importlib.util
 from pathlib import Path
 
 from stretto.collectives.algorithm import Algorithm
-from stretto.collectives.algorithms.all_pairs import direct_all_gather, one_shot_all_reduce, two_shot_all_reduce
+from stretto.collectives.algorithms.all_pairs import (
+    direct_all_gather,
+    direct_reduce_scatter,
+    one_shot_all_reduce,
+    two_shot_all_reduce,
+)
 from stretto.collectives.algorithms.dgx1 import dgx1_all_gather
 from stretto.collectives.algorithms.exchange import all_to_next, direct_all_to_all, two_step_all_to_all
 from stretto.collectives.algorithms.hierarchical import (
@@ -34,6 +39,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         hierarchical_all_gather,
         dgx1_all_gather,
         ring_reduce_scatter,
+        direct_reduce_scatter,
         recursive_halving_reduce_scatter,
         hierarchical_reduce_scatter,
         direct_all_to_all,

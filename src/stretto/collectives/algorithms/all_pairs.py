@@ -1,7 +1,7 @@
 """All pairs: every rank sends to every other at once. Few steps, for small sizes on fully connected ranks."""
 
 from stretto.collectives.algorithm import algorithm
-from stretto.collectives.collective import AllGather, AllReduce
+from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
 from stretto.collectives.language import Reference, chunk
 
 
@@ -41,6 +41,19 @@ def direct_all_gather(ranks: int) -> None:
         own = chunk(rank, "in", 0).copy(rank, "out", rank)
         for step in range(1, ranks):
             own.copy((rank + step) % ranks, "out", rank)
+
+
+@algorithm(
+    lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang (paper 001), section 7.1.2"
+)
+def direct_reduce_scatter(ranks: int) -> None:
+    """Every rank gets its chunk from all others, and adds in rank order."""
+    for rank in range(ranks):
+        own = chunk(rank, "in", rank).copy(rank, "out", 0)
+        for source in range(ranks):
+            if source != rank:
+                chunk(source, "in", rank).copy(rank, "scratch", source)
+        _add_in_rank_order(rank, ranks, own)
 
 
 def _add_in_rank_order(rank: int, ranks: int, own: Reference) -> Reference:

@@ -1,0 +1,1 @@
+"""The CUDA executor: a verified schedule as one kernel."""

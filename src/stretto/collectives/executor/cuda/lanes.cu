@@ -1,0 +1,240 @@
+// What the code of every lane program is made of. Before it stand, as macros: ELEMENT (the C++ type), OPERATION (SUM,
+// MAX, MIN, PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE), WORLD, RANK, UNROLL.
+//
+// A lane is PACK_BYTES of a chunk. A thread holds UNROLL lanes at once, in registers, and takes them through all levels.
+//
+// Who signals: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes lines of
+// 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole; Simple
+// writes data, then a barrier of the block, and one thread for each message raises the block's flag there (release,
+// system). Who waits: the reader, on the flag (LL and LL128: by reading data and flag together; Simple: acquire, system).
+// A flag is the call's epoch, so it is never reset. Why a mailbox may be written again: calls take two halves in turn,
+// and a rank's next call but one begins after all ranks have begun the next one, and so ended this one.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define SUM 0
+#define MAX 1
+#define MIN 2
+#define PROD 3
+#define LL 0
+#define LL128 1
+#define SIMPLE 2
+#define PACK_BYTES (PROTOCOL == LL ? 8 : 16)
+#define WORDS (PACK_BYTES / 8)
+#define EACH _Pragma("unroll") for (int u = 0; u < UNROLL; ++u)
+#define MAX_BLOCKS 1024
+#define FLAGS 32768  // bytes from a rank's memory's start, after the tokens of up to 4096 ranks
+#define POLLS_BETWEEN_LOOKS 2048
+
+struct bf16 { unsigned short bits; };
+struct fp16 { unsigned short bits; };
+struct Pack { u64 words[WORDS]; };
+
+// Sums are made in fp32 for 16-bit types, otherwise in the type itself.
+template <typename T> struct Wider { typedef T type; };
+template <> struct Wider<bf16> { typedef float type; };
+template <> struct Wider<fp16> { typedef float type; };
+typedef Wider<ELEMENT>::type wide_t;
+#define ELEMENTS (PACK_BYTES / sizeof(ELEMENT))
+struct Wide { wide_t values[ELEMENTS]; };
+
+template <typename T> __device__ __forceinline__ T widen(T x) { return x; }
+__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ __forceinline__ float widen(fp16 x) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+}
+template <typename T> __device__ __forceinline__ void narrow(T& to, T x) { to = x; }
+__device__ __forceinline__ void narrow(bf16& to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+__device__ __forceinline__ void narrow(fp16& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+
+union Lane {
+  Pack pack;
+  ELEMENT elements[ELEMENTS];
+  __device__ Lane() {}
+};
+
+__device__ __forceinline__ Wide widen(const Pack& pack) {
+  Lane lane;
+  lane.pack = pack;
+  Wide wide;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i) wide.values[i] = widen(lane.elements[i]);
+  return wide;
+}
+
+__device__ __forceinline__ Pack narrow(const Wide& wide) {
+  Lane lane;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i) narrow(lane.elements[i], wide.values[i]);
+  return lane.pack;
+}
+
+// NaN goes through, as in torch.maximum.
+template <typename T> __device__ __forceinline__ T combine(T a, T b) {
+#if OPERATION == SUM
+  return a + b;
+#elif OPERATION == PROD
+  return a * b;
+#elif OPERATION == MAX
+  return a != a || a > b ? a : b;
+#else
+  return a != a || a < b ? a : b;
+#endif
+}
+
+__device__ __forceinline__ Wide combine(const Wide& a, const Wide& b) {
+  Wide sum;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i) sum.values[i] = combine(a.values[i], b.values[i]);
+  return sum;
+}
+
+__device__ __forceinline__ Wide complete(Wide sum) {
+#if IS_AVERAGE
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i) sum.values[i] = sum.values[i] / (wide_t)WORLD;
+#endif
+  return sum;
+}
+
+// The user's tensors begin anywhere and end anywhere: whole, aligned lanes in one access, others element by element.
+__device__ __noinline__ Pack load_slowly(const char* from, int bytes) {
+  Lane lane;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) lane.pack.words[i] = 0;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i)
+    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) lane.elements[i] = ((const ELEMENT*)from)[i];
+  return lane.pack;
+}
+
+__device__ __noinline__ void store_slowly(char* to, Pack pack, int bytes) {
+  Lane lane;
+  lane.pack = pack;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i)
+    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) ((ELEMENT*)to)[i] = lane.elements[i];
+}
+
+__device__ __forceinline__ Pack load(const char* from, int bytes) {
+  if (bytes == PACK_BYTES && !((u64)from & (PACK_BYTES - 1))) return *(const Pack*)__builtin_assume_aligned(from, PACK_BYTES);
+  return load_slowly(from, bytes);
+}
+
+__device__ __forceinline__ void store(char* to, const Pack& pack, int bytes) {
+  if (bytes == PACK_BYTES && !((u64)to & (PACK_BYTES - 1))) *(Pack*)__builtin_assume_aligned(to, PACK_BYTES) = pack;
+  else store_slowly(to, pack, bytes);
+}
+
+// How much of a chunk is the user's: the last of a block is shorter where the elements do not divide evenly.
+__device__ __forceinline__ u64 chunk_length(u64 block_bytes, u64 start, u64 chunk_bytes) {
+  u64 left = block_bytes > start ? block_bytes - start : 0;
+  return left < chunk_bytes ? left : chunk_bytes;
+}
+
+__device__ __forceinline__ int valid(u64 length, u64 at, int width) {
+  u64 left = length > at ? length - at : 0;
+  return left < width ? (int)left : width;
+}
+
+// What waits have in common: how long one may take, and where a failure is written down. `State` lies on this GPU,
+// `Report` in pinned host memory.
+struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken; };
+struct Report { u32 is_broken, epoch, block, level, message; };
+
+struct Wait {
+  State* state;
+  Report* report;
+  u64 limit;
+  u32 epoch;
+  u32 polls = 0;
+  u64 began = 0;
+
+  __device__ Wait(State* state, Report* report, u64 limit, u32 epoch)
+      : state(state), report(report), limit(limit), epoch(epoch) {}
+
+  // Whether to look again, after a look in vain. Once one wait was given up, all others are.
+  __device__ __forceinline__ bool again(u32 level, u32 message) {
+    return ++polls % POLLS_BETWEEN_LOOKS ? true : look_around(level, message);
+  }
+
+  __device__ __noinline__ bool look_around(u32 level, u32 message) {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (!began) began = now;
+    if (*(volatile u32*)&state->is_broken) return false;
+    if (now - began < limit) return true;
+    if (atomicExch(&state->is_broken, 1) == 0) {
+      report->epoch = epoch;
+      report->block = blockIdx.x;
+      report->level = level;
+      report->message = message;
+      __threadfence_system();
+      *(volatile u32*)&report->is_broken = 1;
+    }
+    return false;
+  }
+};
+
+__device__ __forceinline__ void put(char* mailbox, u64 slot, const Pack& pack, u32 epoch) {
+#if PROTOCOL == LL
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(mailbox + slot * 16), "r"((u32)pack.words[0]),
+               "r"(epoch), "r"((u32)(pack.words[0] >> 32)) : "memory");
+#elif PROTOCOL == LL128
+  u64 second = slot % 8 == 7 ? (u64)epoch : pack.words[WORDS - 1];
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(mailbox + slot * 16), "l"(pack.words[0]), "l"(second) : "memory");
+#else
+  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(mailbox + slot * 16), "l"(pack.words[0]), "l"(pack.words[WORDS - 1]) : "memory");
+#endif
+}
+
+// Reads a lane of a mailbox; returns whether it has come (Simple: it has, or the block's flag would not be up).
+__device__ __forceinline__ bool take(const char* mailbox, u64 slot, Pack& pack, u32 epoch) {
+#if PROTOCOL == LL
+  u32 low, high, first, second;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(low), "=r"(first), "=r"(high), "=r"(second) : "l"(mailbox + slot * 16) : "memory");
+  pack.words[0] = (u64)high << 32 | low;
+  return first == epoch && second == epoch;
+#else
+  u64 first, second;
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(mailbox + slot * 16) : "memory");
+  pack.words[0] = first;
+  pack.words[WORDS - 1] = second;
+  return PROTOCOL == SIMPLE || slot % 8 != 7 || second == (u64)epoch;
+#endif
+}
+
+__device__ __forceinline__ bool everywhere(bool here) {
+#if PROTOCOL == LL128
+  return __all_sync(0xffffffffu, here);  // a line comes to eight threads, and its flag to one of them
+#else
+  return here;
+#endif
+}
+
+__device__ __forceinline__ void raise_flag(u64* flag, u64 value) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 see_flag(const u64* flag) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void await_flag(const u64* flag, u64 value, Wait& wait, u32 level, u32 message) {
+  while ((long long)(see_flag(flag) - value) < 0 && wait.again(level, message)) {
+  }
+}
+
+__device__ __forceinline__ void end_call(State* state, u32 epoch) {
+  __syncthreads();
+  if (threadIdx.x == 0) state->epochs[blockIdx.x] = epoch;
+  if (blockIdx.x == 0)  // a call with more blocks may follow
+    for (u32 block = gridDim.x + threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) state->epochs[block] = epoch;
+}

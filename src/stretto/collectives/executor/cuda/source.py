@@ -1,0 +1,208 @@
+"""The CUDA C++ of one rank's lane program."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+
+from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Place
+
+ELEMENTS = {
+    "float64": "double",
+    "float32": "float",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int8": "signed char",
+    "int16": "short",
+    "int32": "int",
+    "int64": "long long",
+    "uint8": "unsigned char",
+}
+OPERATIONS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
+PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE"}
+MAX_THREADS = 512
+PARAMETERS = (
+    ("char*", "input"),
+    ("char*", "output"),
+    ("State*", "state"),
+    ("Report*", "report"),
+    ("u64", "limit"),  # nanoseconds that a wait may take
+    ("u64", "region"),  # where the mailboxes of this protocol begin in each rank's memory
+    ("u64", "half"),  # the bytes of one of their two halves
+    ("u64", "stride"),  # the bytes of one mailbox
+    ("u64", "block_bytes"),
+    ("u64", "chunk_bytes"),
+    ("u64", "slots"),  # lanes of a chunk, in places of 16 bytes of a mailbox
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a lane program is compiled for: a dtype, a reduction, a protocol, and the lanes that a thread holds."""
+
+    dtype: str
+    reduction: str
+    protocol: str
+    unroll: int = 1
+
+
+def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -> str:
+    """The kernel `run` of that rank. block_chunks: the chunks of a block (see `Layout`)."""
+    program = lanes.ranks[rank]
+    macros = {
+        "ELEMENT": ELEMENTS[variant.dtype],
+        "OPERATION": OPERATIONS[variant.reduction],
+        "IS_AVERAGE": int(variant.reduction == "avg"),
+        "PROTOCOL": PROTOCOLS[variant.protocol],
+        "WORLD": lanes.collective.ranks,
+        "RANK": rank,
+        "UNROLL": variant.unroll,
+    }
+    primitives = files(__package__).joinpath("lanes.cu").read_text(encoding="utf-8")
+    writer = _Writer(lanes, program, block_chunks, variant)
+    return "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in macros.items()),
+            primitives,
+            *writer.kernel(),
+            "",
+        ]
+    )
+
+
+def parameter_names(world: int) -> list[str]:
+    """The kernel's parameters in order, all of 8 bytes."""
+    return [name for _, name in PARAMETERS] + [f"peer_{rank}" for rank in range(world)]
+
+
+class _Writer:
+    """Writes the kernel's lines."""
+
+    def __init__(self, lanes: Lanes, program: LaneProgram, block_chunks: int, variant: Variant) -> None:
+        self.program = program
+        self.world = lanes.collective.ranks
+        self.meets = lanes.meets
+        self.in_place = lanes.collective.in_place
+        self.block_chunks = block_chunks
+        self.is_simple = variant.protocol == "Simple"
+        self.is_line = variant.protocol == "LL128"
+        self.completes = {reduce.value for level in program.levels for reduce in level.reduces if reduce.completes}
+        self.sums = {reduce.value for level in program.levels for reduce in level.reduces}
+
+    def kernel(self) -> Iterator[str]:
+        peers = ", ".join(f"char* peer_{rank}" for rank in range(self.world))
+        parameters = ", ".join(f"{kind} {name}" for kind, name in PARAMETERS)
+        yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}, {peers}) {{'
+        yield "  const u32 epoch = state->epochs[blockIdx.x] + 1;"
+        yield "  const u64 mail = region + (epoch & 1) * half;"
+        yield "  Wait wait(state, report, limit, epoch);"
+        if not self.meets:
+            yield from self._send_tokens()
+        yield "  const u64 span = (u64)gridDim.x * blockDim.x * UNROLL;"
+        yield "  u32 turn = 0;"
+        yield "  for (u64 start = (u64)blockIdx.x * blockDim.x * UNROLL; start < slots; start += span) {"
+        yield "    u64 slot[UNROLL], at[UNROLL]; int width[UNROLL];"
+        yield "    EACH {"
+        yield "      slot[u] = start + u * blockDim.x + threadIdx.x;"
+        if self.is_line:
+            yield "      at[u] = slot[u] / 8 * 120 + slot[u] % 8 * 16;"
+            yield "      width[u] = slot[u] % 8 == 7 ? 8 : 16;"
+        else:
+            yield "      at[u] = slot[u] * PACK_BYTES;"
+            yield "      width[u] = PACK_BYTES;"
+        yield "    }"
+        yield "    ++turn;"
+        for number, level in enumerate(self.program.levels):
+            yield f"    // level {number}"
+            yield from self._level(number, level)
+        yield "  }"
+        if not self.meets:
+            yield from self._await_tokens()
+        yield "  end_call(state, epoch);"
+        yield "}"
+
+    def _level(self, number: int, level: Level) -> Iterator[str]:
+        if level.receives:
+            yield from self._receive(number, level)
+        for load in level.loads:
+            start, length = self._chunk(load.place)
+            yield f"    Pack v{load.value}[UNROLL];"
+            yield f"    EACH v{load.value}[u] = load({start} + at[u], valid({length}, at[u], width[u]));"
+        for reduce in level.reduces:
+            yield f"    Wide w{reduce.value}[UNROLL]; Pack v{reduce.value}[UNROLL];"
+            yield "    EACH {"
+            total = f"combine({self._wide(reduce.left)}, {self._wide(reduce.right)})"
+            yield f"      w{reduce.value}[u] = {f'complete({total})' if reduce.completes else total};"
+            yield f"      v{reduce.value}[u] = narrow(w{reduce.value}[u]);"
+            yield "    }"
+        for send in level.sends:
+            mailbox = self._mailbox(send.peer, send.message)
+            yield f"    EACH if (slot[u] < slots) put({mailbox}, slot[u], v{send.value}[u], epoch);"
+        if self.is_simple and level.sends:
+            yield "    __syncthreads();"
+            for thread, send in enumerate(level.sends):
+                flag = self._flag(f"peer_{send.peer}", send.message)
+                yield f"    if (threadIdx.x == {thread}) raise_flag({flag}, (u64)epoch << 32 | turn);"
+        for store in level.stores:
+            start, length = self._chunk(store.place)
+            yield f"    EACH store({start} + at[u], v{store.value}[u], valid({length}, at[u], width[u]));"
+
+    def _receive(self, number: int, level: Level) -> Iterator[str]:
+        names = ", ".join(f"v{receive.value}[UNROLL]" for receive in level.receives)
+        yield f"    Pack {names};"
+        if self.is_simple:
+            for thread, receive in enumerate(level.receives):
+                flag = self._flag(f"peer_{self.program.rank}", receive.message)
+                yield (
+                    f"    if (threadIdx.x == {thread}) "
+                    f"await_flag({flag}, (u64)epoch << 32 | turn, wait, {number}, {receive.message});"
+                )
+            yield "    __syncthreads();"
+        # All are asked for at once, so that their ways from memory overlap.
+        yield "    while (true) {"
+        yield "      bool has_come = true; u32 missing = 0;"
+        for receive in level.receives:
+            mailbox = self._mailbox(self.program.rank, receive.message)
+            yield (
+                f"      EACH if (slot[u] < slots && !take({mailbox}, slot[u], v{receive.value}[u], epoch)) "
+                f"{{ has_come = false; missing = {receive.message}; }}"
+            )
+        yield f"      if (everywhere(has_come) || !wait.again({number}, missing)) break;"
+        yield "    }"
+
+    def _send_tokens(self) -> Iterator[str]:
+        """Tell every other rank that this one has begun."""
+        for peer in range(self.world):
+            if peer != self.program.rank:
+                yield (
+                    f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
+                    f"raise_flag((u64*)peer_{peer} + {self.program.rank}, (u64)epoch << 32);"
+                )
+
+    def _await_tokens(self) -> Iterator[str]:
+        """Do not end before all others have begun: the mailboxes' halves are used in turn."""
+        for peer in range(self.world):
+            if peer != self.program.rank:
+                yield (
+                    f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
+                    f"await_flag((u64*)peer_{self.program.rank} + {peer}, (u64)epoch << 32, wait, ~0u, {peer});"
+                )
+
+    def _chunk(self, place: Place) -> tuple[str, str]:
+        """Where a chunk begins, and its bytes."""
+        base = "input" if place.buffer is Buffer.IN else "output"
+        block, chunk = divmod(place.chunk, self.block_chunks)
+        start = f"{base} + {block} * block_bytes + {chunk} * chunk_bytes"
+        return start, f"chunk_length(block_bytes, {chunk} * chunk_bytes, chunk_bytes)"
+
+    def _wide(self, value: int) -> str:
+        """A value as it is added: a sum that did not travel is not rounded."""
+        if value in self.sums and value not in self.program.rounded:
+            return f"w{value}[u]"
+        return f"widen(v{value}[u])"
+
+    def _mailbox(self, rank: int, message: int) -> str:
+        return f"peer_{rank} + mail + {message} * stride"
+
+    def _flag(self, base: str, message: int) -> str:
+        return f"(u64*)({base} + FLAGS) + {message} * MAX_BLOCKS + blockIdx.x"

@@ -1,0 +1,88 @@
+"""What the kernels of one group share on each GPU: mailboxes that peers write to, epochs, and a report of failures."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory import PeerError
+from stretto.memory.cuda import CudaMemory
+
+MAX_BLOCKS = 1024
+FLAGS = 32 << 10
+PAD = 1 << 20
+"""Bytes before the mailboxes: tokens of up to 4096 ranks, then 64-bit flags [mailbox, block] of protocol Simple."""
+MAX_SIMPLE_MAILBOXES = (PAD - FLAGS) // (8 * MAX_BLOCKS)
+DEFAULT_REGIONS = {"LL": 32 << 20, "LL128": 32 << 20, "Simple": 128 << 20}
+DEFAULT_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a protocol's mailboxes begin in every rank's memory, and how many bytes they have."""
+
+    start: int
+    size: int
+
+    @property
+    def half(self) -> int:
+        """The bytes for one call; the next one takes the other half."""
+        return self.size // 2 & ~127
+
+
+class Workspace:
+    """One group's, for one stream: its kernels run one after another, in the same order on all ranks.
+
+    regions: bytes of mailboxes by protocol; timeout: seconds that a wait on the device may take. Collective.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        regions: dict[str, int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        sizes = DEFAULT_REGIONS | (regions or {})
+        self.regions: dict[str, Region] = {}
+        start = PAD
+        for protocol, size in sizes.items():
+            self.regions[protocol] = Region(start, size)
+            start += -(-size // 4096) * 4096
+        self.memory = CudaMemory.allocate(start, 0, group, 60.0)
+        self.rank, self.world_size = self.memory.rank, self.memory.world_size
+        self.device = self.memory.device
+        self.limit = int(timeout * 1e9)
+        self.state = torch.zeros(MAX_BLOCKS + 1, dtype=torch.int32, device=self.device)
+        self._report = torch.zeros(5, dtype=torch.int32, pin_memory=True)
+        self._seen = self._report.numpy()
+        torch.cuda.synchronize(self.device)
+        self.memory.meet()
+
+    @property
+    def peers(self) -> list[int]:
+        """The addresses of all ranks' memory, as this GPU sees them."""
+        return self.memory.addresses
+
+    @property
+    def report(self) -> Tensor:
+        """The kernels' report, in pinned memory."""
+        return self._report
+
+    def check(self, name: str = "a collective", peers: dict[int, int] | None = None) -> None:
+        """Raise PeerError if a wait on the device was given up. peers: who sends each mailbox's message."""
+        if not self._seen[0]:
+            return
+        _, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in self._seen)
+        peer = message if level == 0xFFFFFFFF else (peers or {}).get(message)
+        who = "a peer" if peer is None else f"rank {peer}"
+        what = "to begin" if level == 0xFFFFFFFF else f"for message {message} (level {level})"
+        raise PeerError(
+            f"rank {self.rank} of {self.world_size}: {name}, call {epoch}, thread block {block} waited in vain for "
+            f"{who} {what}, {self.limit / 1e9:g} s: the group's kernels are broken from here on"
+        )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.memory.close()

@@ -1,0 +1,100 @@
+"""Symmetric memory between the GPUs of one machine, made by torch's symmetric memory."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory.exchange import find_own_rank
+from stretto.memory.symmetric import SymmetricMemory
+from stretto.memory.waiting import MASK, PeerError, has_reached
+
+_ALIGNMENT = 128
+
+
+class CudaMemory(SymmetricMemory):
+    """A buffer on every rank's GPU that all of them map; its signals are written and awaited in stream order.
+
+    `signal` is enqueued on the current stream, after what was enqueued there before; `wait` keeps the host until the
+    counter is there. Kernels take `addresses` and do both by themselves.
+    """
+
+    def __init__(self, storage: Tensor, handle: object, size: int, signals: int, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = find_own_rank(group)
+        self.size = size
+        self.signals = signals
+        self.device = storage.device
+        self.group = group
+        self._storage: Tensor | None = storage
+        self._handle = handle
+        self._start = _pad_bytes(self.world_size, signals)
+        self._counts: dict[tuple[int, int], int] = {}
+        self.addresses = [int(address) + self._start for address in handle.buffer_ptrs]  # type: ignore[attr-defined]
+
+    @classmethod
+    def allocate(cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float) -> "CudaMemory":
+        """See `stretto.memory.allocate`."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        group = dist.group.WORLD if group is None else group
+        if group is None:
+            raise ValueError("symmetric memory on GPUs needs a process group: call init_process_group first")
+        device = torch.device("cuda", torch.cuda.current_device())
+        rank, world_size = find_own_rank(group)
+        asked: list[tuple[int, int]] = [(0, 0)] * world_size
+        dist.all_gather_object(asked, (size, signals), group=group)
+        for peer, other in enumerate(asked):
+            if other != (size, signals):
+                raise ValueError(
+                    f"all ranks must allocate the same: rank {rank} asks for {size} bytes and {signals} signals, "
+                    f"rank {peer} for {other[0]} and {other[1]}"
+                )
+        total = _pad_bytes(world_size, signals) + max(size, 1)
+        storage = symmetric.empty(total, dtype=torch.uint8, device=device)
+        storage.zero_()
+        torch.cuda.synchronize(device)
+        memory = cls(storage, symmetric.rendezvous(storage, group), size, signals, group)
+        memory.meet()
+        return memory
+
+    def meet(self) -> None:
+        """Wait on the host until all ranks have come here."""
+        dist.barrier(group=self.group, device_ids=[self.device.index])
+
+    def buffer(self, rank: int | None = None) -> Tensor:
+        """See `SymmetricMemory.buffer`."""
+        whole = self._whole(self.rank if rank is None else rank)
+        return whole[self._start : self._start + self.size]
+
+    def signal(self, peer: int, index: int) -> None:
+        """See `SymmetricMemory.signal`."""
+        count = self._counts[peer, index] = (self._counts.get((peer, index), 0) + 1) & MASK
+        pad = self._whole(peer)[: self._start].view(torch.uint32)
+        torch.ops.symm_mem.stream_write_value32_(pad, self.rank * self.signals + index, count)
+
+    def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
+        """See `SymmetricMemory.wait`."""
+        pad = self._whole(self.rank)[: self._start].view(torch.int32)
+        began = time.monotonic()
+        while not has_reached(seen := int(pad[peer * self.signals + index]) & MASK, target):
+            if time.monotonic() - began > timeout:
+                raise PeerError(
+                    f"rank {self.rank} of {self.world_size} waits for signal {index} of rank {peer} to reach "
+                    f"{target & MASK}: it is at {seen}, and it did not come within {timeout:g} s"
+                )
+
+    def close(self) -> None:
+        """See `SymmetricMemory.close`."""
+        self._storage = None
+        self._handle = None
+
+    def _whole(self, rank: int) -> Tensor:
+        assert self._storage is not None, "this memory was closed"
+        if rank == self.rank:
+            return self._storage
+        return self._handle.get_buffer(rank, [self._storage.numel()], torch.uint8)  # type: ignore[attr-defined]
+
+
+def _pad_bytes(world_size: int, signals: int) -> int:
+    return -(-4 * world_size * signals // _ALIGNMENT) * _ALIGNMENT
