@@ -233,6 +233,54 @@ def plan(
             print_json(result)
 
 
+@app.command()
+def collectives(
+    ranks: Ranks = None,
+    only: Annotated[str, typer.Option(help="Collectives, with commas.")] = "allreduce,allgather,reducescatter,alltoall",
+    dtypes: Annotated[str, typer.Option(help="bf16, fp32, with commas.")] = "bf16,fp32",
+    smallest: Annotated[int, typer.Option(help="Bytes of the whole array; sizes are powers of 4 from here.")] = 1024,
+    largest: Annotated[int, typer.Option(help="Bytes of the whole array.")] = 1 << 30,
+    step: Annotated[int, typer.Option(help="A size is this many times the one before it.")] = 4,
+    modes: Annotated[str, typer.Option(help="graph, eager, with commas.")] = "graph,eager",
+    tune: Annotated[
+        bool, typer.Option(help="Measure every way first, and keep the fastest for runs on this machine.")
+    ] = False,
+    out: Out = Path("results/collectives"),
+    json: Json = False,
+) -> None:
+    """Collectives by Stretto's kernels, NCCL and torch's symmetric-memory operators, size by size."""
+    from stretto.bench.collectives import bench_collectives
+
+    with refusing_bad_input():
+        if step < 2 or smallest < 64 or largest < smallest:
+            raise ValueError(f"sizes go from {smallest} (at least 64) to {largest} by a factor of {step} (at least 2)")
+        sizes = []
+        while smallest <= largest:
+            sizes.append(smallest)
+            smallest *= step
+        rows = bench_collectives(
+            _gpus(ranks),
+            out,
+            collectives=only.split(","),
+            dtypes=dtypes.split(","),
+            sizes=sizes,
+            modes=modes.split(","),
+            tunes=tune,
+        )
+    if json:
+        print_json({"rows": rows})
+
+
+def _gpus(ranks: int | None) -> int:
+    """The ranks of a bench that takes a GPU each. ValueError for more than there are."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < 2 or (ranks is not None and not 2 <= ranks <= there):
+        raise ValueError(f"collectives need 2 GPUs or more, one a rank; there are {there}, and {ranks or there} ranks")
+    return ranks or there
+
+
 def _count(ranks: int | None) -> int:
     """How many ranks to start."""
     import torch

@@ -43,9 +43,7 @@ def direct_all_gather(ranks: int) -> None:
             own.copy((rank + step) % ranks, "out", rank)
 
 
-@algorithm(
-    lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang (paper 001), section 7.1.2"
-)
+@algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang (paper 001), section 7.1.2")
 def direct_reduce_scatter(ranks: int) -> None:
     """Every rank gets its chunk from all others, and adds in rank order."""
     for rank in range(ranks):

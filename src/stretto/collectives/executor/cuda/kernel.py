@@ -10,12 +10,14 @@ from torch import Tensor
 from stretto.collectives.executor.cuda.lanes import Lanes, lower_to_lanes
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.source import MAX_THREADS, Variant, parameter_names, write_source
-from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, Workspace
+from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, MAX_SIMPLE_MAILBOXES, Workspace
 from stretto.collectives.executor.layout import Layout, find_layout
 from stretto.collectives.schedule import Schedule
 
 DATA_BYTES = {"LL": 8, "LL128": 15, "Simple": 16}
 """Of 16 bytes of a mailbox, those that are data."""
+SMALL_THREADS = 128
+"""A block's, as long as every lane has a thread of its own: more blocks share the waiting better than larger ones."""
 _ALIGNMENT = 16
 
 
@@ -41,58 +43,69 @@ class LaneKernel:
                 f"{schedule.name} has {self.lanes.mailboxes} messages to a rank: Simple takes {MAX_SIMPLE_MAILBOXES}"
             )
         self._itemsize = getattr(torch, variant.dtype).itemsize
-        block_chunks = find_layout(self.lanes.collective, 0, None).block_chunks
-        source = write_source(self.lanes, workspace.rank, block_chunks, variant)
+        self.block_chunks = find_layout(self.lanes.collective, 0, None).block_chunks
+        self.needs_even = moves_chunks(self.lanes, self.block_chunks)
+        source = write_source(self.lanes, workspace.rank, self.block_chunks, variant)
         major, minor = torch.cuda.get_device_capability(workspace.device)
-        self._function = _Function(load_or_compile(source, f"sm_{major}{minor}"), parameter_names(workspace.world_size))
+        self._function = Function(load_or_compile(source, f"sm_{major}{minor}"), parameter_names(workspace.world_size))
         region = workspace.regions[variant.protocol]
         self._half = region.half
         program = self.lanes.ranks[workspace.rank]
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
         fixed = {f"peer_{rank}": address for rank, address in enumerate(workspace.peers)}
         fixed |= {"state": workspace.state.data_ptr(), "report": workspace.report.data_ptr(), "limit": workspace.limit}
-        self._function.set(**fixed, region=region.start, half=region.half)
-        self._sizes: dict[tuple[int, int | None], tuple[int, int]] = {}
+        fixed |= {"region": region.start, "half": region.half}
+        for parameter, value in fixed.items():
+            self._function.set(parameter, value)
         self._last: tuple[int, int | None] | None = None
-        self.threads = 256
-        self.max_blocks = 128
-
-    def mailbox_bytes(self, chunk_bytes: int) -> int:
-        """What one message takes."""
-        return 16 * self._slots(chunk_bytes)
-
-    def fits(self, input_elements: int, output_elements: int | None) -> bool:
-        """Whether the mailboxes are large enough."""
-        chunk = self._layout(input_elements, output_elements).chunk_elements * self._itemsize
-        return self.mailbox_bytes(chunk) * self.lanes.mailboxes <= self._half
+        self._pieces: list[tuple[int, int, int]] = []
+        self.threads: int | None = None
+        self.max_blocks = torch.cuda.get_device_properties(workspace.device).multi_processor_count
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
 
-        ValueError for sizes that do not fit, PeerError if an earlier call was given up.
+        What is larger than the mailboxes goes in pieces. ValueError for sizes that do not fit the collective,
+        PeerError if an earlier call was given up.
         """
         self.workspace.check(self.name, self._senders)
         sizes = input.numel(), None if output is None else output.numel()
         if sizes != self._last:
-            self._resize(input, sizes)
-        target = input if output is None else output
-        self._function.set(input=input.data_ptr(), output=target.data_ptr())
-        self._function.launch(self._blocks, self.threads, torch.cuda.current_stream().cuda_stream)
+            self._resize(sizes)
+        function = self._function
+        function.set("input", input.data_ptr())
+        function.set("output", input.data_ptr() if output is None else output.data_ptr())
+        stream = torch.cuda.current_stream().cuda_stream
+        for begin, slots, blocks in self._pieces:
+            function.set("begin", begin)
+            function.set("slots", slots)
+            function.launch(blocks, self._threads, stream)
 
-    def _resize(self, input: Tensor, sizes: tuple[int, int | None]) -> None:
+    def tune(self, threads: int | None, max_blocks: int) -> None:
+        """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same."""
+        if threads is not None and (threads % 128 or not 128 <= threads <= MAX_THREADS):
+            raise ValueError(f"a block has 128, 256, 384 or 512 threads, not {threads}")
+        if not 1 <= max_blocks <= MAX_BLOCKS:
+            raise ValueError(f"a kernel has 1 to {MAX_BLOCKS} blocks, not {max_blocks}")
+        self.threads, self.max_blocks, self._last = threads, max_blocks, None
+
+    def _resize(self, sizes: tuple[int, int | None]) -> None:
         layout = self._layout(*sizes)
         chunk_bytes = layout.chunk_elements * self._itemsize
+        self._function.set("block_bytes", layout.block_elements * self._itemsize)
+        self._function.set("chunk_bytes", chunk_bytes)
         slots = self._slots(chunk_bytes)
-        if 16 * slots * self.lanes.mailboxes > self._half:
-            raise ValueError(
-                f"{self.name} by {self.variant.protocol} needs {self.lanes.mailboxes} mailboxes of {16 * slots} bytes, "
-                f"of {self._half} bytes that there are"
-            )
-        self._function.set(
-            stride=16 * slots, block_bytes=layout.block_elements * self._itemsize, chunk_bytes=chunk_bytes, slots=slots
-        )
-        per_block = self.threads * self.variant.unroll
-        self._blocks = max(1, min(-(-slots // per_block), self.max_blocks))
+        # A piece is whole warps of slots, so that it is also whole lines of LL128 and a multiple of any element.
+        most = self._half // (16 * max(self.lanes.mailboxes, 1)) // 32 * 32
+        if most == 0:
+            raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there is no memory for these")
+        self._threads = self.threads or (SMALL_THREADS if slots <= SMALL_THREADS * self.max_blocks else MAX_THREADS)
+        self._function.set("stride", 16 * min(slots, most))
+        self._pieces = []
+        for start in range(0, max(slots, 1), most):
+            here = min(most, slots - start)
+            blocks = max(1, min(-(-here // (self._threads * self.variant.unroll)), self.max_blocks))
+            self._pieces.append((start * DATA_BYTES[self.variant.protocol], here, blocks))
         self._last = sizes
 
     def _slots(self, chunk_bytes: int) -> int:
@@ -107,24 +120,21 @@ class LaneKernel:
         layout = find_layout(self.lanes.collective, input_elements, output_elements)
         per_access = _ALIGNMENT // self._itemsize
         rounded = -(-layout.chunk_elements // per_access) * per_access
-        if layout.block_chunks == 1 or rounded == layout.chunk_elements:
-            return layout
-        return align(self.lanes, layout, rounded)
+        return layout if self.needs_even else replace(layout, chunk_elements=rounded)
 
 
-def align(lanes: Lanes, layout: Layout, chunk_elements: int) -> Layout:
-    """The layout with chunks of that size, if the collective moves none to a place of another length."""
-    aligned = replace(layout, chunk_elements=chunk_elements)
+def moves_chunks(lanes: Lanes, block_chunks: int) -> bool:
+    """Whether a chunk goes to another place of a block, which has the same length only where all are even."""
     collective = lanes.collective
-    for rank in range(collective.ranks):
-        for index in range(collective.output_chunks):
-            for _, given in collective.expected(rank, index) or ():
-                if given % layout.block_chunks != index % layout.block_chunks:
-                    return layout
-    return aligned
+    return any(
+        given % block_chunks != index % block_chunks
+        for rank in range(collective.ranks)
+        for index in range(collective.output_chunks)
+        for _, given in collective.expected(rank, index) or ()
+    )
 
 
-class _Function:
+class Function:
     """A kernel whose parameters, all of 8 bytes, are kept between launches: only what changes is written."""
 
     def __init__(self, cubin: bytes, names: list[str]) -> None:
@@ -143,16 +153,12 @@ class _Function:
         self._pointers = (ctypes.c_void_p * len(names))(*addresses)
         self._parameters = ctypes.addressof(self._pointers)
 
-    def set(self, **values: int) -> None:
-        """Set parameters by name."""
-        for name, value in values.items():
-            self._values[self._at[name]] = value
+    def set(self, name: str, value: int) -> None:
+        """Set a parameter for the launches from now on."""
+        self._values[self._at[name]] = value
 
     def launch(self, blocks: int, threads: int, stream: int) -> None:
         """Launch it. RuntimeError with CUDA's words."""
         result: Any = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, 0)
         if result[0] != 0:
             raise RuntimeError(f"a kernel was not launched: {self._error_of(result[0])[1].decode()}")
-
-
-assert MAX_THREADS >= 256

@@ -32,7 +32,8 @@ PARAMETERS = (
     ("u64", "stride"),  # the bytes of one mailbox
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
-    ("u64", "slots"),  # lanes of a chunk, in places of 16 bytes of a mailbox
+    ("u64", "begin"),  # where in each chunk this call's piece of it begins, in bytes
+    ("u64", "slots"),  # lanes of the piece, in places of 16 bytes of a mailbox
 )
 
 
@@ -105,10 +106,10 @@ class _Writer:
         yield "    EACH {"
         yield "      slot[u] = start + u * blockDim.x + threadIdx.x;"
         if self.is_line:
-            yield "      at[u] = slot[u] / 8 * 120 + slot[u] % 8 * 16;"
+            yield "      at[u] = begin + slot[u] / 8 * 120 + slot[u] % 8 * 16;"
             yield "      width[u] = slot[u] % 8 == 7 ? 8 : 16;"
         else:
-            yield "      at[u] = slot[u] * PACK_BYTES;"
+            yield "      at[u] = begin + slot[u] * PACK_BYTES;"
             yield "      width[u] = PACK_BYTES;"
         yield "    }"
         yield "    ++turn;"

@@ -14,7 +14,7 @@ FLAGS = 32 << 10
 PAD = 1 << 20
 """Bytes before the mailboxes: tokens of up to 4096 ranks, then 64-bit flags [mailbox, block] of protocol Simple."""
 MAX_SIMPLE_MAILBOXES = (PAD - FLAGS) // (8 * MAX_BLOCKS)
-DEFAULT_REGIONS = {"LL": 32 << 20, "LL128": 32 << 20, "Simple": 128 << 20}
+DEFAULT_REGIONS = {"LL": 32 << 20, "LL128": 128 << 20, "Simple": 64 << 20}
 DEFAULT_TIMEOUT = 30.0
 
 

@@ -1,0 +1,308 @@
+"""Collectives by Stretto's kernels beside NCCL and torch's symmetric-memory operators, interleaved, size by size."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.bench.collectives_plot import plot_collectives
+from stretto.bench.handwritten import HandwrittenAllReduce
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
+from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, NEVER, WAYS, store_key
+from stretto.parallel import Grid
+from stretto.tuning import Store
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COLLECTIVES = tuple(ALGORITHMS_OF)
+COLUMNS = (
+    Column("collective", "collective"),
+    Column("dtype", "dtype"),
+    Column("mode", "mode"),
+    Column("size", "size"),
+    Column("nccl", "NCCL (us)", "{:.1f}"),
+    Column("torch", "torch's best (us)", "{:.1f}"),
+    Column("handwritten", "hand-written (us)", "{:.1f}"),
+    Column("stretto", "Stretto (us)", "{:.1f}"),
+    Column("way", "ran as"),
+    Column("ratio", "NCCL / Stretto", "{:.2f}"),
+    Column("busbw", "busbw (GB/s)", "{:.0f}"),
+    Column("host", "host, a call (us)", "{:.1f}"),
+    Column("nccl_host", "NCCL's (us)", "{:.1f}"),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured: replays of a graph (or runs of a row of calls), a third of them a round."""
+
+    rounds: int = 3
+    replays: int = 7
+
+
+def bench_collectives(
+    ranks: int,
+    out: Path,
+    *,
+    collectives: Sequence[str] = COLLECTIVES,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    sizes: Sequence[int],
+    modes: Sequence[str] = ("graph", "eager"),
+    tunes: bool = False,
+) -> list[dict[str, Any]]:
+    """Measure every collective, dtype and size (bytes of the whole array); print the table, write JSON and a picture.
+
+    tunes: measure every way first, and keep in the store which is the fastest. ValueError for what is not there.
+    """
+    for what, given, known in (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES)):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+    rows = run_ranks(ranks, _measure_all, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes)
+    print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
+    path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
+    plot_collectives(path, path.with_suffix(".png"))
+    return rows
+
+
+def _measure_all(
+    collectives: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...], modes: tuple[str, ...], tunes: bool
+) -> list[dict[str, Any]]:
+    grid = Grid(data=dist.get_world_size() if dist.is_initialized() else _world_size())
+    device = grid.device
+    communicator = CudaCommunicator()
+    if tunes:
+        _tune(communicator, collectives, dtypes, sizes, device)
+        communicator.close()
+        communicator = CudaCommunicator()  # reads the table
+    peers = _TorchPeers(device)
+    rows = []
+    for collective in collectives:
+        for dtype in dtypes:
+            for size in sizes:
+                for mode in modes:
+                    row = _measure(communicator, peers, collective, dtype, size, mode, device)
+                    rows.append(row)
+                    if dist.get_rank() == 0:
+                        print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
+    communicator.workspace.check()
+    return rows
+
+
+def _world_size() -> int:
+    import os
+
+    return int(os.environ["WORLD_SIZE"])
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """A collective's ordinary tensors; `input` is kept small so that sums of sums stay finite."""
+
+    input: Tensor
+    output: Tensor
+
+    @classmethod
+    def make(cls, collective: str, size: int, dtype: torch.dtype, device: torch.device) -> "_Buffers":
+        world = dist.get_world_size()
+        count = max(size // dtype.itemsize // world, 1) * world
+        part = count // world
+        of_input, of_output = {
+            "allreduce": (count, count),
+            "allgather": (part, count),
+            "reducescatter": (count, part),
+            "alltoall": (count, count),
+        }[collective]
+        return cls(torch.randn(of_input, device=device).to(dtype), torch.empty(of_output, dtype=dtype, device=device))
+
+
+def _nccl(collective: str, buffers: _Buffers) -> Callable[[], Any]:
+    x, y = buffers.input, buffers.output
+    match collective:
+        case "allreduce":
+            return lambda: dist.all_reduce(y)
+        case "allgather":
+            return lambda: dist.all_gather_into_tensor(y, x)
+        case "reducescatter":
+            return lambda: dist.reduce_scatter_tensor(y, x)
+        case _:
+            return lambda: dist.all_to_all_single(y, x)
+
+
+class _TorchPeers:
+    """torch's own operators on symmetric memory, for all-reduce."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._storage = symmetric.empty(16 << 20, dtype=torch.uint8, device=device)
+        assert dist.group.WORLD is not None
+        self._group = dist.group.WORLD.group_name
+        symmetric.rendezvous(self._storage, dist.group.WORLD)
+
+    def runs(self, collective: str, buffers: _Buffers) -> dict[str, Callable[[], Any]]:
+        """What there is for this call, by name."""
+        x = buffers.input
+        if collective != "allreduce" or x.numel() * x.itemsize > self._storage.numel() or x.itemsize * x.numel() < 64:
+            return {}
+        part = self._storage[: x.numel() * x.itemsize].view(x.dtype)
+        part.zero_()
+        one = partial(torch.ops.symm_mem.one_shot_all_reduce, part, "sum", self._group)
+        two = partial(torch.ops.symm_mem.two_shot_all_reduce_, part, "sum", self._group)
+        return {"torch one-shot": one, "torch two-shot": two}
+
+
+def _measure(
+    communicator: CudaCommunicator,
+    peers: _TorchPeers,
+    collective: str,
+    dtype: str,
+    size: int,
+    mode: str,
+    device: torch.device,
+) -> dict[str, Any]:
+    buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
+    library = _nccl(collective, buffers)
+    way = communicator.run(collective, buffers.input, buffers.output)
+    ours = library if way is None else partial(communicator.run, collective, buffers.input, buffers.output)
+    runs: dict[str, Callable[[], Any]] = {"nccl": library, **peers.runs(collective, buffers)}
+    if way is not None:
+        runs["stretto"] = ours
+    if collective == "allreduce" and dtype == "bf16" and size <= 4 << 20:
+        runs |= _handwritten(communicator, buffers)
+    found = time_interleaved(runs, size, is_graph=mode == "graph")
+    seconds = {name: one.seconds * 1e6 for name, one in found.items()}
+    stretto = seconds.get("stretto", seconds["nccl"])
+    world = dist.get_world_size()
+    factor = (2 if collective == "allreduce" else 1) * (world - 1) / world
+    host = found.get("stretto", found["nccl"]).host
+    return {
+        "collective": collective,
+        "dtype": dtype,
+        "mode": mode,
+        "bytes": size,
+        "size": _name_size(size),
+        "nccl": seconds["nccl"],
+        "torch": min((value for name, value in seconds.items() if name.startswith("torch")), default=None),
+        "handwritten": min((value for name, value in seconds.items() if name.startswith("hand")), default=None),
+        "stretto": stretto,
+        "way": way or "NCCL",
+        "ratio": seconds["nccl"] / stretto,
+        "busbw": factor * size / stretto / 1e3,
+        "host": None if mode == "graph" else host * 1e6,
+        "nccl_host": None if mode == "graph" else found["nccl"].host * 1e6,
+    }
+
+
+def _handwritten(communicator: CudaCommunicator, buffers: _Buffers) -> dict[str, Callable[[], Any]]:
+    major, minor = torch.cuda.get_device_capability()
+    runs: dict[str, Callable[[], Any]] = {}
+    for shots in (1, 2):
+        kernel = HandwrittenAllReduce(communicator.workspace, shots, f"sm_{major}{minor}")
+        if kernel.fits(buffers.input.numel() * buffers.input.itemsize):
+            runs[f"hand-written {shots}-shot"] = partial(_run_handwritten, kernel, buffers)
+    return runs
+
+
+def _run_handwritten(kernel: HandwrittenAllReduce, buffers: _Buffers) -> None:
+    kernel(buffers.input, buffers.output, torch.cuda.current_stream().cuda_stream)
+
+
+def _tune(
+    communicator: CudaCommunicator,
+    collectives: Sequence[str],
+    dtypes: Sequence[str],
+    sizes: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Time every way in graphs, and keep the seconds in the store."""
+    measured: dict[str, list[float]] = {}
+    for collective in collectives:
+        for dtype in dtypes:
+            name = str(DTYPES[dtype]).removeprefix("torch.")
+            kernels = {
+                way: communicator.kernel(way, name, in_place=False) for way in WAYS[collective] if way != LIBRARY
+            }
+            for size in sizes:
+                buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
+                runs: dict[str, Callable[[], Any]] = {LIBRARY.name: _nccl(collective, buffers)}
+                for way, kernel in kernels.items():
+                    if not (way.algorithm == "one-shot-all-reduce" and size > 8 << 20):  # never, and it takes long
+                        runs[way.name] = partial(kernel, buffers.input, buffers.output)
+                found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=1))
+                measured[store_key(collective, name, communicator.world_size, size)] = [
+                    found[way.name].seconds if way.name in found else NEVER for way in WAYS[collective]
+                ]
+    if dist.get_rank() == 0:
+        Store().add(machine_name(), measured)
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Median seconds of a call on the slowest rank's GPU, and of its host."""
+
+    seconds: float
+    host: float
+
+
+def time_interleaved(
+    runs: Mapping[str, Callable[[], Any]], size: int, *, is_graph: bool, effort: Effort | None = None
+) -> dict[str, Timed]:
+    """Time all runs in turn, several rounds of them, in CUDA graphs of ten calls (one from 64 MB) or as plain calls."""
+    effort = effort or Effort()
+    calls = 10 if size < 64 << 20 else 1
+    rows: dict[str, Callable[[], Any]] = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        rows[name] = _capture(run, calls) if is_graph else partial(_repeat, run, calls)
+    device_times: dict[str, list[float]] = {name: [] for name in runs}
+    host_times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(effort.rounds):
+        for name, row in rows.items():
+            row()
+            torch.cuda.synchronize()
+            dist.barrier()
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays)]
+            for start, end in events:
+                began = time.perf_counter()
+                start.record()
+                row()
+                end.record()
+                host_times[name].append((time.perf_counter() - began) / calls)
+            torch.cuda.synchronize()
+            device_times[name] += [start.elapsed_time(end) / 1e3 / calls for start, end in events]
+    medians = torch.tensor(
+        [[statistics.median(device_times[name]), statistics.median(host_times[name])] for name in runs], device="cuda"
+    )
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return {name: Timed(*row) for name, row in zip(runs, medians.tolist(), strict=True)}
+
+
+def _capture(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _repeat(run, calls)
+    return graph.replay
+
+
+def _repeat(run: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        run()
+
+
+def _name_size(size: int) -> str:
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"

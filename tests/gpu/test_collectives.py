@@ -1,0 +1,268 @@
+"""Schedules as kernels on real GPUs: right numbers, same bits, any size and place, stragglers, graphs, and lost peers."""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.bench.harness import run_ranks
+from stretto.collectives.algorithms import ALGORITHMS
+from stretto.collectives.collective import Collective
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.source import Variant
+from stretto.collectives.selection import Table, Way
+from stretto.memory import PeerError
+from stretto.parallel import Grid
+
+RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
+SEED = random.randrange(2**31)
+PROTOCOLS = ("LL", "LL128", "Simple")
+DTYPES = ("bfloat16", "float32", "float16", "float64", "int32", "int64", "uint8", "int8", "int16")
+SIZES = (1, 2, 3, 7, 31, 64, 255, 1000, 4097, 30_011, 100_003, 1_500_000)
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-5, "float64": 1e-13}
+
+
+def sizes_of(name: str, ranks: int) -> list[dict[str, int]]:
+    if name == "dgx1-all-gather":
+        return [{"ranks": 8}] if ranks == 8 else []
+    if "nodes" not in ALGORITHMS[name].parameters:
+        return [{"ranks": ranks}]
+    return [{"nodes": nodes, "gpus": ranks // nodes} for nodes in range(1, ranks + 1) if ranks % nodes == 0]
+
+
+def make_input(elements: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
+    count = elements + offset
+    made = (
+        torch.randn(count, device="cuda") if dtype.is_floating_point else torch.randint(0, 20, (count,), device="cuda")
+    )
+    return made.to(dtype)[offset:]
+
+
+def expect(collective: Collective, x: torch.Tensor, block_chunks: int, reduction: str) -> list[torch.Tensor | None]:
+    """What each block of the output must be, in fp64 or int64, None where it may be anything."""
+    wide = x.to(torch.float64 if x.dtype.is_floating_point else torch.int64)
+    every = [torch.empty_like(wide) for _ in range(collective.ranks)]
+    dist.all_gather(every, wide)
+    blocks = [one.view(max(collective.input_chunks // block_chunks, 1), -1) for one in every]
+    found: list[torch.Tensor | None] = []
+    for block in range(collective.output_chunks // block_chunks):
+        expected = collective.expected(dist.get_rank(), block * block_chunks)
+        if expected is None:
+            found.append(None)
+            continue
+        parts = torch.stack([blocks[rank][index // block_chunks] for rank, index in expected])
+        if len(expected) == 1:
+            found.append(parts[0])
+            continue
+        match reduction:
+            case "sum":
+                found.append(parts.sum(0))
+            case "avg":
+                found.append(parts.sum(0) / len(expected))
+            case "max":
+                found.append(parts.amax(0))
+            case _:
+                found.append(parts.amin(0))
+    return found
+
+
+def check_everything(folder: Path, seed: int) -> None:
+    Grid(data=RANKS, device="cuda")
+    communicator = CudaCommunicator(timeout=10.0)
+    rng, rank = random.Random(seed), dist.get_rank()
+    torch.manual_seed(seed + rank)
+    wrong: list[str] = []
+    runs = 0
+    for name, protocol in ((name, protocol) for name in ALGORITHMS for protocol in PROTOCOLS):
+        for size in sizes_of(name, RANKS):
+            in_place = name != "all-to-next" and rng.random() < 0.5
+            options = size if name == "all-to-next" else {**size, "in_place": in_place}
+            schedule = ALGORITHMS[name].compile(**options, instances=rng.choice([1, 2]))
+            dtype = rng.choice(DTYPES)
+            reduction = rng.choice(["sum", "max", "min"] + (["avg"] if getattr(torch, dtype).is_floating_point else []))
+            variant = Variant(dtype, reduction, protocol, rng.choice([1, 2, 4]))
+            kernel = communicator.load(schedule, variant, in_place=in_place)
+            for _ in range(6):
+                runs += 1
+                problem = run_once(kernel, rng, dtype, reduction, in_place)
+                if problem:
+                    wrong.append(f"rank {rank} {name} {size} {variant} in_place={in_place}: {problem}")
+    communicator.workspace.check()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps({"runs": runs, "wrong": wrong}))
+    dist.destroy_process_group()
+
+
+def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_place: bool) -> str | None:
+    """One call on tensors of any size at any offset, one rank late; returns what was wrong."""
+    collective, kind = kernel.lanes.collective, getattr(torch, dtype)
+    block_chunks = kernel.block_chunks
+    in_blocks, out_blocks = collective.input_chunks // block_chunks, collective.output_chunks // block_chunks
+    # Chunks that move to places of another length need even ones.
+    elements, offset = rng.choice(SIZES) * (block_chunks if kernel.needs_even else 1), rng.choice([0, 0, 1, 3, 5])
+    x = make_input(in_blocks * elements, kind, offset)
+    expected = expect(collective, x, block_chunks, reduction)
+    poison, border = 77, 9
+    whole_blocks = max(in_blocks, out_blocks)
+    length = (whole_blocks if in_place else out_blocks) * elements
+    memory = torch.full((offset + length + border,), poison, dtype=kind, device="cuda")
+    target, before = memory[offset : offset + length], x.clone()
+    if rng.randrange(RANKS) == dist.get_rank():
+        torch.cuda._sleep(rng.choice([0, 100_000, 1_000_000]))
+    if in_place:
+        start_in, start_out = (start // block_chunks for start in collective.starts(dist.get_rank()))
+        target[start_in * elements : start_in * elements + x.numel()] = x
+        kernel(target)
+        result = target[start_out * elements : (start_out + out_blocks) * elements]
+    else:
+        kernel(x, target)
+        result = target
+        if not torch.equal(x, before):
+            return "the input was changed"
+    if not (memory[:offset] == poison).all() or not (memory[offset + length :] == poison).all():
+        return "something outside the output was written"
+    for found, right in zip(result.view(out_blocks, -1), expected, strict=True):
+        if right is None:
+            continue
+        error = (found.to(right.dtype) - right.to(kind).to(right.dtype)).abs().max()
+        if float(error) > TOLERANCE.get(dtype, 0) * max(float(right.abs().max()), 1):
+            return f"{elements} elements from {offset}, off by {float(error)}"
+    return None
+
+
+def same_bits_and_graphs(folder: Path, seed: int) -> None:
+    Grid(data=RANKS, device="cuda")
+    communicator = CudaCommunicator(timeout=10.0)
+    rank = dist.get_rank()
+    torch.manual_seed(seed + rank)
+    differ: list[str] = []
+    for algorithm in ("one-shot-all-reduce", "two-shot-all-reduce", "ring-all-reduce"):
+        for protocol in PROTOCOLS:
+            kernel = communicator.kernel(Way(algorithm, protocol), "bfloat16", in_place=False)
+            x = torch.randn(100_003, device="cuda").bfloat16()
+            outputs = [torch.empty_like(x) for _ in range(3)]
+            for output in outputs:
+                kernel(x, output)
+            every = [torch.empty_like(x) for _ in range(RANKS)]
+            dist.all_gather(every, outputs[0])
+            if not all(torch.equal(one.view(torch.int16), outputs[0].view(torch.int16)) for one in [*every, *outputs]):
+                differ.append(f"{algorithm} {protocol}")
+            graph, output = torch.cuda.CUDAGraph(), torch.empty_like(x)
+            with torch.cuda.graph(graph):
+                for _ in range(3):
+                    kernel(x, output)
+            for scale in range(1, 5):
+                x.fill_(scale * (rank + 1))
+                graph.replay()
+                if not (output == scale * RANKS * (RANKS + 1) / 2).all():
+                    differ.append(f"{algorithm} {protocol} in a graph")
+    communicator.workspace.check()
+    (folder / f"bits-{rank}.json").write_text(json.dumps(differ))
+    dist.destroy_process_group()
+
+
+def stress(folder: Path, seed: int) -> None:
+    """Thousands of calls without a pause, of random collectives and sizes; integers, so that every bit is known."""
+    Grid(data=RANKS, device="cuda")
+    communicator = CudaCommunicator(timeout=20.0)
+    communicator.table = Table()  # the default choice, whatever was measured here
+    rng, rank = random.Random(seed), dist.get_rank()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    ran: dict[str, int] = {}
+    total = RANKS * (RANKS + 1) // 2
+    for call in range(10_000):
+        collective = rng.choice(["allreduce", "allgather", "reducescatter", "alltoall"])
+        part = rng.choice([1, 5, 128, 1000, 4096, 20_001])
+        late = rng.randrange(40 * RANKS)
+        if late == rank:
+            torch.cuda._sleep(rng.choice([10_000, 300_000]))
+        count = part * RANKS
+        base = torch.arange(count, dtype=torch.int32, device="cuda") + call
+        match collective:
+            case "allreduce":
+                x, out = base * (rank + 1), torch.full_like(base, -1)
+                right = base * total
+            case "allgather":
+                x, out = base[rank * part : (rank + 1) * part].clone(), torch.full_like(base, -1)
+                right = base
+            case "reducescatter":
+                x, out = base * (rank + 1), torch.full((part,), -1, dtype=torch.int32, device="cuda")
+                right = base[rank * part : (rank + 1) * part] * total
+            case _:
+                x, out = base + 1_000_000 * rank, torch.full_like(base, -1)
+                ranks = torch.arange(RANKS, dtype=torch.int32, device="cuda").repeat_interleave(part)
+                right = base[rank * part : (rank + 1) * part].repeat(RANKS) + 1_000_000 * ranks
+        way = communicator.run(collective, x, out)
+        assert way is not None
+        ran[way] = ran.get(way, 0) + 1
+        wrong += (out != right).any()
+    torch.cuda.synchronize()
+    communicator.workspace.check()
+    (folder / f"stress-{rank}.json").write_text(json.dumps({"wrong": int(wrong), "ran": ran}))
+    dist.destroy_process_group()
+
+
+def lose_a_peer(folder: Path, protocol: str) -> None:
+    """The last rank never comes to the third call."""
+    Grid(data=RANKS, device="cuda")
+    communicator = CudaCommunicator(timeout=1.0)
+    kernel = communicator.kernel(Way("two-shot-all-reduce", protocol), "float32", in_place=True)
+    rank, x = dist.get_rank(), torch.ones(1000, device="cuda")
+    kernel(x)
+    kernel(x)
+    torch.cuda.synchronize()
+    said = ""
+    if rank != RANKS - 1:
+        began = time.monotonic()
+        kernel(x)
+        torch.cuda.synchronize()
+        waited = time.monotonic() - began
+        try:
+            kernel(x)
+        except PeerError as error:
+            said = f"{waited:.1f} s: {error}"
+    (folder / f"lost-{protocol}-{rank}.txt").write_text(said)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    if RANKS < 2:
+        pytest.skip("one GPU has nobody to send to: this needs two")
+
+
+def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(tmp_path: Path) -> None:
+    print(f"seed {SEED}")
+    run_ranks(RANKS, check_everything, tmp_path, SEED)
+    found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
+    assert [one for each in found for one in each["wrong"]] == [], SEED
+    assert found[0]["runs"] >= 200
+
+
+def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(tmp_path: Path) -> None:
+    run_ranks(RANKS, same_bits_and_graphs, tmp_path, SEED)
+    assert [json.loads((tmp_path / f"bits-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
+
+
+def test_ten_thousand_calls_with_stragglers_are_all_right(tmp_path: Path) -> None:
+    print(f"seed {SEED}")
+    run_ranks(RANKS, stress, tmp_path, SEED)
+    found = [json.loads((tmp_path / f"stress-{rank}.json").read_text()) for rank in range(RANKS)]
+    assert [one["wrong"] for one in found] == [0] * RANKS, SEED
+    assert sum(found[0]["ran"].values()) == 10_000
+    assert len(found[0]["ran"]) >= 5
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_peer_that_never_comes_is_named_after_the_time_limit(tmp_path: Path, protocol: str) -> None:
+    run_ranks(RANKS, lose_a_peer, tmp_path, protocol)
+    for rank in range(RANKS - 1):
+        said = (tmp_path / f"lost-{protocol}-{rank}.txt").read_text()
+        assert f"rank {rank} of {RANKS}: two-shot-all-reduce, call 3, thread block" in said
+        assert f"waited in vain for rank {RANKS - 1} for message" in said
+        assert float(said.split(" s:")[0]) < 10
