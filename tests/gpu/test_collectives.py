@@ -1,4 +1,4 @@
-"""Schedules as kernels on real GPUs: right numbers, same bits, any size and place, stragglers, graphs, and lost peers."""
+"""Schedules as kernels on real GPUs: right numbers, same bits, any size and place, stragglers, graphs, lost peers."""
 
 import json
 import random
@@ -111,8 +111,9 @@ def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_pla
     length = (whole_blocks if in_place else out_blocks) * elements
     memory = torch.full((offset + length + border,), poison, dtype=kind, device="cuda")
     target, before = memory[offset : offset + length], x.clone()
-    if rng.randrange(RANKS) == dist.get_rank():
-        torch.cuda._sleep(rng.choice([0, 100_000, 1_000_000]))
+    late, cycles = rng.randrange(RANKS), rng.choice([0, 100_000, 1_000_000])  # drawn alike on all ranks
+    if late == dist.get_rank():
+        torch.cuda._sleep(cycles)
     if in_place:
         start_in, start_out = (start // block_chunks for start in collective.starts(dist.get_rank()))
         target[start_in * elements : start_in * elements + x.numel()] = x
@@ -177,9 +178,9 @@ def stress(folder: Path, seed: int) -> None:
     for call in range(10_000):
         collective = rng.choice(["allreduce", "allgather", "reducescatter", "alltoall"])
         part = rng.choice([1, 5, 128, 1000, 4096, 20_001])
-        late = rng.randrange(40 * RANKS)
+        late, cycles = rng.randrange(40 * RANKS), rng.choice([10_000, 300_000])  # drawn alike on all ranks
         if late == rank:
-            torch.cuda._sleep(rng.choice([10_000, 300_000]))
+            torch.cuda._sleep(cycles)
         count = part * RANKS
         base = torch.arange(count, dtype=torch.int32, device="cuda") + call
         match collective:

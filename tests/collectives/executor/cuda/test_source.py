@@ -1,0 +1,96 @@
+"""The kernels' CUDA C++ compiles for every architecture, without a GPU, and its PTX orders memory as it says."""
+
+import re
+
+import pytest
+
+from stretto.collectives.algorithms import find
+from stretto.collectives.executor.cuda.lanes import lower_to_lanes
+from stretto.collectives.executor.cuda.nvrtc import compile_source, load_or_compile
+from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant, parameter_names, write_source
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+
+
+def source(algorithm, variant, *, ranks=4, rank=1, in_place=False):
+    schedule = find(algorithm).compile(ranks=ranks, in_place=in_place)
+    return write_source(lower_to_lanes(schedule, in_place=in_place), rank, 1, variant)
+
+
+def ptx(algorithm, variant):
+    """The PTX, by NVRTC itself: cuda.core wants a driver for it."""
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(source(algorithm, variant).encode(), b"", 0, [], [])
+    (compiled,) = nvrtc.nvrtcCompileProgram(program, 2, [b"--gpu-architecture=compute_90", b"--std=c++17"])
+    assert compiled == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, text)
+    return text.decode()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
+def test_it_compiles_for_every_architecture(arch, protocol):
+    for algorithm in ("two-shot-all-reduce", "ring-all-reduce", "binomial-broadcast"):
+        assert compile_source(source(algorithm, Variant("bfloat16", "sum", protocol)), arch)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_it_compiles_for_every_dtype_and_reduction(dtype):
+    for reduction in OPERATIONS:
+        assert compile_source(source("one-shot-all-reduce", Variant(dtype, reduction, "LL", 2)), "sm_90a")
+
+
+def test_simple_publishes_after_a_barrier_of_the_block_and_a_fence_of_the_system():
+    text = ptx("direct-all-gather", Variant("bfloat16", "sum", "Simple"))
+    release = text.index("st.release.sys.global.u64")
+    before = text[:release]
+    assert before.rindex("fence.acq_rel.sys") > before.rindex("bar.sync") > before.rindex("st.global.v2.u64")
+    # The reader waits by acquire, and the whole block behind a barrier, before it reads a mailbox.
+    acquire = text.index("ld.acquire.sys.global.u64")
+    assert "bar.sync" in text[acquire : text.index("ld.volatile.global.v2.u64", acquire)]
+
+
+def test_ll_writes_data_and_flag_in_one_store_and_reads_them_in_one_load():
+    text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL"))
+    assert len(re.findall(r"st\.volatile\.global\.v4\.u32", text)) >= 3
+    assert len(re.findall(r"ld\.volatile\.global\.v4\.u32", text)) >= 3
+    assert "fence" not in text  # none is needed, and one would cost a microsecond
+
+
+def test_ll128_reads_a_line_by_a_whole_warp():
+    text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL128"))
+    assert re.search(r"vote\.sync\.all|activemask|vote", text)
+    assert len(re.findall(r"ld\.volatile\.global\.v2\.u64", text)) >= 3
+
+
+def test_sums_of_16_bits_are_made_in_fp32_and_rounded_once():
+    text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL"))
+    body = text[text.index(".entry run") :]
+    # Four elements in a lane of 8 bytes: three additions each, and each is rounded once.
+    assert len(re.findall(r"add\.f32|add\.rn\.f32", body)) == 12
+    assert len(re.findall(r"cvt\.rn\.bf16\.f32", body)) == 4
+
+
+def test_parameters_are_named_in_the_kernels_order():
+    text = source("one-shot-all-reduce", Variant("float32", "sum", "LL"))
+    head = text[text.index("run(") + 4 : text.index(") {", text.index("run("))]
+    assert [part.split()[-1].strip("*") for part in head.split(", ")] == parameter_names(4)
+
+
+def test_a_compiled_kernel_is_kept_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
+    text = source("one-shot-all-reduce", Variant("float32", "sum", "LL"))
+    first = load_or_compile(text, "sm_90a")
+    (kept,) = (tmp_path / "kernels").iterdir()
+    kept.write_bytes(b"from disk")
+    assert first != load_or_compile(text, "sm_90a") == b"from disk"
+    assert load_or_compile(text, "sm_80") != b"from disk"
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file"))
+    assert load_or_compile(source("one-shot-all-reduce", Variant("float32", "sum", "LL")), "sm_90a")
+    assert "a compiled kernel is not kept" in caplog.text
