@@ -14,6 +14,7 @@ from stretto.bench.harness import run_ranks
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.source import Variant
 from stretto.collectives.selection import Table, Way
 from stretto.memory import PeerError
@@ -86,12 +87,18 @@ def check_everything(folder: Path, seed: int) -> None:
             dtype = rng.choice(DTYPES)
             reduction = rng.choice(["sum", "max", "min"] + (["avg"] if getattr(torch, dtype).is_floating_point else []))
             variant = Variant(dtype, reduction, protocol, rng.choice([1, 2, 4]))
-            kernel = communicator.load(schedule, variant, in_place=in_place)
+            if rng.random() < 0.5:
+                kernel = communicator.load(schedule, variant, in_place=in_place)
+            else:
+                options = {"tile_bytes": rng.choice([480, 4096, 65536]), "threads": rng.choice([128, 512])}
+                kernel = InterpretedSchedule(schedule, communicator.workspace, variant, in_place=in_place, **options)
             for _ in range(6):
                 runs += 1
                 problem = run_once(kernel, rng, dtype, reduction, in_place)
                 if problem:
-                    wrong.append(f"rank {rank} {name} {size} {variant} in_place={in_place}: {problem}")
+                    wrong.append(
+                        f"rank {rank} {type(kernel).__name__} {name} {size} {variant} in_place={in_place}: {problem}"
+                    )
     communicator.workspace.check()
     (folder / f"wrong-{rank}.json").write_text(json.dumps({"runs": runs, "wrong": wrong}))
     dist.destroy_process_group()
@@ -99,7 +106,7 @@ def check_everything(folder: Path, seed: int) -> None:
 
 def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_place: bool) -> str | None:
     """One call on tensors of any size at any offset, one rank late; returns what was wrong."""
-    collective, kind = kernel.lanes.collective, getattr(torch, dtype)
+    collective, kind = kernel.collective, getattr(torch, dtype)
     block_chunks = kernel.block_chunks
     in_blocks, out_blocks = collective.input_chunks // block_chunks, collective.output_chunks // block_chunks
     # Chunks that move to places of another length need even ones.

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.lanes import Lanes, lower_to_lanes
+from stretto.collectives.collective import Collective
+from stretto.collectives.executor.cuda.lanes import lower_to_lanes
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.source import MAX_THREADS, Variant, parameter_names, write_source
 from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, MAX_SIMPLE_MAILBOXES, Workspace
@@ -38,13 +39,14 @@ class LaneKernel:
         self.workspace = workspace
         self.variant = variant
         self.lanes = lower_to_lanes(schedule, in_place=in_place)
+        self.collective = self.lanes.collective
         if variant.protocol == "Simple" and self.lanes.mailboxes > MAX_SIMPLE_MAILBOXES:
             raise ValueError(
                 f"{schedule.name} has {self.lanes.mailboxes} messages to a rank: Simple takes {MAX_SIMPLE_MAILBOXES}"
             )
         self._itemsize = getattr(torch, variant.dtype).itemsize
-        self.block_chunks = find_layout(self.lanes.collective, 0, None).block_chunks
-        self.needs_even = moves_chunks(self.lanes, self.block_chunks)
+        self.block_chunks = find_layout(self.collective, 0, None).block_chunks
+        self.needs_even = moves_chunks(self.collective, self.block_chunks)
         source = write_source(self.lanes, workspace.rank, self.block_chunks, variant)
         major, minor = torch.cuda.get_device_capability(workspace.device)
         self._function = Function(load_or_compile(source, f"sm_{major}{minor}"), parameter_names(workspace.world_size))
@@ -117,15 +119,14 @@ class LaneKernel:
 
     def _layout(self, input_elements: int, output_elements: int | None) -> Layout:
         """Chunks that begin at multiples of 16 bytes where the collective leaves the choice."""
-        layout = find_layout(self.lanes.collective, input_elements, output_elements)
+        layout = find_layout(self.collective, input_elements, output_elements)
         per_access = _ALIGNMENT // self._itemsize
         rounded = -(-layout.chunk_elements // per_access) * per_access
         return layout if self.needs_even else replace(layout, chunk_elements=rounded)
 
 
-def moves_chunks(lanes: Lanes, block_chunks: int) -> bool:
+def moves_chunks(collective: Collective, block_chunks: int) -> bool:
     """Whether a chunk goes to another place of a block, which has the same length only where all are even."""
-    collective = lanes.collective
     return any(
         given % block_chunks != index % block_chunks
         for rank in range(collective.ranks)
@@ -146,6 +147,7 @@ class Function:
         self._kernel = self._code.get_kernel("run")
         self._handle = self._kernel.handle
         self._launch = driver.cuLaunchKernel
+        self._launch_cooperative = driver.cuLaunchCooperativeKernel
         self._error_of = driver.cuGetErrorString
         self._at = {name: index for index, name in enumerate(names)}
         self._values = (ctypes.c_uint64 * len(names))()
@@ -157,8 +159,12 @@ class Function:
         """Set a parameter for the launches from now on."""
         self._values[self._at[name]] = value
 
-    def launch(self, blocks: int, threads: int, stream: int) -> None:
-        """Launch it. RuntimeError with CUDA's words."""
-        result: Any = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, 0)
+    def launch(self, blocks: int, threads: int, stream: int, *, is_cooperative: bool = False) -> None:
+        """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. RuntimeError with CUDA's words."""
+        result: Any
+        if is_cooperative:
+            result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
+        else:
+            result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, 0)
         if result[0] != 0:
             raise RuntimeError(f"a kernel was not launched: {self._error_of(result[0])[1].decode()}")

@@ -59,7 +59,7 @@ def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -
         "RANK": rank,
         "UNROLL": variant.unroll,
     }
-    primitives = files(__package__).joinpath("lanes.cu").read_text(encoding="utf-8")
+    primitives = files(__package__).joinpath("primitives.cu").read_text(encoding="utf-8")
     writer = _Writer(lanes, program, block_chunks, variant)
     return "\n".join(
         [
@@ -95,6 +95,7 @@ class _Writer:
         parameters = ", ".join(f"{kind} {name}" for kind, name in PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}, {peers}) {{'
         yield "  const u32 epoch = state->epochs[blockIdx.x] + 1;"
+        yield "  const u64 flag = (u64)epoch << 32 | epoch;"
         yield "  const u64 mail = region + (epoch & 1) * half;"
         yield "  Wait wait(state, report, limit, epoch);"
         if not self.meets:
@@ -138,7 +139,7 @@ class _Writer:
             yield "    }"
         for send in level.sends:
             mailbox = self._mailbox(send.peer, send.message)
-            yield f"    EACH if (slot[u] < slots) put({mailbox}, slot[u], v{send.value}[u], epoch);"
+            yield f"    EACH if (slot[u] < slots) put({mailbox}, slot[u], v{send.value}[u], flag);"
         if self.is_simple and level.sends:
             yield "    __syncthreads();"
             for thread, send in enumerate(level.sends):
@@ -165,7 +166,7 @@ class _Writer:
         for receive in level.receives:
             mailbox = self._mailbox(self.program.rank, receive.message)
             yield (
-                f"      EACH if (slot[u] < slots && !take({mailbox}, slot[u], v{receive.value}[u], epoch)) "
+                f"      EACH if (slot[u] < slots && !take({mailbox}, slot[u], v{receive.value}[u], flag)) "
                 f"{{ has_come = false; missing = {receive.message}; }}"
             )
         yield f"      if (everywhere(has_come) || !wait.again({number}, missing)) break;"

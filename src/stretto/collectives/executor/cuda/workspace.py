@@ -11,9 +11,12 @@ from stretto.memory.cuda import CudaMemory
 
 MAX_BLOCKS = 1024
 FLAGS = 32 << 10
+COUNTS = 768 << 10
 PAD = 1 << 20
-"""Bytes before the mailboxes: tokens of up to 4096 ranks, then 64-bit flags [mailbox, block] of protocol Simple."""
-MAX_SIMPLE_MAILBOXES = (PAD - FLAGS) // (8 * MAX_BLOCKS)
+"""Bytes before the mailboxes: 64-bit tokens of up to 4096 ranks, from FLAGS on those [mailbox, block] of lane programs
+by Simple, from COUNTS on the interpreter's counts of its connections."""
+MAX_SIMPLE_MAILBOXES = (COUNTS - FLAGS) // (8 * MAX_BLOCKS)
+MAX_COUNTS = (PAD - COUNTS) // 8
 DEFAULT_REGIONS = {"LL": 32 << 20, "LL128": 128 << 20, "Simple": 64 << 20}
 DEFAULT_TIMEOUT = 30.0
 
@@ -55,6 +58,7 @@ class Workspace:
         self.device = self.memory.device
         self.limit = int(timeout * 1e9)
         self.state = torch.zeros(MAX_BLOCKS + 1, dtype=torch.int32, device=self.device)
+        self.ended = torch.zeros(MAX_BLOCKS, dtype=torch.int64, device=self.device)
         self._report = torch.zeros(5, dtype=torch.int32, pin_memory=True)
         self._seen = self._report.numpy()
         torch.cuda.synchronize(self.device)

@@ -1,14 +1,13 @@
-// What the code of every lane program is made of. Before it stand, as macros: ELEMENT (the C++ type), OPERATION (SUM,
-// MAX, MIN, PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE), WORLD, RANK, UNROLL.
+// What kernels of collectives are made of. Before it stand, as macros: ELEMENT (the C++ type), OPERATION (SUM, MAX, MIN,
+// PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE), WORLD, UNROLL.
 //
-// A lane is PACK_BYTES of a chunk. A thread holds UNROLL lanes at once, in registers, and takes them through all levels.
+// A lane is PACK_BYTES of a chunk, and has a place of 16 bytes (`slot`) in a message.
 //
-// Who signals: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes lines of
-// 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole; Simple
-// writes data, then a barrier of the block, and one thread for each message raises the block's flag there (release,
-// system). Who waits: the reader, on the flag (LL and LL128: by reading data and flag together; Simple: acquire, system).
-// A flag is the call's epoch, so it is never reset. Why a mailbox may be written again: calls take two halves in turn,
-// and a rank's next call but one begins after all ranks have begun the next one, and so ended this one.
+// How data is published: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes
+// lines of 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole;
+// Simple writes data, then a barrier of the block, and one thread raises a flag (fence and release, system). The reader
+// of LL and LL128 reads data and flag together until the flag is right; that of Simple waits for the flag (acquire,
+// system), then a barrier of the block. Flags count up from call to call and are never reset.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -179,32 +178,36 @@ struct Wait {
   }
 };
 
-__device__ __forceinline__ void put(char* mailbox, u64 slot, const Pack& pack, u32 epoch) {
+// `flag` is the call's epoch in its upper half; the lower half tells messages apart that share a place.
+__device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u64 flag) {
 #if PROTOCOL == LL
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(mailbox + slot * 16), "r"((u32)pack.words[0]),
-               "r"(epoch), "r"((u32)(pack.words[0] >> 32)) : "memory");
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(message + slot * 16), "r"((u32)pack.words[0]),
+               "r"((u32)(flag >> 32)), "r"((u32)(pack.words[0] >> 32)), "r"((u32)flag) : "memory");
 #elif PROTOCOL == LL128
-  u64 second = slot % 8 == 7 ? (u64)epoch : pack.words[WORDS - 1];
-  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(mailbox + slot * 16), "l"(pack.words[0]), "l"(second) : "memory");
+  u64 second = slot % 8 == 7 ? flag : pack.words[WORDS - 1];
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(message + slot * 16), "l"(pack.words[0]), "l"(second)
+               : "memory");
 #else
-  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(mailbox + slot * 16), "l"(pack.words[0]), "l"(pack.words[WORDS - 1]) : "memory");
+  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(message + slot * 16), "l"(pack.words[0]),
+               "l"(pack.words[WORDS - 1]) : "memory");
 #endif
 }
 
-// Reads a lane of a mailbox; returns whether it has come (Simple: it has, or the block's flag would not be up).
-__device__ __forceinline__ bool take(const char* mailbox, u64 slot, Pack& pack, u32 epoch) {
+// Reads a lane of a message; returns whether it has come (Simple: it has, or nobody would be here).
+__device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, u64 flag) {
 #if PROTOCOL == LL
   u32 low, high, first, second;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(low), "=r"(first), "=r"(high), "=r"(second) : "l"(mailbox + slot * 16) : "memory");
+               : "=r"(low), "=r"(first), "=r"(high), "=r"(second) : "l"(message + slot * 16) : "memory");
   pack.words[0] = (u64)high << 32 | low;
-  return first == epoch && second == epoch;
+  return first == (u32)(flag >> 32) && second == (u32)flag;
 #else
   u64 first, second;
-  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(mailbox + slot * 16) : "memory");
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(message + slot * 16)
+               : "memory");
   pack.words[0] = first;
   pack.words[WORDS - 1] = second;
-  return PROTOCOL == SIMPLE || slot % 8 != 7 || second == (u64)epoch;
+  return PROTOCOL == SIMPLE || slot % 8 != 7 || second == flag;
 #endif
 }
 

@@ -1,0 +1,135 @@
+// The interpreter of schedules (MSCCLang, paper 001, section 6.2): one launch, a CUDA block for each thread block of the
+// schedule, all resident at once (cooperative), tile after tile, step after step.
+//
+// Who waits for whom: a receive for its message; a send for a free slot of its connection, which the receiver counts at
+// the sender; a step that depends on another thread block's for that block's count of ended steps, on this GPU. All
+// counts carry the call's epoch in their upper half, so they go on from call to call. Why memory may be used again:
+// FIFOs take two halves in turn, and no block sends to a peer before that peer has begun the call before this one, and
+// so ended the one before that.
+
+#define SENDS 1
+#define RECEIVES 2
+#define REDUCES 4
+#define READS 8
+#define WRITES 16
+#define COMPLETES 32
+#define AWAITED 64
+#define SCRATCH 2
+
+struct StepRow { int kind, source, destination, size, awaited_block, awaited_step; };
+struct BlockRow {
+  int send_peer, receive_peer, send_number, receive_number, first_step, steps;
+  u64 send_start, send_stride, receive_start, receive_stride;  // slots: from the half's start, and their bytes
+};
+
+struct Call {
+  char *input, *output, *scratch;
+  u64 block_bytes, chunk_bytes, tile_bytes, lanes, tiles;
+  u64 block_chunks, slots;
+
+  // Where a chunk begins and how much of it is there: the last of a block may be short. Scratch has whole chunks.
+  __device__ __forceinline__ char* chunk(int place, u64& length) const {
+    u32 buffer = (u32)place >> 28, index = place & 0x0fffffff;
+    if (buffer == SCRATCH) {
+      length = chunk_bytes;
+      return scratch + index * chunk_bytes;
+    }
+    u64 start = index % block_chunks * chunk_bytes;
+    length = chunk_length(block_bytes, start, chunk_bytes);
+    return (buffer ? output : input) + index / block_chunks * block_bytes + start;
+  }
+};
+
+// One step on one tile of its chunks. A lane that was received is the left operand, and what was there before the right.
+__device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u64 tile, const char* incoming, char* outgoing,
+                                        u64 in_flag, u64 out_flag, Wait& wait, u32 at_step) {
+  for (int c = 0; c < step.size; ++c) {
+    u64 source_length = 0, destination_length = 0;
+    const char* source = step.kind & READS ? call.chunk(step.source + c, source_length) : 0;
+    char* destination = step.destination >= 0 ? call.chunk(step.destination + c, destination_length) : 0;
+    for (u64 slot = threadIdx.x; slot < call.lanes; slot += blockDim.x) {
+#if PROTOCOL == LL128
+      u64 in_tile = slot / 8 * 120 + slot % 8 * 16;
+      int width = slot % 8 == 7 ? 8 : 16;
+#else
+      u64 in_tile = slot * PACK_BYTES;
+      int width = PACK_BYTES;
+#endif
+      width = valid(call.tile_bytes, in_tile, width);
+      u64 at = tile * call.tile_bytes + in_tile;
+      Pack pack;
+      if (step.kind & RECEIVES)
+        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag)) && wait.again(at_step, blockIdx.x)) {
+        }
+      if (step.kind & REDUCES) {
+        Pack left = step.kind & RECEIVES ? pack : load(destination + at, valid(destination_length, at, width));
+        Wide sum = combine(widen(left), widen(load(source + at, valid(source_length, at, width))));
+        pack = narrow(step.kind & COMPLETES ? complete(sum) : sum);
+      } else if (!(step.kind & RECEIVES)) {
+        pack = load(source + at, valid(source_length, at, width));
+      }
+      if (step.kind & WRITES) store(destination + at, pack, valid(destination_length, at, width));
+      if (step.kind & SENDS) put(outgoing, c * call.lanes + slot, pack, out_flag);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    run(char* input, char* output, char* scratch, u64 block_bytes, u64 chunk_bytes, u64 tile_bytes, u64 lanes, u64 tiles,
+        u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, u64* ended, Report* report,
+        u64 limit, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
+  const Call call = {input, output, scratch, block_bytes, chunk_bytes, tile_bytes, lanes, tiles, block_chunks, slots};
+  const BlockRow block = blocks[blockIdx.x];
+  const u32 epoch = state->epochs[blockIdx.x] + 1;
+  const u64 call_flag = (u64)epoch << 32, mail = region + (epoch & 1) * half;
+  const bool leads = threadIdx.x == 0;
+  Wait wait(state, report, limit, epoch);
+  if (blockIdx.x == 0)
+    for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
+      if (peer != RANK) raise_flag((u64*)peers[peer] + RANK, call_flag);
+  // Counts of messages that have come to this rank, and of slots that are free again for it, by connection.
+  u64* came = (u64*)(peers[RANK] + counts) + block.receive_number;
+  u64* freed = (u64*)(peers[RANK] + counts) + connections + block.send_number;
+  u64* came_there = block.send_peer < 0 ? 0 : (u64*)(peers[block.send_peer] + counts) + block.send_number;
+  u64* freed_there = block.receive_peer < 0 ? 0 : (u64*)(peers[block.receive_peer] + counts) + connections + block.receive_number;
+  if (block.send_peer >= 0 && leads)
+    await_flag((u64*)peers[RANK] + block.send_peer, call_flag - (1ull << 32), wait, ~0u, block.send_peer);
+  u64 sent = 0, received = 0, done = 0;
+  for (u64 tile = 0; tile < tiles; ++tile) {
+    for (int at = 0; at < block.steps; ++at) {
+      const StepRow step = steps[block.first_step + at];
+      if (leads) {
+        if (step.awaited_block >= 0) {
+          u64 target = tile * blocks[step.awaited_block].steps + step.awaited_step + 1;
+          await_flag(ended + step.awaited_block, call_flag + target, wait, at, blockIdx.x);
+        }
+        if (step.kind & SENDS && sent >= slots) await_flag(freed, call_flag + sent - slots + 1, wait, at, blockIdx.x);
+#if PROTOCOL == SIMPLE
+        if (step.kind & RECEIVES) await_flag(came, call_flag + received + 1, wait, at, blockIdx.x);
+#endif
+      }
+      __syncthreads();
+      const char* incoming = peers[RANK] + mail + block.receive_start + received % slots * block.receive_stride;
+      char* outgoing = block.send_peer < 0 ? 0 : peers[block.send_peer] + mail + block.send_start + sent % slots * block.send_stride;
+      do_step(step, call, tile, incoming, outgoing, call_flag + received + 1, call_flag + sent + 1, wait, at);
+      ++done;
+      if (step.kind & SENDS) ++sent;
+      if (step.kind & RECEIVES) ++received;
+      __syncthreads();
+      if (leads) {
+#if PROTOCOL == SIMPLE
+        if (step.kind & SENDS) raise_flag(came_there, call_flag + sent);
+#endif
+        if (step.kind & RECEIVES) raise_flag(freed_there, call_flag + received);
+        if (step.kind & AWAITED) {
+          __threadfence();
+          *(volatile u64*)(ended + blockIdx.x) = call_flag + done;
+        }
+      }
+    }
+  }
+  if (blockIdx.x == 0)  // a call's half may be written again once all ranks have begun the next one
+    for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
+      if (peer != RANK) await_flag((u64*)peers[RANK] + peer, call_flag, wait, ~0u, peer);
+  end_call(state, epoch);
+}

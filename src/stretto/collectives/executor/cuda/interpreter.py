@@ -1,0 +1,298 @@
+"""The interpreter of schedules on GPUs: any that was verified, thread block by thread block and step by step."""
+
+from collections.abc import Iterator
+from importlib.resources import files
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.kernel import DATA_BYTES, Function, moves_chunks
+from stretto.collectives.executor.cuda.nvrtc import load_or_compile
+from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant
+from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
+from stretto.collectives.executor.layout import find_layout
+from stretto.collectives.executor.plan import Plan, make_plan
+from stretto.collectives.schedule import Schedule, Step, StepType
+from stretto.collectives.verifier.graph import build_graph, linear_order
+
+DEFAULT_TILE_BYTES = 64 << 10
+PARAMETERS = (
+    *("input", "output", "scratch", "block_bytes", "chunk_bytes", "tile_bytes", "lanes", "tiles", "block_chunks"),
+    *("slots", "blocks", "steps", "state", "ended", "report", "limit", "peers", "counts", "region", "half"),
+    "connections",
+)
+_BUFFERS = {Buffer.IN: 0, Buffer.OUT: 1, Buffer.SCRATCH: 2}
+_STEP_ROW = np.dtype([(name, "i4") for name in ("kind", "source", "destination", "size", "block", "step")])
+_BLOCK_ROW = np.dtype(
+    [(name, "i4") for name in ("send_peer", "receive_peer", "send", "receive", "first_step", "steps")]
+    + [(name, "u8") for name in ("send_start", "send_stride", "receive_start", "receive_stride")]
+)
+
+
+def write_interpreter(world_size: int, rank: int, variant: Variant) -> str:
+    """The interpreter's CUDA C++ for a dtype, a reduction and a protocol: one for all schedules."""
+    macros = {
+        "ELEMENT": ELEMENTS[variant.dtype],
+        "OPERATION": OPERATIONS[variant.reduction],
+        "IS_AVERAGE": int(variant.reduction == "avg"),
+        "PROTOCOL": PROTOCOLS[variant.protocol],
+        "WORLD": world_size,
+        "RANK": rank,
+        "UNROLL": 1,
+    }
+    here = files(__package__)
+    sources = [here.joinpath(name).read_text(encoding="utf-8") for name in ("primitives.cu", "interpreter.cu")]
+    return "\n".join([*(f"#define {name} {value}" for name, value in macros.items()), *sources])
+
+
+class InterpretedSchedule:
+    """Runs a schedule on one rank, a CUDA block a thread block. All ranks make and call it in the same order.
+
+    tile_bytes: of a chunk, what a step does at once; with at least a chunk's bytes nothing is pipelined. ValueError for
+    a schedule that is made for another number of ranks or cannot run so.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workspace: Workspace,
+        variant: Variant,
+        *,
+        in_place: bool,
+        tile_bytes: int = DEFAULT_TILE_BYTES,
+        threads: int = MAX_THREADS,
+    ) -> None:
+        if schedule.collective.ranks != workspace.world_size:
+            raise ValueError(
+                f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
+                f"{workspace.world_size}"
+            )
+        self.name = schedule.name
+        self.schedule = schedule
+        self.workspace = workspace
+        self.variant = variant
+        self.in_place = in_place
+        self.threads = threads
+        self._dtype: torch.dtype = getattr(torch, variant.dtype)
+        # Whole warps of LL128's lines, and a multiple of what any dtype and any access needs.
+        self._tile_bytes = max(tile_bytes // 480, 1) * 480
+        self.collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
+        self.block_chunks = find_layout(self.collective, 0, None).block_chunks
+        self.needs_even = moves_chunks(self.collective, self.block_chunks)
+        self._completes = _find_completing_steps(schedule)
+        major, minor = torch.cuda.get_device_capability(workspace.device)
+        cubin = load_or_compile(write_interpreter(workspace.world_size, workspace.rank, variant), f"sm_{major}{minor}")
+        self._function = Function(cubin, list(PARAMETERS))
+        self._region = workspace.regions[variant.protocol]
+        self._peers = torch.tensor(workspace.peers, dtype=torch.int64, device=workspace.device)
+        fixed = {
+            "state": workspace.state.data_ptr(),
+            "ended": workspace.ended.data_ptr(),
+            "report": workspace.report.data_ptr(),
+            "limit": workspace.limit,
+            "peers": self._peers.data_ptr(),
+            "counts": COUNTS,
+            "region": self._region.start,
+            "half": self._region.half,
+        }
+        for name, value in fixed.items():
+            self._function.set(name, value)
+        self._last: tuple[int, int | None] | None = None
+        self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
+
+    def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
+        """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
+
+        ValueError for sizes that do not fit, PeerError if an earlier call was given up.
+        """
+        self.workspace.check(self.name)
+        sizes = input.numel(), None if output is None else output.numel()
+        if sizes != self._last:
+            self._resize(*sizes)
+        self._function.set("input", input.data_ptr())
+        self._function.set("output", input.data_ptr() if output is None else output.data_ptr())
+        stream = torch.cuda.current_stream().cuda_stream
+        for source, target, elements in self._copies:
+            (input if output is None else output)[target : target + elements] = input[source : source + elements]
+        self._function.launch(max(self._blocks, 1), self.threads, stream, is_cooperative=True)
+
+    def _resize(self, input_elements: int, output_elements: int | None) -> None:
+        variant = self.variant
+        reduction = "sum" if variant.reduction == "avg" else variant.reduction
+        plan = make_plan(
+            self.schedule,
+            input_elements,
+            output_elements,
+            in_place=self.in_place,
+            dtype=self._dtype,
+            reduction=reduction,
+            tile_bytes=self._tile_bytes,
+            slots=None,
+        )
+        self._plan = plan
+        itemsize = self._dtype.itemsize
+        chunk_bytes = plan.layout.chunk_elements * itemsize
+        # All tiles but the last have the same bytes, a multiple of 480.
+        tile_bytes = min(self._tile_bytes, max(-(-chunk_bytes // 480), 1) * 480)
+        lanes = tile_bytes // DATA_BYTES[variant.protocol]
+        lanes = tile_bytes // 120 * 8 if variant.protocol == "LL128" else lanes
+        starts, needed = self._lay_out(plan, 16 * lanes)
+        if needed > self._region.half:
+            raise ValueError(
+                f"{self.name} needs {needed} bytes of FIFOs with tiles of {tile_bytes} bytes, of {self._region.half} "
+                f"that there are for {variant.protocol}: take smaller tiles"
+            )
+        self._copies = list(self._find_copies(plan))
+        rows, blocks = self._tables(plan, starts)
+        self._rows = torch.from_numpy(rows.view(np.uint8)).to(self.workspace.device)
+        self._block_rows = torch.from_numpy(blocks.view(np.uint8)).to(self.workspace.device)
+        scratch = self.schedule.ranks[self.workspace.rank].scratch_chunks * max(chunk_bytes, 1)
+        aligned = -(-scratch // 16) * 16 + 16
+        self._scratch = torch.empty(aligned, dtype=torch.uint8, device=self.workspace.device)
+        values = {
+            "scratch": self._scratch.data_ptr(),
+            "block_bytes": plan.layout.block_elements * itemsize,
+            "chunk_bytes": chunk_bytes,
+            "tile_bytes": tile_bytes,
+            "lanes": lanes,
+            "tiles": -(-chunk_bytes // tile_bytes),
+            "block_chunks": plan.layout.block_chunks,
+            "slots": plan.slots,
+            "blocks": self._block_rows.data_ptr(),
+            "steps": self._rows.data_ptr(),
+            "connections": len(plan.connections),
+        }
+        for name, value in values.items():
+            self._function.set(name, value)
+        self._last = input_elements, output_elements
+
+    def _lay_out(self, plan: Plan, tile_slot_bytes: int) -> tuple[dict[tuple[int, int, int], tuple[int, int]], int]:
+        """Where each connection's slots begin at its receiver and how large one is, and the bytes that a rank needs."""
+        if 2 * len(plan.connections) > MAX_COUNTS:
+            raise ValueError(
+                f"{self.name} has {len(plan.connections)} connections: there are counts for {MAX_COUNTS // 2}"
+            )
+        used = [0] * plan.collective.ranks
+        starts = {}
+        for key in sorted(plan.connections):
+            sender, receiver, channel = key
+            sizes = [
+                step.size
+                for block in self.schedule.ranks[sender].thread_blocks
+                if block.send_peer == receiver and block.channel == channel
+                for step in block.steps
+                if step.type.sends
+            ]
+            stride = max(sizes) * tile_slot_bytes
+            starts[key] = used[receiver], stride
+            used[receiver] += plan.slots * stride
+        return starts, max(used)
+
+    def _find_copies(self, plan: Plan) -> Iterator[tuple[int, int, int]]:
+        """What is copied before the first step: from and to which element of the two tensors, and how many."""
+        layout, rank = plan.layout, self.workspace.rank
+        for pair in self.schedule.ranks[rank].copies:
+            buffers = (Buffer.IN, Buffer.OUT)
+            places = [plan.collective.place(rank, *one) for one in zip(buffers, pair, strict=True)]
+            if places[0] != places[1]:
+                (block, at), (to_block, to) = (divmod(index, layout.block_chunks) for _, index in places)
+                start, end = (part * layout.chunk_elements for part in (at, to))
+                elements = max(min(layout.block_elements - start, layout.chunk_elements), 0)
+                yield block * layout.block_elements + start, to_block * layout.block_elements + end, elements
+
+    def _tables(self, plan: Plan, starts: dict[tuple[int, int, int], tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        rank = self.workspace.rank
+        numbers = {key: number for number, key in enumerate(sorted(plan.connections))}
+        rows: list[tuple[int, ...]] = []
+        blocks: list[tuple[int, ...]] = []
+        for number, block in enumerate(self.schedule.ranks[rank].thread_blocks):
+            send = None if block.send_peer is None else (rank, block.send_peer, block.channel)
+            receive = None if block.receive_peer is None else (block.receive_peer, rank, block.channel)
+            send = send if send in starts else None
+            receive = receive if receive in starts else None
+            first = len(rows)
+            for at, step in enumerate(block.steps):
+                rows.append(self._row(plan, step, (rank, number, at) in self._completes))
+            blocks.append(
+                (
+                    -1 if send is None else send[1],
+                    -1 if receive is None else receive[0],
+                    0 if send is None else numbers[send],
+                    0 if receive is None else numbers[receive],
+                    first,
+                    len(block.steps),
+                    *(starts[send] if send else (0, 0)),
+                    *(starts[receive] if receive else (0, 0)),
+                )
+            )
+        empty = (-1, -1, 0, 0, 0, 0, 0, 0, 0, 0)
+        return np.array(rows or [(0,) * 6], dtype=_STEP_ROW), np.array(blocks or [empty], dtype=_BLOCK_ROW)
+
+    def _row(self, plan: Plan, step: Step, completes: bool) -> tuple[int, ...]:
+        kind = step.type
+        flags = (
+            kind.sends,
+            kind.receives,
+            kind.reduces,
+            kind.reads_source,
+            kind.writes_destination,
+            completes,
+            step.awaited,
+        )
+        needs_destination = kind.writes_destination or kind is StepType.REDUCE
+        awaited = step.waits_for or (-1, -1)
+        return (
+            sum(1 << bit for bit, is_set in enumerate(flags) if is_set),
+            self._place(plan, step.source_buffer, step.source) if kind.reads_source else -1,
+            self._place(plan, step.destination_buffer, step.destination) if needs_destination else -1,
+            0 if kind is StepType.NOP else step.size,
+            *awaited,
+        )
+
+    def _place(self, plan: Plan, buffer: Buffer, chunk: int) -> int:
+        shared, index = plan.collective.place(self.workspace.rank, buffer, chunk)
+        return _BUFFERS[shared] << 28 | index
+
+
+def _find_completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
+    """The steps whose sum is that of all ranks' inputs, so that an average divides there: (rank, block, step)."""
+    graph = build_graph(schedule, [])
+    order, _ = linear_order(graph)
+    collective = schedule.collective
+    held: dict[tuple[int, Buffer, int], frozenset[tuple[int, int]]] = {}
+    sent: dict[int, list[frozenset[tuple[int, int]]]] = {}
+    found: set[tuple[int, int, int]] = set()
+
+    def read(rank: int, buffer: Buffer, index: int) -> frozenset[tuple[int, int]]:
+        place = (rank, *collective.place(rank, buffer, index))
+        if place not in held and buffer is Buffer.IN:
+            return frozenset(((rank, index),))
+        return held.get(place, frozenset())
+
+    for rank, program in enumerate(schedule.ranks):
+        for given, taken in program.copies:
+            held[rank, *collective.place(rank, Buffer.OUT, taken)] = read(rank, Buffer.IN, given)
+    for number in order:
+        step, place = graph.steps[number], graph.places[number]
+        if step.type is StepType.NOP:
+            continue
+        rank = place[0]
+        received = sent.pop(graph.sender[number], []) if step.type.receives else []
+        values = []
+        for at in range(step.size):
+            value = received[at] if step.type.receives else frozenset()
+            if step.type.reads_source:
+                source = read(rank, step.source_buffer, step.source + at)
+                if step.type is StepType.REDUCE:
+                    value = read(rank, step.destination_buffer, step.destination + at)
+                value = value | source
+                if step.type.reduces and len(value) == collective.ranks:
+                    found |= {place} if len({index for _, index in value}) == 1 else set()
+            values.append(value)
+            if step.type.writes_destination:
+                held[rank, *collective.place(rank, step.destination_buffer, step.destination + at)] = value
+        if step.type.sends:
+            sent[number] = values
+    return frozenset(found)
