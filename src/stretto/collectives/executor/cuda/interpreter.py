@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.collectives.collective import Buffer
+from stretto.collectives.collective import Buffer, Collective
 from stretto.collectives.executor.cuda.kernel import DATA_BYTES, Function, moves_chunks
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant
@@ -81,7 +81,8 @@ class InterpretedSchedule:
         self.collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = moves_chunks(self.collective, self.block_chunks)
-        self._completes = _find_completing_steps(schedule)
+        is_average = variant.reduction == "avg"
+        self._completes = _find_completing_steps(schedule, self.collective) if is_average else frozenset()
         major, minor = torch.cuda.get_device_capability(workspace.device)
         cubin = load_or_compile(write_interpreter(workspace.world_size, workspace.rank, variant), f"sm_{major}{minor}")
         self._function = Function(cubin, list(PARAMETERS))
@@ -256,20 +257,23 @@ class InterpretedSchedule:
         return _BUFFERS[shared] << 28 | index
 
 
-def _find_completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
-    """The steps whose sum is that of all ranks' inputs, so that an average divides there: (rank, block, step)."""
+def _find_completing_steps(schedule: Schedule, collective: Collective) -> frozenset[tuple[int, int, int]]:
+    """The steps whose sums are those of all ranks' inputs, so that an average divides there: (rank, block, step).
+
+    ValueError for a step that completes the sums of some of its chunks only.
+    """
     graph = build_graph(schedule, [])
     order, _ = linear_order(graph)
-    collective = schedule.collective
-    held: dict[tuple[int, Buffer, int], frozenset[tuple[int, int]]] = {}
+    held: dict[tuple[int, Buffer, int], frozenset[tuple[int, int]]] = {
+        (rank, *collective.place(rank, Buffer.IN, index)): frozenset(((rank, index),))
+        for rank in range(collective.ranks)
+        for index in range(collective.input_chunks)
+    }
     sent: dict[int, list[frozenset[tuple[int, int]]]] = {}
     found: set[tuple[int, int, int]] = set()
 
     def read(rank: int, buffer: Buffer, index: int) -> frozenset[tuple[int, int]]:
-        place = (rank, *collective.place(rank, buffer, index))
-        if place not in held and buffer is Buffer.IN:
-            return frozenset(((rank, index),))
-        return held.get(place, frozenset())
+        return held.get((rank, *collective.place(rank, buffer, index)), frozenset())
 
     for rank, program in enumerate(schedule.ranks):
         for given, taken in program.copies:
@@ -288,11 +292,17 @@ def _find_completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]
                 if step.type is StepType.REDUCE:
                     value = read(rank, step.destination_buffer, step.destination + at)
                 value = value | source
-                if step.type.reduces and len(value) == collective.ranks:
-                    found |= {place} if len({index for _, index in value}) == 1 else set()
             values.append(value)
             if step.type.writes_destination:
                 held[rank, *collective.place(rank, step.destination_buffer, step.destination + at)] = value
         if step.type.sends:
             sent[number] = values
+        if step.type.reduces:
+            are_whole = {len(value) == collective.ranks for value in values}
+            if len(are_whole) > 1:
+                raise ValueError(
+                    f"{schedule.name} cannot average: {graph.name(number)} completes the sums of some chunks only"
+                )
+            if are_whole == {True}:
+                found.add(place)
     return frozenset(found)
