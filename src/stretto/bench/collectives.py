@@ -202,17 +202,12 @@ def _measure(
 
 
 def _handwritten(communicator: CudaCommunicator, buffers: _Buffers) -> dict[str, Callable[[], Any]]:
-    major, minor = torch.cuda.get_device_capability()
     runs: dict[str, Callable[[], Any]] = {}
     for shots in (1, 2):
-        kernel = HandwrittenAllReduce(communicator.workspace, shots, f"sm_{major}{minor}")
+        kernel = HandwrittenAllReduce(communicator.workspace, shots)
         if kernel.fits(buffers.input.numel() * buffers.input.itemsize):
-            runs[f"hand-written {shots}-shot"] = partial(_run_handwritten, kernel, buffers)
+            runs[f"hand-written {shots}-shot"] = partial(kernel, buffers.input, buffers.output)
     return runs
-
-
-def _run_handwritten(kernel: HandwrittenAllReduce, buffers: _Buffers) -> None:
-    kernel(buffers.input, buffers.output, torch.cuda.current_stream().cuda_stream)
 
 
 def _tune(

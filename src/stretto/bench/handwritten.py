@@ -7,8 +7,6 @@ from importlib.resources import files
 
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.kernel import Function
-from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.workspace import Workspace
 
 
@@ -18,7 +16,7 @@ class HandwrittenAllReduce:
     shots: 1 or 2. The whole array is bf16 and a multiple of 8 bytes a rank.
     """
 
-    def __init__(self, workspace: Workspace, shots: int, capability: str) -> None:
+    def __init__(self, workspace: Workspace, shots: int) -> None:
         world, rank = workspace.world_size, workspace.rank
         names = [f"peer_{peer}" for peer in range(world)]
         source = (
@@ -27,9 +25,7 @@ class HandwrittenAllReduce:
             f"#define PEERS_PARAMETERS {', '.join(f'char* {name}' for name in names)}\n"
             + files(__package__).joinpath("handwritten.cu").read_text(encoding="utf-8")
         )
-        self._function = Function(
-            load_or_compile(source, capability), ["input", "output", "epochs", "count", "half", *names]
-        )
+        self._function = workspace.load(source, ["input", "output", "epochs", "count", "half", *names])
         region = workspace.regions["LL"]
         self._half, self._shots, self._world = region.half, shots, world
         self._function.set("epochs", workspace.state.data_ptr())
@@ -44,7 +40,7 @@ class HandwrittenAllReduce:
             and 2 * num_bytes * (self._world if self._shots == 1 else 2) <= self._half
         )
 
-    def __call__(self, input: Tensor, output: Tensor, stream: int) -> None:
+    def __call__(self, input: Tensor, output: Tensor) -> None:
         """Sum `input` (bf16) over the ranks into `output`."""
         count = input.numel() * 2 // 8
         lanes = count if self._shots == 1 else count // self._world
@@ -52,4 +48,4 @@ class HandwrittenAllReduce:
         self._function.set("output", output.data_ptr())
         self._function.set("count", count)
         threads = 128 if lanes <= 128 * 128 else 512
-        self._function.launch(max(1, min(-(-lanes // threads), 128)), threads, stream)
+        self._function.launch(max(1, min(-(-lanes // threads), 128)), threads)

@@ -54,8 +54,8 @@ def test_simple_publishes_after_a_barrier_of_the_block_and_a_fence_of_the_system
 
 def test_ll_writes_data_and_flag_in_one_store_and_reads_them_in_one_load():
     text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL"))
-    assert len(re.findall(r"st\.volatile\.global\.v4\.u32", text)) >= 3
-    assert len(re.findall(r"ld\.volatile\.global\.v4\.u32", text)) >= 3
+    assert len(re.findall(r"st\.volatile\.global\.v2\.u64", text)) >= 3
+    assert len(re.findall(r"ld\.volatile\.global\.v2\.u64", text)) >= 3
     assert "fence" not in text  # none is needed, and one would cost a microsecond
 
 

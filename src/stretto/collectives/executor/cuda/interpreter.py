@@ -1,16 +1,14 @@
 """The interpreter of schedules on GPUs: any that was verified, thread block by thread block and step by step."""
 
 from collections.abc import Iterator
-from importlib.resources import files
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, Function, moves_chunks
-from stretto.collectives.executor.cuda.nvrtc import load_or_compile
-from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant
+from stretto.collectives.executor.cuda.kernel import DATA_BYTES, moves_chunks
+from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant, read_sources
 from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
 from stretto.collectives.executor.layout import find_layout
 from stretto.collectives.executor.plan import Plan, make_plan
@@ -42,9 +40,8 @@ def write_interpreter(world_size: int, rank: int, variant: Variant) -> str:
         "RANK": rank,
         "UNROLL": 1,
     }
-    here = files(__package__)
-    sources = [here.joinpath(name).read_text(encoding="utf-8") for name in ("primitives.cu", "interpreter.cu")]
-    return "\n".join([*(f"#define {name} {value}" for name, value in macros.items()), *sources])
+    lines = [f"#define {name} {value}" for name, value in macros.items()]
+    return "\n".join([*lines, read_sources("ptx.cu", "primitives.cu", "interpreter.cu")])
 
 
 class InterpretedSchedule:
@@ -83,9 +80,8 @@ class InterpretedSchedule:
         self.needs_even = moves_chunks(self.collective, self.block_chunks)
         is_average = variant.reduction == "avg"
         self._completes = _find_completing_steps(schedule, self.collective) if is_average else frozenset()
-        major, minor = torch.cuda.get_device_capability(workspace.device)
-        cubin = load_or_compile(write_interpreter(workspace.world_size, workspace.rank, variant), f"sm_{major}{minor}")
-        self._function = Function(cubin, list(PARAMETERS))
+        source = write_interpreter(workspace.world_size, workspace.rank, variant)
+        self._function = workspace.load(source, list(PARAMETERS))
         self._region = workspace.regions[variant.protocol]
         self._peers = torch.tensor(workspace.peers, dtype=torch.int64, device=workspace.device)
         fixed = {
@@ -114,10 +110,9 @@ class InterpretedSchedule:
             self._resize(*sizes)
         self._function.set("input", input.data_ptr())
         self._function.set("output", input.data_ptr() if output is None else output.data_ptr())
-        stream = torch.cuda.current_stream().cuda_stream
         for source, target, elements in self._copies:
             (input if output is None else output)[target : target + elements] = input[source : source + elements]
-        self._function.launch(max(self._blocks, 1), self.threads, stream, is_cooperative=True)
+        self._function.launch(max(self._blocks, 1), self.threads, is_cooperative=True)
 
     def _resize(self, input_elements: int, output_elements: int | None) -> None:
         variant = self.variant

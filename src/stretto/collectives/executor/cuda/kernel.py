@@ -1,15 +1,12 @@
 """A verified schedule as one kernel on this GPU, for calls on the current stream."""
 
-import ctypes
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
-from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.source import MAX_THREADS, Variant, parameter_names, write_source
 from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, MAX_SIMPLE_MAILBOXES, Workspace
 from stretto.collectives.executor.layout import Layout, find_layout
@@ -48,8 +45,7 @@ class LaneKernel:
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = moves_chunks(self.collective, self.block_chunks)
         source = write_source(self.lanes, workspace.rank, self.block_chunks, variant)
-        major, minor = torch.cuda.get_device_capability(workspace.device)
-        self._function = Function(load_or_compile(source, f"sm_{major}{minor}"), parameter_names(workspace.world_size))
+        self._function = workspace.load(source, parameter_names(workspace.world_size))
         region = workspace.regions[variant.protocol]
         self._half = region.half
         program = self.lanes.ranks[workspace.rank]
@@ -62,7 +58,7 @@ class LaneKernel:
         self._last: tuple[int, int | None] | None = None
         self._pieces: list[tuple[int, int, int]] = []
         self.threads: int | None = None
-        self.max_blocks = torch.cuda.get_device_properties(workspace.device).multi_processor_count
+        self.max_blocks = workspace.multiprocessors
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
@@ -77,11 +73,10 @@ class LaneKernel:
         function = self._function
         function.set("input", input.data_ptr())
         function.set("output", input.data_ptr() if output is None else output.data_ptr())
-        stream = torch.cuda.current_stream().cuda_stream
         for begin, slots, blocks in self._pieces:
             function.set("begin", begin)
             function.set("slots", slots)
-            function.launch(blocks, self._threads, stream)
+            function.launch(blocks, self._threads)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
         """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same."""
@@ -133,38 +128,3 @@ def moves_chunks(collective: Collective, block_chunks: int) -> bool:
         for index in range(collective.output_chunks)
         for _, given in collective.expected(rank, index) or ()
     )
-
-
-class Function:
-    """A kernel whose parameters, all of 8 bytes, are kept between launches: only what changes is written."""
-
-    def __init__(self, cubin: bytes, names: list[str]) -> None:
-        from cuda.bindings import driver
-        from cuda.core import Device, ObjectCode
-
-        Device(torch.cuda.current_device()).set_current()
-        self._code = ObjectCode.from_cubin(cubin)
-        self._kernel = self._code.get_kernel("run")
-        self._handle = self._kernel.handle
-        self._launch = driver.cuLaunchKernel
-        self._launch_cooperative = driver.cuLaunchCooperativeKernel
-        self._error_of = driver.cuGetErrorString
-        self._at = {name: index for index, name in enumerate(names)}
-        self._values = (ctypes.c_uint64 * len(names))()
-        addresses = [ctypes.addressof(self._values) + 8 * index for index in range(len(names))]
-        self._pointers = (ctypes.c_void_p * len(names))(*addresses)
-        self._parameters = ctypes.addressof(self._pointers)
-
-    def set(self, name: str, value: int) -> None:
-        """Set a parameter for the launches from now on."""
-        self._values[self._at[name]] = value
-
-    def launch(self, blocks: int, threads: int, stream: int, *, is_cooperative: bool = False) -> None:
-        """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. RuntimeError with CUDA's words."""
-        result: Any
-        if is_cooperative:
-            result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
-        else:
-            result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, 0)
-        if result[0] != 0:
-            raise RuntimeError(f"a kernel was not launched: {self._error_of(result[0])[1].decode()}")

@@ -9,9 +9,6 @@
 // of LL and LL128 reads data and flag together until the flag is right; that of Simple waits for the flag (acquire,
 // system), then a barrier of the block. Flags count up from call to call and are never reset.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 #define SUM 0
 #define MAX 1
 #define MIN 2
@@ -39,15 +36,11 @@ typedef Wider<ELEMENT>::type wide_t;
 struct Wide { wide_t values[ELEMENTS]; };
 
 template <typename T> __device__ __forceinline__ T widen(T x) { return x; }
-__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
-__device__ __forceinline__ float widen(fp16 x) {
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
-  return wide;
-}
+__device__ __forceinline__ float widen(bf16 x) { return from_bf16(x.bits); }
+__device__ __forceinline__ float widen(fp16 x) { return from_fp16(x.bits); }
 template <typename T> __device__ __forceinline__ void narrow(T& to, T x) { to = x; }
-__device__ __forceinline__ void narrow(bf16& to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-__device__ __forceinline__ void narrow(fp16& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+__device__ __forceinline__ void narrow(bf16& to, float x) { to.bits = to_bf16(x); }
+__device__ __forceinline__ void narrow(fp16& to, float x) { to.bits = to_fp16(x); }
 
 union Lane {
   Pack pack;
@@ -161,8 +154,7 @@ struct Wait {
   }
 
   __device__ __noinline__ bool look_around(u32 level, u32 message) {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    u64 now = nanoseconds();
     if (!began) began = now;
     if (*(volatile u32*)&state->is_broken) return false;
     if (now - began < limit) return true;
@@ -181,30 +173,23 @@ struct Wait {
 // `flag` is the call's epoch in its upper half; the lower half tells messages apart that share a place.
 __device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u64 flag) {
 #if PROTOCOL == LL
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(message + slot * 16), "r"((u32)pack.words[0]),
-               "r"((u32)(flag >> 32)), "r"((u32)(pack.words[0] >> 32)), "r"((u32)flag) : "memory");
+  store_volatile(message + slot * 16, (pack.words[0] & 0xffffffff) | (flag & 0xffffffff00000000),
+                 pack.words[0] >> 32 | flag << 32);
 #elif PROTOCOL == LL128
-  u64 second = slot % 8 == 7 ? flag : pack.words[WORDS - 1];
-  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(message + slot * 16), "l"(pack.words[0]), "l"(second)
-               : "memory");
+  store_volatile(message + slot * 16, pack.words[0], slot % 8 == 7 ? flag : pack.words[WORDS - 1]);
 #else
-  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(message + slot * 16), "l"(pack.words[0]),
-               "l"(pack.words[WORDS - 1]) : "memory");
+  store_weak(message + slot * 16, pack.words[0], pack.words[WORDS - 1]);
 #endif
 }
 
 // Reads a lane of a message; returns whether it has come (Simple: it has, or nobody would be here).
 __device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, u64 flag) {
-#if PROTOCOL == LL
-  u32 low, high, first, second;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(low), "=r"(first), "=r"(high), "=r"(second) : "l"(message + slot * 16) : "memory");
-  pack.words[0] = (u64)high << 32 | low;
-  return first == (u32)(flag >> 32) && second == (u32)flag;
-#else
   u64 first, second;
-  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(message + slot * 16)
-               : "memory");
+  load_volatile(message + slot * 16, first, second);
+#if PROTOCOL == LL
+  pack.words[0] = second << 32 | (first & 0xffffffff);
+  return (u32)(first >> 32) == (u32)(flag >> 32) && (u32)(second >> 32) == (u32)flag;
+#else
   pack.words[0] = first;
   pack.words[WORDS - 1] = second;
   return PROTOCOL == SIMPLE || slot % 8 != 7 || second == flag;
@@ -217,17 +202,6 @@ __device__ __forceinline__ bool everywhere(bool here) {
 #else
   return here;
 #endif
-}
-
-__device__ __forceinline__ void raise_flag(u64* flag, u64 value) {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ u64 see_flag(const u64* flag) {
-  u64 value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-  return value;
 }
 
 __device__ __forceinline__ void await_flag(const u64* flag, u64 value, Wait& wait, u32 level, u32 message) {

@@ -59,16 +59,20 @@ def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -
         "RANK": rank,
         "UNROLL": variant.unroll,
     }
-    primitives = files(__package__).joinpath("primitives.cu").read_text(encoding="utf-8")
     writer = _Writer(lanes, program, block_chunks, variant)
     return "\n".join(
         [
             *(f"#define {name} {value}" for name, value in macros.items()),
-            primitives,
+            read_sources("ptx.cu", "primitives.cu"),
             *writer.kernel(),
             "",
         ]
     )
+
+
+def read_sources(*names: str) -> str:
+    """The CUDA C++ that lies beside this module."""
+    return "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def parameter_names(world: int) -> list[str]:

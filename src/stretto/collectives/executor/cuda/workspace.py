@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.executor.cuda.function import Function, Launchable
+from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.memory import PeerError
 from stretto.memory.cuda import CudaMemory
 
@@ -63,6 +65,16 @@ class Workspace:
         self._seen = self._report.numpy()
         torch.cuda.synchronize(self.device)
         self.memory.meet()
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many blocks run at once for certain."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def load(self, source: str, names: list[str]) -> Launchable:
+        """The kernel `run` of CUDA C++, compiled for this GPU. names: its parameters in order."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return Function(load_or_compile(source, f"sm_{major}{minor}"), names)
 
     @property
     def peers(self) -> list[int]:

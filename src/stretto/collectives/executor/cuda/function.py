@@ -1,0 +1,52 @@
+"""A compiled kernel and its parameters."""
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+
+
+class Launchable(Protocol):
+    """What a kernel is to those that launch it: parameters of 8 bytes by name, and a launch on the current stream."""
+
+    def set(self, name: str, value: int) -> None:
+        """Set a parameter for the launches from now on."""
+
+    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False) -> None:
+        """Launch it; cooperative: all blocks are resident at once, or it is refused."""
+
+
+class Function:
+    """A kernel whose parameters, all of 8 bytes, are kept between launches: only what changes is written."""
+
+    def __init__(self, cubin: bytes, names: list[str]) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        Device(torch.cuda.current_device()).set_current()
+        self._code = ObjectCode.from_cubin(cubin)
+        self._kernel = self._code.get_kernel("run")
+        self._handle = self._kernel.handle
+        self._launch = driver.cuLaunchKernel
+        self._launch_cooperative = driver.cuLaunchCooperativeKernel
+        self._error_of = driver.cuGetErrorString
+        self._at = {name: index for index, name in enumerate(names)}
+        self._values = (ctypes.c_uint64 * len(names))()
+        addresses = [ctypes.addressof(self._values) + 8 * index for index in range(len(names))]
+        self._pointers = (ctypes.c_void_p * len(names))(*addresses)
+        self._parameters = ctypes.addressof(self._pointers)
+
+    def set(self, name: str, value: int) -> None:
+        """Set a parameter for the launches from now on."""
+        self._values[self._at[name]] = value
+
+    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False) -> None:
+        """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. RuntimeError with CUDA's words."""
+        stream = torch.cuda.current_stream().cuda_stream
+        result: Any
+        if is_cooperative:
+            result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
+        else:
+            result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, 0)
+        if result[0] != 0:
+            raise RuntimeError(f"a kernel was not launched: {self._error_of(result[0])[1].decode()}")

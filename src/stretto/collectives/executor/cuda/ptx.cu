@@ -1,0 +1,55 @@
+// What has no words in C++: how memory is read and written in order, and how numbers of 16 bits are rounded.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ float from_bf16(unsigned short bits) { return __uint_as_float((u32)bits << 16); }
+
+__device__ __forceinline__ unsigned short to_bf16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+__device__ __forceinline__ float from_fp16(unsigned short bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+__device__ __forceinline__ unsigned short to_fp16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// 16 bytes at once, never torn: what LL and LL128 rely on.
+__device__ __forceinline__ void store_volatile(char* to, u64 first, u64 second) {
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+
+__device__ __forceinline__ void load_volatile(const char* from, u64& first, u64& second) {
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void store_weak(char* to, u64 first, u64 second) {
+  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+
+// After a barrier of the block: all that its threads have written is seen by whoever sees the flag.
+__device__ __forceinline__ void raise_flag(u64* flag, u64 value) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 see_flag(const u64* flag) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}

@@ -1,0 +1,120 @@
+"""Kernels of all ranks in this process: their CUDA C++ compiled by the C++ compiler, a thread for each CUDA thread."""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import torch
+
+from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, PAD, Region
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("c++")
+THREADS = 8
+LAUNCH = """
+extern "C" void launch(u32 blocks, u32 threads, u64* a) {
+  std::vector<std::unique_ptr<Block>> states;
+  for (u32 b = 0; b < blocks; ++b) states.push_back(std::make_unique<Block>(threads));
+  std::vector<std::thread> all;
+  for (u32 b = 0; b < blocks; ++b)
+    for (u32 t = 0; t < threads; ++t)
+      all.emplace_back([=, &states] {
+        blockIdx.x = b; threadIdx.x = t; blockDim.x = threads; gridDim.x = blocks; block_state = states[b].get();
+        run(%s);
+      });
+  for (auto& one : all) one.join();
+}
+"""
+
+
+class EmulatedFunction:
+    """A kernel whose launch runs all its threads to their end."""
+
+    def __init__(self, source, names, folder):
+        signature = re.search(r"\brun\((.*?)\)\s*\{", source, re.S).group(1)
+        kinds = [part.strip().rsplit(" ", 1)[0] if "*" not in part else part.rsplit("*", 1)[0] + "*"
+                 for part in signature.split(",")]  # fmt: skip
+        kinds = _spread(signature)
+        arguments = ", ".join(f"({kind})a[{index}]" for index, kind in enumerate(kinds))
+        assert len(kinds) == len(names)
+        own = (source[: source.index("// What has no words")], source[source.index("// What kernels of") :])
+        text = own[0] + '#include "emulation.h"\n' + own[1] + LAUNCH % arguments
+        text = text.replace('extern "C" __global__ void', "static void")
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        library = folder / f"{key}.so"
+        if not library.exists():
+            (folder / f"{key}.cpp").write_text(text)
+            command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
+            subprocess.run([*command, folder / f"{key}.cpp", "-o", library], check=True)
+        self._launch = ctypes.CDLL(str(library)).launch
+        self._at = {name: index for index, name in enumerate(names)}
+        self._values = (ctypes.c_uint64 * len(names))()
+
+    def set(self, name, value):
+        self._values[self._at[name]] = value
+
+    def launch(self, blocks, threads, *, is_cooperative=False):
+        self._launch(blocks, THREADS, self._values)
+
+
+def _spread(signature):
+    """The types of parameters, also of those that share one: `char *a, *b`."""
+    kinds = []
+    for part in signature.split(","):
+        match = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", part, re.S)
+        kinds.append(match.group(1))
+    return kinds
+
+
+class EmulatedWorkspace:
+    """A rank's workspace in this process's memory."""
+
+    def __init__(self, rank, memories, regions, folder, limit=60.0):
+        self.rank, self.world_size = rank, len(memories)
+        self.device = torch.device("cpu")
+        self.multiprocessors = 2
+        self.limit = int(limit * 1e9)
+        self.regions, self.folder = regions, folder
+        self.peers = [memory.data_ptr() for memory in memories]
+        self.state = torch.zeros(MAX_BLOCKS + 1, dtype=torch.int32)
+        self.ended = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
+        self.report = torch.zeros(5, dtype=torch.int32)
+
+    def load(self, source, names):
+        return EmulatedFunction(source, names, self.folder)
+
+    def check(self, name="", peers=None):
+        assert not self.report[0], self.report.tolist()
+
+
+def make_workspaces(ranks, folder, bytes_each=1 << 20, **options):
+    starts = range(PAD, PAD + 3 * bytes_each, bytes_each)
+    regions = {name: Region(start, bytes_each) for name, start in zip(("LL", "LL128", "Simple"), starts, strict=True)}
+    memories = [torch.zeros(PAD + 3 * bytes_each + 64, dtype=torch.uint8) for _ in range(ranks)]
+    return [EmulatedWorkspace(rank, memories, regions, folder, **options) for rank in range(ranks)], memories
+
+
+def run_all(kernels, tensors):
+    """Call every rank's kernel at once, each in a thread of its own."""
+    errors = []
+
+    def call(kernel, arguments):
+        try:
+            kernel(*arguments)
+        except Exception as error:  # raised below, in the test's thread
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=call, args=(kernel, arguments))
+        for kernel, arguments in zip(kernels, tensors, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,79 @@
+// CUDA's words in C++ threads, and what ptx.cu has, so that the kernels' own source runs on a CPU. One thread a CUDA
+// thread; a warp is a block of eight, which is what a line of LL128 needs.
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+#define LL128 1
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(n)
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Dim { unsigned x; };
+struct Block { std::barrier<> barrier; std::atomic<int> misses[2]; explicit Block(int n) : barrier(n), misses{0, 0} {} };
+static thread_local Dim blockIdx, threadIdx, blockDim, gridDim;
+static thread_local Block* block_state;
+static thread_local unsigned votes;
+static void __syncthreads() { block_state->barrier.arrive_and_wait(); }
+static void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+static void __threadfence_system() { __threadfence(); }
+static u32 atomicExch(u32* at, u32 value) { return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST); }
+static bool __all_sync(unsigned, bool here) {
+  auto& misses = block_state->misses[votes++ % 2];
+  if (!here) ++misses;
+  __syncthreads();
+  bool all = misses == 0;
+  __syncthreads();
+  misses = 0;  // the other one is used before this one is again
+  return all;
+}
+static float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static float from_bf16(unsigned short bits) { return from_bits((u32)bits << 16); }
+static unsigned short to_bf16(float x) {
+  u32 bits; std::memcpy(&bits, &x, 4);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static float from_fp16(unsigned short bits) { _Float16 x; std::memcpy(&x, &bits, 2); return x; }
+static unsigned short to_fp16(float x) { _Float16 half = x; unsigned short bits; std::memcpy(&bits, &half, 2); return bits; }
+static u64 nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+// Whoever is waited for needs a core: to yield is not enough beside other busy processes.
+static thread_local unsigned looks;
+static void pause() { if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+static void write(char* to, u64 first, u64 second) {
+  __atomic_store_n((u64*)to, first, __ATOMIC_RELEASE);
+  __atomic_store_n((u64*)to + 1, second, __ATOMIC_RELEASE);
+}
+static void read(const char* from, u64& first, u64& second) {
+  second = __atomic_load_n((const u64*)from + 1, __ATOMIC_ACQUIRE);
+  first = __atomic_load_n((const u64*)from, __ATOMIC_ACQUIRE);
+}
+// A line of LL128 is whole: the flag's thread writes after the others, and reads before them.
+static void store_volatile(char* to, u64 first, u64 second) {
+#if PROTOCOL == LL128
+  if (threadIdx.x % 8 == 7) __syncthreads();
+  write(to, first, second);
+  if (threadIdx.x % 8 != 7) __syncthreads();
+#else
+  write(to, first, second);
+#endif
+}
+static void load_volatile(const char* from, u64& first, u64& second) {
+#if PROTOCOL == LL128
+  if (threadIdx.x % 8 != 7) __syncthreads();
+  read(from, first, second);
+  if (threadIdx.x % 8 == 7) __syncthreads();
+#else
+  read(from, first, second);
+#endif
+  pause();
+}
+static void store_weak(char* to, u64 first, u64 second) { write(to, first, second); }
+static void raise_flag(u64* flag, u64 value) { __atomic_store_n(flag, value, __ATOMIC_SEQ_CST); }
+static u64 see_flag(const u64* flag) { pause(); return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
