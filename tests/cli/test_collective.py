@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from stretto.cli import app
 from stretto.collectives import read_schedule, verify
+from stretto.collectives.executor import ExecutionError
 
 EVERYTHING = {
     "ok",
@@ -115,6 +116,12 @@ def test_slots_waivers_and_limits_are_options(ring):
         (("compile", "ring-all-reduce", "--ranks", 99, "--limits", "rccl"), "rccl has at most 64"),
         (("compile", "ring-all-reduce", "--ranks", 4, "--set", "channels=0"), "at least 1 channel, not 0"),
         (("compile", "ring-all-reduce", "--ranks", 4, "--set", "in_place=5"), "there is an option for in_place"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--set", "channels=--5"), "--set takes NAME=NUMBER"),
+        (("compile", "ring-all-reduce", "--ranks", 4, "--set", "min_bytes=5"), "min_bytes is no parameter of an"),
+        (("compile", "hierarchical-all-reduce", "--nodes", -2, "--gpus", -2), "at least 1 of nodes, not -2"),
+        (("compile", "all-to-next", "--nodes", 2, "--gpus", 2, "--in-place"), "leaves no choice of in_place"),
+        (("run", "ring.xml", "--ranks", 4), "ring.xml is compiled: leave out"),
+        (("run", "ring.xml", "--protocol", "LL"), "ring.xml is compiled: leave out"),
         (("compile", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--ranks", 5), "are not 5 ranks"),
         (("import-msccl", "not_there.py"), "not_there.py"),
     ],
@@ -237,6 +244,16 @@ def test_a_users_program_prints_to_standard_error_and_fails_in_words(tmp_path):
         "@algorithm(lambda ranks: AllGather(ranks))\n"
         "def broken(ranks):\n"
         "    1 / 0\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def wordy(ranks):\n"
+        "    raise ValueError('two\\nlines')\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def silent(ranks):\n"
+        "    raise ValueError\n"
+        "@algorithm(lambda ranks: AllGather(ranks))\n"
+        "def misled(ranks):\n"
+        "    chunk(0, 'in', 0, ch=5)\n"
+        "    chunk(0, 'in', 0).copy(1, 'out', '0' + 1)\n"
     )
     result = run("compile", f"{own}:good", "--ranks", 2)
     assert result.exit_code == 0
@@ -247,6 +264,30 @@ def test_a_users_program_prints_to_standard_error_and_fails_in_words(tmp_path):
         assert result.exit_code == 2
         assert f"own.py:{line}: {why}" in result.stderr
         assert result.stdout == ""
+    assert run("compile", f"{own}:wordy", "--ranks", 2).stderr.splitlines() == [
+        "hello",
+        "stretto: two lines",
+    ]
+    assert "own.py:20: ValueError: " in run("compile", f"{own}:silent", "--ranks", 2).stderr
+    assert "own.py:23: TypeError: " in run("compile", f"{own}:misled", "--ranks", 2).stderr
+
+
+def test_a_name_out_of_a_file_begins_no_line_and_steers_no_terminal(ring):
+    ring.write_text(ring.read_text().replace('name="ring-all-reduce"', 'name="a&#10;verified&#x9b;&#x202e;é"', 1))
+    lines = run("verify", ring).stdout.splitlines()
+    assert lines[0].startswith(r"a\nverified\x9b\u202eé: allreduce of 4 ranks")
+    assert lines.count("verified") == 1
+
+
+def test_a_process_that_dies_ends_the_run_in_words(ring, monkeypatch):
+    def die(*args, **options):
+        raise ExecutionError("ring stops:\n  rank 0 waits for rank 1")
+
+    monkeypatch.setattr("stretto.collectives.trial.run_on_processes", die)
+    result = run("run", ring, "--json")
+    assert result.exit_code == 1
+    assert result.stderr == "stretto: not run to its end: ring stops: rank 0 waits for rank 1\n"
+    assert "not run to its end" in json.loads(result.stdout)["error"]
 
 
 def test_a_picture_does_not_replace_the_schedule(ring):

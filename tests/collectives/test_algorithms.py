@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from stretto.collectives import ProgramError, algorithm, chunk, verify
+from stretto.collectives import Algorithm, ProgramError, algorithm, chunk, verify
 from stretto.collectives.algorithms import ALGORITHMS, find, load
 from stretto.collectives.collective import AllGather
 from stretto.collectives.executor import simulate
@@ -161,6 +161,12 @@ def test_parameters_are_checked():
         find("ring-all-gather").compile(rank=4)
     with pytest.raises(ValueError, match="a DGX-1 has 8 GPUs, not 4"):
         find("dgx1-all-gather").compile(ranks=4)
+    with pytest.raises(ValueError, match="hierarchical-all-reduce has at least 1 of nodes, not -1"):
+        find("hierarchical-all-reduce").compile(nodes=-1, gpus=-4)
+    with pytest.raises(ValueError, match="all-to-next leaves no choice of in_place"):
+        find("all-to-next").compile(nodes=2, gpus=2, in_place=True)
+    with pytest.raises(ValueError, match="own is given no collective to do: 7 is none"):
+        Algorithm("own", lambda: None, lambda: 7, "").compile()
 
 
 def test_an_algorithm_may_be_a_part_of_another():

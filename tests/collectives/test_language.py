@@ -4,7 +4,18 @@ import inspect
 
 import pytest
 
-from stretto.collectives import AllGather, AllReduce, Broadcast, ProgramError, ReduceScatter, chunk, parallelize, trace
+from stretto.collectives import (
+    Algorithm,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    ProgramError,
+    ReduceScatter,
+    chunk,
+    parallelize,
+    trace,
+)
 
 
 def here() -> str:
@@ -113,3 +124,37 @@ def test_nothing_of_a_trace_outlives_it():
             chunk(2, "in", 0)
         with pytest.raises(ProgramError, match="another program"):
             kept.copy(1, "in", 0)
+
+
+def copy_once() -> None:
+    chunk(0, "in", 0).copy(0, "out", 0)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [[(0, 0)], (0, 0), (), ((0, 0), (9, 0)), ((0, 1),), ((0, -1),), ([0, 0],), "in", 7],
+)
+def test_a_condition_that_names_no_input_chunks_is_refused_before_anything_is_traced(expected):
+    wrong = Collective("own", 2, 1, 1, expected=lambda rank, index: expected)
+    with pytest.raises(ValueError, match=r"own: out\[0\] of rank 0 is expected to hold .* neither None nor a tuple"):
+        Algorithm("own", copy_once, lambda: wrong, "").trace()
+
+
+@pytest.mark.parametrize("start", [-1, 2, 5])
+def test_a_buffer_that_begins_outside_the_other_one_is_refused(start):
+    wrong = Collective("own", 2, 1, 2, lambda rank, index: None, in_place=True, starts=lambda rank: (start, 0))
+    with pytest.raises(ValueError, match=f"own in place: in of rank 0 begins at chunk {start} of 2"):
+        Algorithm("own", copy_once, lambda: wrong, "").trace()
+
+
+def test_what_is_no_reference_and_no_number_is_named_with_its_line():
+    with trace(AllGather(2)):
+        own = chunk(0, "in", 0)
+        for wrong in (
+            lambda: own.reduce(5),
+            lambda: own.group(None),
+            lambda: own.split("2"),
+            lambda: parallelize("2").__enter__(),
+        ):
+            with pytest.raises(ProgramError, match=r"test_language.py:[0-9]+: "):
+                wrong()

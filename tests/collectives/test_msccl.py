@@ -524,6 +524,7 @@ def test_a_copy_needs_a_link(refused: Callable[..., str]) -> None:
         ("chunk(0, Buffer.input, -1)", "chunks are counted from 0"),
         ("chunk(0, Buffer.input, 0).copy(1, Buffer.output)", "needs an index"),
         ("chunk(0, Buffer.input, 0).copy(1, Buffer.output, 4)", "rank 1's output[4] is out of bounds"),
+        ("chunk(0, Buffer.input, 0).copy(1, 'x', 2**26)", "'x'[67108864] is out of bounds: scratch has up to 1048576"),
         ("chunk(0, Buffer.input, 0).reduce(1)", "reduce() takes what chunk() returns, not 1"),
         ("chunk(0, Buffer.input, 0, 2).reduce(chunk(1, Buffer.input, 0))", "differ in size"),
         ("chunk(0, Buffer.input, 0).reduce(chunk(0, Buffer.input, 0))", "overlap"),

@@ -1,5 +1,7 @@
 """What the verifier finds in schedules written by hand, and where it says that it is."""
 
+import time
+
 import pytest
 from tests.collectives.schedules import block, schedule, step
 
@@ -247,3 +249,19 @@ def test_options_that_cannot_be_are_refused():
         verify(exchange(), slots=0)
     with pytest.raises(ValueError, match="'races' cannot be waived"):
         verify(exchange(), waive=["races"])
+
+
+def test_many_chunks_that_want_one_long_sum_are_compared_in_time():
+    # 2^19 outputs want a sum of 2048 chunks each: to hash it, or to count it, for each of them would take minutes.
+    only_own = [block(step("cpy", ("in", 0), ("out", 0), size=256))]
+    made = schedule(AllReduce(2048, 256, in_place=False), *[only_own] * 2048)
+    begin = time.perf_counter()
+    assert not verify(made).postcondition
+    assert time.perf_counter() - begin < 20
+
+
+def test_a_chunk_that_is_doubled_without_end_is_not_what_is_wanted():
+    doubled = block(step("cpy", ("in", 0), ("out", 0)), *[step("re", ("out", 0), ("out", 0))] * 20000)
+    found = verify(schedule(Broadcast(1, root=0, in_place=False), [doubled]))
+    assert found.postcondition is False
+    assert f"out[0] of rank 0 holds a sum of {2**62} input chunks or more" in found.errors[0]

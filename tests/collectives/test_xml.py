@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -272,3 +273,18 @@ def test_limits_of_a_runtime_are_checked_on_request():
     assert "rank 0: 40 thread blocks send on channel 0; rccl has at most 32" in exceeded_limits(spread, rccl)
     (unknown,) = exceeded_limits(ALGORITHMS["all-to-next"].compile(nodes=1, gpus=2), rccl)
     assert unknown == "rccl knows no collective 'alltonext'"
+
+
+@pytest.mark.parametrize("text", ["<algo name='{}'/>", "<!--{}--><algo/>", "<{}/>", "<?a {}?><algo/>"])
+def test_a_tag_or_comment_without_end_is_refused_before_it_was_looked_at_too_often(text):
+    begin = time.perf_counter()
+    with pytest.raises(ScheduleFileError, match=r"^long.xml:1: a tag or comment of over 4194304 bytes$"):
+        from_xml(text.format("a" * (64 << 20)), "long.xml")
+    assert time.perf_counter() - begin < 4
+
+
+def test_a_name_that_no_file_can_hold_is_not_written():
+    made = ALGORITHMS["ring-all-gather"].compile(ranks=2)
+    for name in ("a\x00", "a\x1b[31m", "a\ud800", "a\uffff"):
+        with pytest.raises(ValueError, match="has a character that XML does not"):
+            to_xml(replace(made, name=name))

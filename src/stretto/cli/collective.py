@@ -1,6 +1,7 @@
 """`stretto collective`: write a collective, prove it right, look at it, run it."""
 
 import json
+import re
 import signal
 import sys
 import traceback
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 NOT_VERIFIED = 1
 SHOWN_ERRORS = 20
+SHOWN_LETTERS = 100
+FIXED = ("protocol", "instances", "slots", "min_bytes", "max_bytes")
+"""What every algorithm is compiled with, so that none has a parameter of the name."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -232,7 +236,7 @@ def run(
 ) -> None:
     """Run a collective on processes of this machine, each rank one, and check every number that comes out.
 
-    It is verified first. Exit status: 0 right, 1 not verified or wrong, 2 bad input.
+    It is verified first. Exit status: 0 right, 1 not verified, wrong or not run to its end, 2 bad input.
 
     - stretto collective run ring-all-reduce --ranks 4 --bytes 1M
     """
@@ -240,14 +244,20 @@ def run(
         from stretto.collectives import verify
         from stretto.collectives.trial import run_trial
 
+        parameters = _parameters(ranks, nodes, gpus, in_place, set_)
         if name.endswith(".xml"):
+            if parameters or (instances, protocol) != (1, "Simple"):
+                raise ValueError(f"{name} is compiled: leave out what only a program takes, as --ranks and --instances")
             schedule = _read(Path(name), max_file_bytes)
         else:
-            schedule = _compile(name, protocol, instances, slots, _parameters(ranks, nodes, gpus, in_place, set_))
+            schedule = _compile(name, protocol, instances, slots, parameters)
         found = verify(schedule, slots=slots)
         if found.ok:
-            with _cleaning_up_when_ended():
-                trial = run_trial(schedule, size, dtype, reduction, repeats=repeats, slots=slots)
+            try:
+                with _cleaning_up_when_ended():
+                    trial = run_trial(schedule, size, dtype, reduction, repeats=repeats, slots=slots)
+            except RuntimeError as error:  # a process died, or the others did not wait any longer
+                raise fail(f"not run to its end: {_one_line(error)}", NOT_VERIFIED, as_json=as_json) from error
     if not found.ok:
         print(_describe(schedule, found), file=sys.stderr)
         raise fail("not run: the schedule is not verified", NOT_VERIFIED, as_json=as_json)
@@ -255,7 +265,7 @@ def run(
         print_json(asdict(trial))
     else:
         print(
-            f"{schedule.name} on {schedule.collective.ranks} processes, {trial.bytes:,} bytes of {dtype}: "
+            f"{_shown(schedule.name)} on {schedule.collective.ranks} processes, {trial.bytes:,} bytes of {dtype}: "
             f"{trial.seconds * 1e3:.1f} ms with their start, "
             + ("all numbers right" if not trial.wrong else f"{trial.wrong:,} numbers WRONG")
         )
@@ -310,13 +320,24 @@ def _compile(name: str, protocol: str, instances: int, slots: int | None, parame
     with redirect_stdout(sys.stderr):
         try:
             return _find(name).compile(protocol=protocol, instances=instances, slots=slots, **parameters)
-        except ValueError:
-            raise
         except (Exception, SystemExit) as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(
-                f"{name} does not run: {place.filename}:{place.lineno}: {type(error).__name__}: {error}"
-            ) from error
+            said = _one_line(error)
+            if isinstance(error, ValueError) and said:
+                raise ValueError(said) from error
+            kind = type(error).__name__
+            raise ValueError(f"{name} does not run: {_place(error, name)}: {kind}: {said}") from error
+
+
+def _place(error: BaseException, name: str) -> str:
+    """The innermost line of the user's own file, or else of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(name.rpartition(":")[0]).absolute()
+    place = ([frame for frame in frames if Path(frame.filename) == file] or frames)[-1]
+    return f"{place.filename}:{place.lineno}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines())
 
 
 def _find(name: str) -> "Algorithm":
@@ -334,10 +355,12 @@ def _parameters(
     parameters = {name: value for name, value in given.items() if value is not None}
     for each in sets or ():
         name, equals, text = each.partition("=")
-        if not equals or not text.lstrip("-").isdecimal():
+        if not equals or re.fullmatch(r"-?[0-9]{1,18}", text) is None:
             raise ValueError(f"--set takes NAME=NUMBER, not {each!r}")
         if name in given:
             raise ValueError(f"--set {each}: there is an option for {name}: --{name.replace('_', '-')}")
+        if name in FIXED:
+            raise ValueError(f"--set {each}: {name} is no parameter of an algorithm")
         parameters[name] = int(text)
     # Whoever gives nodes and GPUs may say again how many ranks that makes.
     if "ranks" in parameters and {"nodes", "gpus"} <= parameters.keys():
@@ -376,7 +399,8 @@ def _describe(schedule: "Schedule", found: "Verification") -> str:
     collective = schedule.collective
     blocks = max((len(program.thread_blocks) for program in schedule.ranks), default=0)
     lines = [
-        f"{schedule.name}: {collective.name} of {collective.ranks} ranks, {collective.chunks_per_loop} chunks, "
+        f"{_shown(schedule.name)}: {_shown(collective.name)} of {collective.ranks} ranks, "
+        f"{collective.chunks_per_loop} chunks, "
         f"{schedule.protocol}, {schedule.channels} channels, up to {blocks} thread blocks a rank, {found.steps} steps",
         f"  postcondition       {_word(found.postcondition, 'holds', 'does not hold')}",
         f"  deadlock            {_word(found.deadlock_free, 'none', 'possible')} with {found.slots} slots a connection"
@@ -392,6 +416,12 @@ def _describe(schedule: "Schedule", found: "Verification") -> str:
         lines.append(f"  ... and {len(found.errors) - SHOWN_ERRORS} more errors (--json has them)")
     lines.append("verified" if found.ok else "NOT verified")
     return "\n".join(lines)
+
+
+def _shown(name: str) -> str:
+    """A name out of a file: what would steer a terminal, or begin a line of its own, as an escape."""
+    letters = (letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name[:SHOWN_LETTERS])
+    return "".join(letters) + ("..." if len(name) > SHOWN_LETTERS else "")
 
 
 def _word(value: bool | None, yes: str, no: str) -> str:

@@ -32,18 +32,30 @@ class Algorithm:
     @property
     def parameters(self) -> tuple[str, ...]:
         """What it takes: `ranks`, or `nodes` and `gpus`, and what can be tuned."""
-        names = dict.fromkeys(
+        return tuple(name for name in self._names if name != "in_place")
+
+    @property
+    def _names(self) -> dict[str, None]:
+        """What the program and the collective take, `in_place` included."""
+        return dict.fromkeys(
             (*inspect.signature(self.program).parameters, *inspect.signature(self.collective).parameters)
         )
-        return tuple(name for name in names if name != "in_place")
 
     def trace(self, **parameters: Any) -> Program:
         """Run the program once and record what it did. ValueError for parameters that it does not have or admit."""
-        known = {*self.parameters, "in_place"}
-        for name in parameters:
-            if name not in known:
+        for name, value in parameters.items():
+            if name == "in_place" and name not in self._names:
+                raise ValueError(
+                    f"{self.name} leaves no choice of in_place: neither its program nor its collective does"
+                )
+            if name not in self._names:
                 raise ValueError(f"{self.name} has no parameter {name!r}: it takes {', '.join(self.parameters)}")
-        with trace(self._call(self.collective, parameters)) as traced:
+            if name in ("nodes", "gpus") and value < 1:  # a product of two of these would be a number of ranks
+                raise ValueError(f"{self.name} has at least 1 of {name}, not {value}")
+        collective = self._call(self.collective, parameters)
+        if not isinstance(collective, Collective):
+            raise ValueError(f"{self.name} is given no collective to do: {collective!r} is none")
+        with trace(collective) as traced:
             self._call(self.program, parameters)
         return traced.program
 

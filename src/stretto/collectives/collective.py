@@ -73,6 +73,39 @@ class Collective:
         if not 0 <= self.root < self.ranks:
             raise ValueError(f"the root of {self.name} is a rank from 0 to {self.ranks - 1}, not {self.root}")
 
+    def require_conditions(self) -> None:
+        """ValueError where `expected` asks for anything but None or input chunks, or `starts` for places outside."""
+        before: dict[int, Expected] = {}  # most give one and the same sum for all ranks, and a sum may be long
+        for rank in range(self.ranks):
+            for index in range(self.output_chunks):
+                of = self.expected(rank, index)
+                if of is None or of is before.get(index):
+                    continue
+                if not isinstance(of, tuple) or not of or not all(map(self._is_input, of)):
+                    raise ValueError(
+                        f"{self.name}: out[{index}] of rank {rank} is expected to hold {str(of)[:80]}, which is "
+                        "neither None nor a tuple of input chunks (rank, index), as ((0, 0), (1, 0))"
+                    )
+                before[index] = of
+        if self.in_place:
+            self.require_inside()
+
+    def require_inside(self) -> None:
+        """ValueError where, in place, one of a rank's buffers does not lie inside the other."""
+        for rank in range(self.ranks):
+            for start, buffer in zip(self.starts(rank), (Buffer.IN, Buffer.OUT), strict=True):
+                if not 0 <= start <= self.chunks_per_loop - self.chunks(buffer):
+                    raise ValueError(
+                        f"{self.name} in place: {buffer} of rank {rank} begins at chunk {start} of "
+                        f"{self.chunks_per_loop}, and does not lie inside the other buffer"
+                    )
+
+    def _is_input(self, chunk: object) -> bool:
+        match chunk:
+            case (int(rank), int(index)) if isinstance(chunk, tuple):
+                return 0 <= rank < self.ranks and 0 <= index < self.input_chunks
+        return False
+
     def out_of_place(self) -> "Collective":
         """The same collective with buffers that share no memory."""
         return replace(self, in_place=False)

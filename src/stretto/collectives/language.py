@@ -137,6 +137,7 @@ class Trace:
     """The state of one trace: what each chunk was written by, and what was done so far."""
 
     def __init__(self, collective: Collective) -> None:
+        collective.require_conditions()
         self.collective = collective
         self._operations: list[Operation] = []
         self._instances = [1]
@@ -206,8 +207,8 @@ class Trace:
     def split(self, reference: Reference, parts: int) -> list[Reference]:
         """See `Reference.split`."""
         self._require_current(reference)
-        if parts < 1 or reference.count % parts:
-            raise ProgramError(f"{_line()}: {reference.count} chunks cannot be split into {parts} equal parts")
+        if not isinstance(parts, int) or parts < 1 or reference.count % parts:
+            raise ProgramError(f"{_line()}: {reference.count} chunks cannot be split into {parts!r} equal parts")
         count = reference.count // parts
         return [
             Reference(
@@ -231,8 +232,8 @@ class Trace:
     @contextmanager
     def parallel(self, instances: int) -> Iterator[None]:
         """See `parallelize`."""
-        if not 1 <= instances <= MAX_INSTANCES:
-            raise ProgramError(f"{_line()}: parallelize takes 1 to {MAX_INSTANCES} instances, not {instances}")
+        if not isinstance(instances, int) or not 1 <= instances <= MAX_INSTANCES:
+            raise ProgramError(f"{_line()}: parallelize takes 1 to {MAX_INSTANCES} instances, not {instances!r}")
         if self._instances[-1] * instances > MAX_INSTANCES:
             raise ProgramError(f"{_line()}: nested parallelize gives more than {MAX_INSTANCES} instances")
         self._instances.append(self._instances[-1] * instances)
@@ -268,6 +269,8 @@ class Trace:
         return Chunks(rank, buffer, index, count), there[index : index + count]
 
     def _require_current(self, reference: Reference) -> None:
+        if not isinstance(reference, Reference):
+            raise ProgramError(f"{_line()}: {reference!r} is no reference: take one with chunk()")
         if reference._trace is not self or _current.get() is not self:
             raise ProgramError(f"{_line()}: {reference.chunks} is a reference of another program")
         now = self._versions[reference.rank][reference.buffer]

@@ -23,11 +23,14 @@ MAX_FILE_BYTES = 128 * 2**20
 MAX_CHANNELS = 2**15
 MAX_HANDLED = 2**24
 """The chunks that all steps of a file handle together."""
+MAX_TOKEN_BYTES = 4 * 2**20
+"""The longest tag or comment of a file: one that arrives piece by piece is looked at from its start each time."""
 REDUCTIONS = ("sum", "max", "min", "prod")
 
 _LETTERS = {Buffer.IN: "i", Buffer.OUT: "o", Buffer.SCRATCH: "s"}
 _BUFFERS = {letter: buffer for buffer, letter in _LETTERS.items()}
 _TYPES = {type.value: type for type in StepType}
+_NO_XML = re.compile("[^\t\n\r\\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _NUMBER = re.compile(r"-?[0-9]{1,19}")
 _KNOWN = {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace", "minBytes"}
 _KNOWN |= {"maxBytes", "redop", "root"}
@@ -92,6 +95,9 @@ def to_xml(schedule: Schedule) -> str:
 
 
 def _attributes(values: dict[str, Any]) -> str:
+    for name, value in values.items():
+        if found := _NO_XML.search(str(value)):
+            raise ValueError(f"{name} {str(value)[:40]!r} has a character that XML does not: {found[0]!r}")
     return "".join(f" {name}={quoteattr(str(value), {chr(34): '&quot;'})}" for name, value in values.items())
 
 
@@ -131,6 +137,8 @@ def from_xml(text: bytes | str, origin: str = "schedule", *, collective: Collect
     try:
         while piece := source.read(2**20):
             parser.feed(piece)
+            if source.tell() - parser.parser.CurrentByteIndex > MAX_TOKEN_BYTES + len(piece):
+                raise ScheduleFileError(f"{origin}:{reader.line()}: a tag or comment of over {MAX_TOKEN_BYTES} bytes")
         parser.close()
     except DefusedXmlException:
         raise ScheduleFileError(f"{origin}:{reader.line()}: a schedule has no document type and no entities") from None
@@ -240,6 +248,10 @@ class _Reader:
                     f"the collective that was given has {self._given.ranks} ranks and {self._given.chunks_per_loop} "
                     f"chunks, but the file {ranks} and {chunks}"
                 )
+            try:
+                self._given.require_conditions()
+            except ValueError as error:
+                self._refuse(str(error))
             return self._given
         root = int(self._algo.get("root", "0"))
         try:

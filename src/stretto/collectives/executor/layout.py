@@ -120,15 +120,11 @@ def _require_own_places(collective: Collective, layout: Layout) -> None:
 
 
 def _require_inside(collective: Collective, layout: Layout) -> None:
-    """Refuse a collective in place one of whose buffers does not lie inside the other."""
+    """Refuse a collective in place one of whose buffers does not lie inside the other, or begins inside a block."""
     for rank in range(collective.ranks):
-        for start, buffer in zip(collective.starts(rank), (Buffer.IN, Buffer.OUT), strict=True):
+        for start in collective.starts(rank):
             layout.elements(start)
-            if not 0 <= start <= collective.chunks_per_loop - collective.chunks(buffer):
-                raise ValueError(
-                    f"{collective.name} in place: {buffer} of rank {rank} begins at chunk {start} of "
-                    f"{collective.chunks_per_loop}, and does not lie inside the other buffer"
-                )
+    collective.require_inside()
 
 
 class Buffers:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from stretto.collectives.collective import MAX_CHUNKS
 from stretto.collectives.compiler import compile_program
 from stretto.collectives.language import OperationKind
 from stretto.collectives.msccl.conditions import Collective
@@ -322,6 +323,8 @@ class MSCCLProgram:
         is_scratch = destination.buffer not in (Buffer.input, Buffer.output)
         if is_scratch and not isinstance(buffers.get(destination.buffer), ScratchBuffer):
             buffers[destination.buffer] = ScratchBuffer(destination.buffer, buffers.get(destination.buffer, ()))
+        if is_scratch and destination.index + destination.size > MAX_CHUNKS:
+            raise ScriptError(f"{script_line()}: {destination} is out of bounds: scratch has up to {MAX_CHUNKS} chunks")
         written = buffers.get(destination.buffer, ())
         if destination.index < 0 or (not is_scratch and destination.index + destination.size > len(written)):
             raise ScriptError(f"{script_line()}: {destination} is out of bounds: there are {len(written)} chunks")
