@@ -5,7 +5,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -36,8 +36,6 @@ class EmulatedFunction:
 
     def __init__(self, source, names, folder):
         signature = re.search(r"\brun\((.*?)\)\s*\{", source, re.S).group(1)
-        kinds = [part.strip().rsplit(" ", 1)[0] if "*" not in part else part.rsplit("*", 1)[0] + "*"
-                 for part in signature.split(",")]  # fmt: skip
         kinds = _spread(signature)
         arguments = ", ".join(f"({kind})a[{index}]" for index, kind in enumerate(kinds))
         assert len(kinds) == len(names)
@@ -75,6 +73,7 @@ class EmulatedWorkspace:
 
     def __init__(self, rank, memories, regions, folder, limit=60.0):
         self.rank, self.world_size = rank, len(memories)
+        self.memories = memories  # kept as long as peers may write there
         self.device = torch.device("cpu")
         self.multiprocessors = 2
         self.limit = int(limit * 1e9)
@@ -95,26 +94,12 @@ def make_workspaces(ranks, folder, bytes_each=1 << 20, **options):
     starts = range(PAD, PAD + 3 * bytes_each, bytes_each)
     regions = {name: Region(start, bytes_each) for name, start in zip(("LL", "LL128", "Simple"), starts, strict=True)}
     memories = [torch.zeros(PAD + 3 * bytes_each + 64, dtype=torch.uint8) for _ in range(ranks)]
-    return [EmulatedWorkspace(rank, memories, regions, folder, **options) for rank in range(ranks)], memories
+    return [EmulatedWorkspace(rank, memories, regions, folder, **options) for rank in range(ranks)]
 
 
 def run_all(kernels, tensors):
     """Call every rank's kernel at once, each in a thread of its own."""
-    errors = []
-
-    def call(kernel, arguments):
-        try:
-            kernel(*arguments)
-        except Exception as error:  # raised below, in the test's thread
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=call, args=(kernel, arguments))
-        for kernel, arguments in zip(kernels, tensors, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        calls = [pool.submit(kernel, *arguments) for kernel, arguments in zip(kernels, tensors, strict=True)]
+    for call in calls:
+        call.result()

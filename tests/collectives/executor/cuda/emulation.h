@@ -45,7 +45,7 @@ static unsigned short to_fp16(float x) { _Float16 half = x; unsigned short bits;
 static u64 nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
 // Whoever is waited for needs a core: to yield is not enough beside other busy processes.
 static thread_local unsigned looks;
-static void pause() { if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+static void rest() { if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 static void write(char* to, u64 first, u64 second) {
   __atomic_store_n((u64*)to, first, __ATOMIC_RELEASE);
   __atomic_store_n((u64*)to + 1, second, __ATOMIC_RELEASE);
@@ -72,8 +72,8 @@ static void load_volatile(const char* from, u64& first, u64& second) {
 #else
   read(from, first, second);
 #endif
-  pause();
+  rest();
 }
 static void store_weak(char* to, u64 first, u64 second) { write(to, first, second); }
 static void raise_flag(u64* flag, u64 value) { __atomic_store_n(flag, value, __ATOMIC_SEQ_CST); }
-static u64 see_flag(const u64* flag) { pause(); return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
+static u64 see_flag(const u64* flag) { rest(); return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }

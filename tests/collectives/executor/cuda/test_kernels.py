@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, run_all
 
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant
-from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, run_all
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -72,25 +72,99 @@ def make(kind, name, size, workspaces, variant, in_place, instances=1):
     return [kind(schedule, workspace, variant, in_place=in_place, **tiles) for workspace in workspaces]
 
 
-CASES = [
-    ("one-shot-all-reduce", {"ranks": 3}, "bfloat16", "avg"),
-    ("two-shot-all-reduce", {"ranks": 2}, "int32", "sum"),
-    ("ring-all-reduce", {"ranks": 3}, "float32", "max"),
-    ("hierarchical-all-reduce", {"nodes": 2, "gpus": 2}, "int64", "sum"),
-    ("recursive-halving-reduce-scatter", {"ranks": 4}, "float16", "sum"),
-    ("two-step-all-to-all", {"nodes": 2, "gpus": 2}, "uint8", "sum"),
-    ("binomial-broadcast", {"ranks": 4}, "int16", "sum"),
-    ("hierarchical-all-gather", {"nodes": 2, "gpus": 2}, "float64", "sum"),
-]
+def in_places(name):
+    return [False] if name == "all-to-next" else [False, True]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
-def test_the_interpreter_gives_the_right_numbers(case, protocol, folder):
-    name, size, dtype, reduction = case
+def test_the_interpreter_runs_every_algorithm_on_two_ranks(protocol, folder):
     rng = random.Random(SEED)
-    workspaces, _ = make_workspaces(size.get("ranks") or 4, folder)
+    workspaces = make_workspaces(2, folder)
+    dtype, reduction = {"LL": ("float16", "sum"), "LL128": ("int32", "max"), "Simple": ("bfloat16", "avg")}[protocol]
+    for name in ALGORITHMS:
+        if name == "dgx1-all-gather":  # has eight ranks
+            continue
+        size = {"nodes": rng.choice([1, 2])} if "nodes" in ALGORITHMS[name].parameters else {"ranks": 2}
+        size |= {"gpus": 2 // size["nodes"]} if "nodes" in size else {}
+        for in_place in in_places(name):
+            instances = rng.choice([1, 2])
+            variant = Variant(dtype, reduction, protocol)
+            kernels = make(InterpretedSchedule, name, size, workspaces, variant, in_place, instances)
+            for elements in (1, rng.choice([7, 64]), rng.choice([1000, 1300])):
+                check(kernels, getattr(torch, dtype), reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
+
+
+def test_the_interpreter_runs_on_four_ranks_in_two_nodes(folder):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(4, folder)
+    for name in ("hierarchical-all-reduce", "hierarchical-all-gather", "two-step-all-to-all", "all-to-next"):
+        for in_place in in_places(name):
+            size = {"nodes": 2, "gpus": 2}
+            kernels = make(InterpretedSchedule, name, size, workspaces, Variant("int64", "sum", "LL"), in_place)
+            for elements in (3, 500):
+                check(kernels, torch.int64, "sum", in_place, elements, rng.choice([0, 1]), rng)
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol", "dtype", "reduction"),
+    [
+        ("one-shot-all-reduce", "LL", "bfloat16", "avg"),
+        ("two-shot-all-reduce", "LL128", "float32", "sum"),
+        ("ring-all-reduce", "Simple", "uint8", "max"),
+        ("direct-all-gather", "LL128", "int16", "sum"),
+        ("binomial-broadcast", "LL", "float64", "sum"),
+    ],
+)
+def test_lane_programs_run_beside_the_interpreter_in_one_workspace(name, protocol, dtype, reduction, folder):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder)
     in_place = rng.random() < 0.5
-    kernels = make(InterpretedSchedule, name, size, workspaces, Variant(dtype, reduction, protocol), in_place)
-    for elements in (1, 7, 1000):
-        check(kernels, getattr(torch, dtype), reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
+    variant = Variant(dtype, reduction, protocol)
+    lanes = make(LaneKernel, name, {"ranks": 2}, workspaces, variant, in_place)
+    steps = make(
+        InterpretedSchedule, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "max", "LL128"), True
+    )
+    for elements in (1, 7, 255, 4097):
+        check(lanes, getattr(torch, dtype), reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
+        check(steps, torch.int32, "max", True, elements % 500, 0, rng)
+
+
+def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder, bytes_each=8192)
+    for protocol in PROTOCOLS:
+        kernels = make(
+            LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", protocol), True
+        )
+        check(kernels, torch.int16, "sum", True, 9001, 1, rng)
+        assert len(kernels[0]._pieces) > 2
+
+
+def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):
+    workspaces = make_workspaces(2, folder, limit=0.3)
+    for kind, protocol in ((LaneKernel, "LL"), (InterpretedSchedule, "Simple")):
+        workspaces[0].report.zero_()
+        workspaces[0].state[-1] = 0
+        kernels = make(kind, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True)
+        kernels[0](torch.zeros(2000, dtype=torch.int32))
+        is_broken, _, block, level, _ = workspaces[0].report.tolist()
+        assert is_broken
+        assert block == 0
+        assert level in ((1,) if kind is LaneKernel else (1, -1))  # -1: for the peer to begin
+
+
+def test_a_schedule_for_other_ranks_is_refused(folder):
+    workspaces = make_workspaces(2, folder)
+    for kind in (LaneKernel, InterpretedSchedule):
+        with pytest.raises(ValueError, match="is made for 3 ranks, the group has 2"):
+            make(kind, "ring-all-gather", {"ranks": 3}, workspaces, Variant("int32", "sum", "LL"), True)
+
+
+def test_an_interpreter_whose_fifos_do_not_fit_says_so(folder):
+    workspaces = make_workspaces(2, folder, bytes_each=8192)
+    schedule = ALGORITHMS["ring-all-gather"].compile(ranks=2)
+    kernel = InterpretedSchedule(
+        schedule, workspaces[0], Variant("int32", "sum", "Simple"), in_place=True, tile_bytes=1 << 16
+    )
+    with pytest.raises(ValueError, match=r"bytes of FIFOs with tiles of .* bytes, of 4096 that there are for Simple"):
+        kernel(torch.zeros(100_000, dtype=torch.int32))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, moves_chunks
+from stretto.collectives.executor.cuda.kernel import DATA_BYTES, find_sizes, moves_chunks
 from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant, read_sources
 from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
 from stretto.collectives.executor.layout import find_layout
@@ -96,7 +96,7 @@ class InterpretedSchedule:
         }
         for name, value in fixed.items():
             self._function.set(name, value)
-        self._last: tuple[int, int | None] | None = None
+        self._last: tuple[int | None, int | None] | None = None
         self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
@@ -105,7 +105,7 @@ class InterpretedSchedule:
         ValueError for sizes that do not fit, PeerError if an earlier call was given up.
         """
         self.workspace.check(self.name)
-        sizes = input.numel(), None if output is None else output.numel()
+        sizes = find_sizes(self.collective, input, output)
         if sizes != self._last:
             self._resize(*sizes)
         self._function.set("input", input.data_ptr())
@@ -114,7 +114,7 @@ class InterpretedSchedule:
             (input if output is None else output)[target : target + elements] = input[source : source + elements]
         self._function.launch(max(self._blocks, 1), self.threads, is_cooperative=True)
 
-    def _resize(self, input_elements: int, output_elements: int | None) -> None:
+    def _resize(self, input_elements: int | None, output_elements: int | None) -> None:
         variant = self.variant
         reduction = "sum" if variant.reduction == "avg" else variant.reduction
         plan = make_plan(

@@ -55,7 +55,7 @@ class LaneKernel:
         fixed |= {"region": region.start, "half": region.half}
         for parameter, value in fixed.items():
             self._function.set(parameter, value)
-        self._last: tuple[int, int | None] | None = None
+        self._last: tuple[int | None, int | None] | None = None
         self._pieces: list[tuple[int, int, int]] = []
         self.threads: int | None = None
         self.max_blocks = workspace.multiprocessors
@@ -67,7 +67,7 @@ class LaneKernel:
         PeerError if an earlier call was given up.
         """
         self.workspace.check(self.name, self._senders)
-        sizes = input.numel(), None if output is None else output.numel()
+        sizes = find_sizes(self.collective, input, output)
         if sizes != self._last:
             self._resize(sizes)
         function = self._function
@@ -86,7 +86,7 @@ class LaneKernel:
             raise ValueError(f"a kernel has 1 to {MAX_BLOCKS} blocks, not {max_blocks}")
         self.threads, self.max_blocks, self._last = threads, max_blocks, None
 
-    def _resize(self, sizes: tuple[int, int | None]) -> None:
+    def _resize(self, sizes: tuple[int | None, int | None]) -> None:
         layout = self._layout(*sizes)
         chunk_bytes = layout.chunk_elements * self._itemsize
         self._function.set("block_bytes", layout.block_elements * self._itemsize)
@@ -112,12 +112,19 @@ class LaneKernel:
             return -(-lines // 4) * 32  # whole warps of four lines
         return -(-chunk_bytes // DATA_BYTES[self.variant.protocol])
 
-    def _layout(self, input_elements: int, output_elements: int | None) -> Layout:
+    def _layout(self, input_elements: int | None, output_elements: int | None) -> Layout:
         """Chunks that begin at multiples of 16 bytes where the collective leaves the choice."""
         layout = find_layout(self.collective, input_elements, output_elements)
         per_access = _ALIGNMENT // self._itemsize
         rounded = -(-layout.chunk_elements // per_access) * per_access
         return layout if self.needs_even else replace(layout, chunk_elements=rounded)
+
+
+def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> tuple[int | None, int | None]:
+    """The elements of a call's input and output buffer; in place of the larger one, which is then `input`."""
+    if output is not None:
+        return input.numel(), output.numel()
+    return (None, input.numel()) if collective.output_chunks > collective.input_chunks else (input.numel(), None)
 
 
 def moves_chunks(collective: Collective, block_chunks: int) -> bool:
