@@ -35,7 +35,8 @@ def gather_slots(slots: Tensor, steps: Sequence[Step], group: SubGroup, deadline
         doing = f"phase between nodes, step {number} of {len(steps)}"
         outgoing = _messages(slots[step.source : step.source + step.blocks], to, group)
         incoming = _messages(slots[step.target : step.target + step.blocks], source, group)
-        sends, receives = group.transport.start(outgoing, incoming)
+        with deadline.watch(f"{doing}, to rank {group.ranks[to]} and from rank {group.ranks[source]}"):
+            sends, receives = group.transport.start(outgoing, incoming)
         sent += [(send, f"{doing}, sending to rank {group.ranks[to]}") for send in sends]
         for receive in receives:
             deadline.wait(receive, f"{doing}, receiving from rank {group.ranks[source]}")
@@ -64,7 +65,8 @@ def reduce_slots(
         outgoing = _messages(slots[step.target : step.target + step.blocks], to, group)
         arriving = scratch[: step.blocks * elements]
         total = slots[step.source : step.source + step.blocks].view(-1)
-        sends, receives = group.transport.start(outgoing, _messages(arriving, source, group))
+        with deadline.watch(f"{doing}, to rank {group.ranks[to]} and from rank {group.ranks[source]}"):
+            sends, receives = group.transport.start(outgoing, _messages(arriving, source, group))
         sent += [(send, f"{doing}, sending to rank {group.ranks[to]}") for send in sends]
         for (begin, end), receive in zip(_ranges(arriving, group), receives, strict=True):
             deadline.wait(receive, f"{doing}, receiving from rank {group.ranks[source]}")

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal, NamedTuple, cast
 
@@ -83,7 +84,7 @@ class TwoLevelGroup:
         self.nodes = self._agree(ranks_per_node, (links, part_bytes))
         self._node, self._place = self.nodes.place_of(self.rank)
         self._runners: dict[torch.device, InOrder] = {}
-        self._failure: PeerError | None = None
+        self._failure: Exception | None = None
         self._made: list[dist.ProcessGroup] = []
         everyone = Nodes.of_consecutive(self.world, self.world)
         self._flat = NodeGroup(everyone, 0, self.rank, self._group, part_bytes)
@@ -187,9 +188,13 @@ class TwoLevelGroup:
         """Wait for what was started, and leave the sub-groups; every rank calls it. The group itself stays."""
         for runner in self._runners.values():
             runner.close()
+        self._failure = RuntimeError("it was closed")
         for made in self._made:
             dist.destroy_process_group(made)
+        # gloo's connections are closed once nobody refers to the groups
         self._made.clear()
+        self._between = None
+        self._inside = replace(self._inside, group=None)
 
     def _gather(self, whole: Tensor, shard: Tensor, chosen: Algorithm, deadline: Deadline) -> None:
         """`whole` [world, elements] becomes everyone's `shard` [elements]."""
@@ -241,12 +246,12 @@ class TwoLevelGroup:
             if not first.numel() or (self.world == 1 and collective == "all_reduce"):
                 return
             if self._failure is not None:
-                raise PeerError(f"this group is of no more use since an earlier collective failed: {self._failure}")
+                raise PeerError(f"this two-level group is of no more use: {self._failure}")
             place = f"node {self._node}, place {self._place}"
             what = f"{collective} ({algorithm})"
             try:
                 run(Deadline.start(self._timeout, self.rank, self.world, place, what, on_stream=on_stream))
-            except PeerError as failure:
+            except Exception as failure:  # whatever it was, the ranks may now stand in different places
                 self._failure = failure
                 raise
 

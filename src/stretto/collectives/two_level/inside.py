@@ -5,7 +5,9 @@ so the phase inside a node need not know it; the shuffle does. Without nodes (on
 collective of the library.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,15 +51,14 @@ def gather_and_shuffle(output: Tensor, slots: Tensor, node: NodeGroup, deadline:
     nodes, elements = slots.shape
     size, limit = node.nodes.size, node.part_bytes // slots.element_size()
     if nodes == 1 and node.nodes.is_consecutive and output.numel() <= limit and node.group is not None:
-        _wait(_all_gather(as_bytes(output), as_bytes(slots), group=node.group, async_op=True), node, deadline)
+        _run(_all_gather, as_bytes(output), as_bytes(slots), node=node, deadline=deadline)
         return
     for piece in cut_slots(nodes, elements, max(1, limit // size)):
         part = slots[piece.first : piece.last, piece.begin : piece.end].contiguous()
         gathered = part.unsqueeze(0)
         if node.group is not None:
             gathered = part.new_empty(size, piece.slots, piece.elements)
-            work = _all_gather(as_bytes(gathered), as_bytes(part), group=node.group, async_op=True)
-            _wait(work, node, deadline)
+            _run(_all_gather, as_bytes(gathered), as_bytes(part), node=node, deadline=deadline)
         for ranks, begin, end in _owners(node, piece.first, piece.last):
             target = output[:, piece.begin : piece.end]
             rows = gathered[:, begin - piece.first : end - piece.first].transpose(0, 1)
@@ -85,11 +86,11 @@ def shuffle_and_reduce(
             staging[:, begin - piece.first : end - piece.first].copy_(rows.transpose(0, 1))
         target = slots[piece.first : piece.last, piece.begin : piece.end]
         if node.group is None:
-            reduce_rows(staging.view(size, -1), target, reduction, divisor)
+            reduce_rows(staging, target, reduction, divisor)
         elif input.is_cuda and library_reduces(input.dtype):
             part = torch.empty_like(staging[0])
-            work = _reduce_scatter(part.view(-1), staging.view(-1), library_op(reduction), node.group, async_op=True)
-            _wait(work, node, deadline)
+            arguments = part.view(-1), staging.view(-1), library_op(reduction)
+            _run(_reduce_scatter, *arguments, node=node, deadline=deadline)
             target.copy_(part if divisor is None else part / divisor)
         else:
             _exchange_and_reduce(target, staging, node, reduction, divisor, deadline)
@@ -106,8 +107,7 @@ def reduce_scatter_flat(
         staging = input if whole else input[:, begin:end].contiguous()
         part = output if whole else output[begin:end]
         if library_reduces(input.dtype):
-            work = _reduce_scatter(part, staging.view(-1), library_op(reduction), node.group, async_op=True)
-            _wait(work, node, deadline)
+            _run(_reduce_scatter, part, staging.view(-1), library_op(reduction), node=node, deadline=deadline)
             if divisor is not None:
                 part.div_(divisor)
         else:
@@ -119,8 +119,7 @@ def all_reduce_flat(
 ) -> None:
     """The library's all-reduce of a `flat` tensor in place, on a group of all ranks, for a dtype that it reduces."""
     for begin, end in cut_ranges(flat.numel(), node.part_bytes // flat.element_size()):
-        work = dist.all_reduce(flat[begin:end], op=library_op(reduction), group=node.group, async_op=True)
-        _wait(work, node, deadline)
+        _run(dist.all_reduce, flat[begin:end], library_op(reduction), node=node, deadline=deadline)
     if divisor is not None:
         flat.div_(divisor)
 
@@ -135,8 +134,7 @@ def _exchange_and_reduce(
 ) -> None:
     """`staging` [ranks, slots, elements] has a part for each rank; `target` becomes the sum of what all have for us."""
     received = torch.empty_like(staging, memory_format=torch.contiguous_format)
-    work = dist.all_to_all_single(as_bytes(received), as_bytes(staging.contiguous()), group=node.group, async_op=True)
-    _wait(work, node, deadline)
+    _run(dist.all_to_all_single, as_bytes(received), as_bytes(staging.contiguous()), node=node, deadline=deadline)
     reduce_rows(received.view(received.shape[0], *target.shape), target, reduction, divisor)
 
 
@@ -160,5 +158,8 @@ def _owners(node: NodeGroup, first: int, last: int) -> list[tuple[slice | Tensor
     return found
 
 
-def _wait(work: dist.Work, node: NodeGroup, deadline: Deadline) -> None:
+def _run(collective: Callable[..., Any], *arguments: Any, node: NodeGroup, deadline: Deadline) -> None:
+    """Start a collective of the library in the node's group and wait for it."""
+    with deadline.watch(node.doing):
+        work: dist.Work = collective(*arguments, group=node.group, async_op=True)
     deadline.wait(work, node.doing)

@@ -1,6 +1,8 @@
 """Waiting for peers with a limit, and saying where it was when they did not come."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,15 +35,21 @@ class Deadline:
         """A limit of so many seconds from now."""
         return cls(time.monotonic() + seconds, seconds, rank, world, place, collective, on_stream)
 
-    def wait(self, transfer: Transfer, doing: str) -> None:
-        """Wait for a transfer. PeerError, with `doing` (phase, step, peer), where it fails or time is up."""
-        left = timedelta(seconds=self.end - time.monotonic())
+    @contextmanager
+    def watch(self, doing: str) -> Iterator[None]:
+        """Turn what a backend raises into a PeerError with `doing` (phase, step, peer)."""
         try:
-            done = transfer.wait() if self.on_stream else transfer.wait(max(left, _LEAST))
+            yield
         except (RuntimeError, ValueError) as error:
             raise PeerError(self.describe(doing, str(error))) from error
-        if not done:
-            raise PeerError(self.describe(doing, "it was aborted"))
+
+    def wait(self, transfer: Transfer, doing: str) -> None:
+        """Wait for a transfer. PeerError, with `doing`, where it fails or time is up."""
+        left = timedelta(seconds=self.end - time.monotonic())
+        with self.watch(doing):
+            done = transfer.wait() if self.on_stream else transfer.wait(max(left, _LEAST))
+            if not done:
+                raise RuntimeError("it was not done within the limit, or aborted")
 
     def describe(self, doing: str, cause: str) -> str:
         """The words of the error."""

@@ -61,7 +61,7 @@ def accumulate(total: Tensor, incoming: Tensor, name: Reduction, divisor: int | 
 
 
 def reduce_rows(rows: Tensor, out: Tensor, name: Reduction, divisor: int | None = None) -> None:
-    """Reduce `rows` [ranks, elements] into `out` [elements], rank after rank, and round once at the end."""
+    """Reduce `rows` [ranks, ...] into `out` [...], rank after rank, and round once at the end."""
     total = rows[0].to(_wider(rows.dtype) or rows.dtype, copy=True)
     for row in rows[1:]:
         accumulate(total, row.to(total.dtype), name)
