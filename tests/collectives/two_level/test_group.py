@@ -90,8 +90,8 @@ def test_reductions_are_those_of_torch_distributed_for_every_dtype_and_size(rank
 
 @pytest.mark.parametrize("shape", [(3, 2), (1, 3)], ids=["3x2", "1x3"])
 def test_messages_in_many_parts_change_nothing(ranks, shape):
-    ranks(shape[0] * shape[1]).run(check_all_gathers, shape, TINY_PARTS, [1, 29])
-    ranks(shape[0] * shape[1]).run(check_reductions, shape, TINY_PARTS, [1, 29])
+    ranks(shape[0] * shape[1]).run(check_all_gathers, shape, TINY_PARTS, [1, 11])
+    ranks(shape[0] * shape[1]).run(check_reductions, shape, TINY_PARTS, [1, 11])
 
 
 def count_message_bytes() -> list[int]:
@@ -323,7 +323,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     two = TwoLevelGroup(ranks_per_node=2, timeout=1.0)
     dist.barrier()
     if two.rank == 5:
-        time.sleep(4)
+        time.sleep(2)
         return "", ""
     tensor = torch.ones(8)
     if collective == "all_gather":
@@ -353,7 +353,7 @@ def test_a_reduction_names_who_is_missing_inside_a_node(ranks):
 
 
 def lose_a_connection() -> tuple[str, float]:
-    two = TwoLevelGroup(ranks_per_node=1, timeout=4.0)
+    two = TwoLevelGroup(ranks_per_node=1, timeout=2.0)
     two.all_reduce(torch.ones(4), algorithm="ring")  # all are connected
     dist.barrier()
     if two.rank == 2:
@@ -372,7 +372,7 @@ def test_a_lost_peer_is_an_error_at_once_and_within_the_limit_for_who_waits_for_
     where = "rank 0 of 3 (node 0, place 0), all_reduce (ring), phase between nodes, step 1 of 2, "
     assert where in direct
     assert "rank 2: " in direct
-    assert seconds < 3
+    assert seconds < 1.5
     assert "rank 1 of 3 (node 1, place 0), all_reduce (ring), phase between nodes, step 2 of 2, " in indirect
 
 

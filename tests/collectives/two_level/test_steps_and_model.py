@@ -57,9 +57,13 @@ def test_the_model_gives_hand_computed_seconds(collective):
     assert predict(collective, "recursive", 1000, 4, 2, LINKS) == pytest.approx(2 * 10e-3 + 3 * 0.5e-3 + 6e-3)
     # flat: 7 hops, 4 between nodes of 10.25 ms, 3 inside of 3 ms: longer than 7 x 0.25 ms on one link.
     assert predict(collective, "flat", 1000, 4, 2, LINKS) == pytest.approx(4 * 10.25e-3 + 3 * 3e-3)
-    # a large one is bound by the link: 7 MB / 4 MB/s; the path has 4 x 260 ms, and a fast inside
+    # a large one is bound by the link between nodes, which sends 7 blocks of 0.25 s one after the other
     fast = Links(in_node_latency=0, in_node_bandwidth=1e12, latency=10e-3, node_bandwidth=4e6)
     assert predict(collective, "flat", 1e6, 4, 2, fast) == pytest.approx(10e-3 + 7 * 0.25, rel=1e-5)
+    # 2 nodes of 2 ranks, a block of 2 s inside and of 1 s between, no latency: a block comes to place 0 at 1, 3 and 5 s
+    # (each but the first awaits its hop inside, which ends at 2 and 4), to place 1 at 2, 4 and 6 s
+    slow = Links(in_node_latency=0, in_node_bandwidth=0.5, latency=0, node_bandwidth=1)
+    assert predict(collective, "flat", 1, 2, 2, slow) == pytest.approx(6)
 
 
 def test_an_all_reduce_costs_both_and_nothing_costs_nothing():

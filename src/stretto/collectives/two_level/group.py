@@ -237,6 +237,7 @@ class TwoLevelGroup:
         tensors: tuple[Tensor, ...],
         async_op: bool,
     ) -> Work | None:
+        self._require_usable()
         first = tensors[0]
         on_stream = first.is_cuda
         self.calls[Call(collective, algorithm)] += 1
@@ -245,8 +246,7 @@ class TwoLevelGroup:
         def guarded() -> None:
             if not first.numel() or (self.world == 1 and collective == "all_reduce"):
                 return
-            if self._failure is not None:
-                raise PeerError(f"this two-level group is of no more use: {self._failure}")
+            self._require_usable()  # what was started before may have failed by now
             place = f"node {self._node}, place {self._place}"
             what = f"{collective} ({algorithm})"
             try:
@@ -262,6 +262,10 @@ class TwoLevelGroup:
             return work
         work.wait()
         return None
+
+    def _require_usable(self) -> None:
+        if self._failure is not None:
+            raise PeerError(f"this two-level group is of no more use: {self._failure}")
 
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """The nodes, after all ranks have said where they are and that they were given the same arguments."""

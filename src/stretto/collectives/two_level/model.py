@@ -8,6 +8,7 @@ levels add: the ranks of a node share its network interfaces, and distant nodes 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, cast
 
@@ -88,8 +89,7 @@ def predict(
       then M - 1 steps inside a node, each of a_in + N L / B_in. Ring: N - 1 steps of one block; recursive:
       ceil(log2 N) steps of together N - 1 blocks.
     - flat: the library's ring over all N M ranks, of N M - 1 hops of L bytes, where one rank of each node sends to the
-      next node. It takes as long as a block needs on the longest path, or as a link between nodes needs for all
-      blocks, whichever is longer.
+      next node, with the whole of B. A hop begins when its block has come and the link is done with the one before.
 
     Adding up is taken to cost nothing. An all-reduce is a reduce-scatter and an all-gather.
     """
@@ -137,12 +137,17 @@ def find_crossovers(
     return found
 
 
+@lru_cache(maxsize=1024)
 def _flat(shard_bytes: float, nodes: int, size: int, links: Links) -> float:
-    world = nodes * size
-    in_node_hop = links.in_node_latency + shard_bytes / links.in_node_bandwidth
-    if nodes == 1:
-        return (world - 1) * in_node_hop
-    serial = shard_bytes * links.slowdown(1, nodes) / links.node_bandwidth
-    crossings = min(nodes, world - 1)
-    path = crossings * (links.latency + serial) + (world - 1 - crossings) * in_node_hop
-    return max(path, links.latency + (world - 1) * serial)
+    """Seconds of a ring over all ranks: every node does the same at the same time, so one stands for all."""
+    inside = (links.in_node_latency, shard_bytes / links.in_node_bandwidth)
+    across = (links.latency, shard_bytes * links.slowdown(1, nodes) / links.node_bandwidth)
+    # place 0 receives from the node before, the others from the place before them
+    hops = [inside if nodes == 1 else across, *[inside] * (size - 1)]
+    come = [0.0] * size  # when the newest block of a place came; at first, its own
+    free = [0.0] * size  # when the link to a place has sent the block before
+    for _ in range(nodes * size - 1):
+        begin = [max(come[place - 1], free[place]) for place in range(size)]
+        free = [start + serial for start, (_, serial) in zip(begin, hops, strict=True)]
+        come = [end + latency for end, (latency, _) in zip(free, hops, strict=True)]
+    return max(come)
