@@ -54,8 +54,8 @@ class Setting:
     """What is set up: nodes of ranks, Mbit/s of the links, ms of delay; and what is measured on it.
 
     Slow links and a long delay, so that the time of eight processes on few cores does not matter beside theirs. `trunk`
-    is the link between the two halves of the nodes: where it carries less than a half can send, distant nodes share it, as
-    they do in most machines' networks.
+    is the link between the two halves of the nodes: where it carries less than a half can send, distant nodes share
+    it, as they do in most machines' networks.
     """
 
     nodes: int = 4
