@@ -25,6 +25,13 @@ _MTU = 9000
 _BURST_BYTES = 2 * _MTU  # what a link may send at once; a token bucket must hold a whole packet
 _QUEUE_BYTES = 64 * 2**20  # never full: a link that drops packets measures TCP's patience instead
 MOST_NODES = 64
+_TCP = (
+    # a connection that was idle between two collectives need not find its speed anew, nor pace itself
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    "net.ipv4.tcp_congestion_control=reno",
+    # acknowledgements and small messages of others do not wait behind all of a large message
+    f"net.ipv4.tcp_limit_output_bytes={4 * _MTU}",
+)
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,7 @@ def _make(network: Network) -> None:
         _shape(port, network.node_bandwidth)
         _shape(INTERFACE, network.node_bandwidth, name)
         _shape("lo", network.loopback_bandwidth, name)
-        # a connection that was idle between two collectives need not find its speed anew
-        _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", "net.ipv4.tcp_slow_start_after_idle=0")
+        _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", *_TCP)
 
 
 def _shape(device: str, bandwidth: float, namespace: str | None = None) -> None:
