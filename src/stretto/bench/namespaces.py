@@ -22,7 +22,7 @@ from typing import NoReturn
 
 INTERFACE = "stretto"  # a node's network interface, in its namespace
 _MTU = 9000
-_BURST_BYTES = 2 * _MTU  # what a link may send at once; a token bucket must hold a whole packet
+_BURST_BYTES = _MTU + 100  # what a link may send at once; a token bucket must hold a whole packet, with its headers
 _QUEUE_BYTES = 64 * 2**20  # never full: a link that drops packets measures TCP's patience instead
 MOST_NODES = 64
 _TCP = (

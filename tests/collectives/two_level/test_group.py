@@ -352,6 +352,11 @@ def test_a_reduction_names_who_is_missing_inside_a_node(ranks):
     assert "with rank 5" in found[4][0]
 
 
+def test_the_limit_holds_on_the_groups_own_connections_too(ranks):
+    found = ranks(6).run(miss_a_peer, "all_gather", "flat")  # the pool's group has a limit of half an hour
+    assert "the library's collective, step 1 of 1, with rank 0, 2, 3, 4, 5: not done within 1 s" in found[1][0]
+
+
 def lose_a_connection() -> tuple[str, float]:
     two = TwoLevelGroup(ranks_per_node=1, timeout=2.0)
     two.all_reduce(torch.ones(4), algorithm="ring")  # all are connected
