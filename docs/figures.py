@@ -61,5 +61,50 @@ def draw_grid(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+BLOCK_COLOURS = ("#9ecae1", "#4292c6", "#fdae6b", "#e6550d", "#a1d99b", "#41ab5d")
+
+
+def draw_blocks(axes: Axes, title: str, held: list[list[int]]) -> None:
+    """A row a rank: the blocks in its memory, in order; a gap between nodes."""
+    for rank, blocks in enumerate(held):
+        top = -rank - 0.6 * (rank // 2)
+        for column, block in enumerate(blocks):
+            box = Rectangle((column, top - 0.85), 0.92, 0.85)
+            box.set(facecolor=BLOCK_COLOURS[block], edgecolor="none")
+            axes.add_patch(box)
+            axes.text(column + 0.46, top - 0.42, str(block), ha="center", va="center", fontsize=10)
+    axes.set(xlim=(0, 6), ylim=(-7.3, 0.1), xticks=[], yticks=[])
+    axes.set_title(title, fontsize=10)
+    axes.set_frame_on(False)
+
+
+def draw_two_level(path: Path) -> None:
+    """What each of 3 nodes of 2 ranks holds after the phases of a two-level all-gather (paper 003, figure 6.5)."""
+    ranks = range(6)
+    # on node n, slot i is of node n + i
+    between = [[(rank + 2 * slot) % 6 for slot in range(3)] for rank in ranks]
+    inside = [between[rank - rank % 2] + between[rank - rank % 2 + 1] for rank in ranks]
+    figure = Figure(figsize=(11, 3.3), layout="constrained")
+    panels = figure.subplots(1, 4, width_ratios=(2, 3, 5, 5))
+    for panel, (title, held) in zip(
+        panels,
+        (
+            ("at first", [[rank] for rank in ranks]),
+            ("1. between nodes", between),
+            ("2. inside nodes", inside),
+            ("3. shuffled", [list(ranks) for _ in ranks]),
+        ),
+        strict=True,
+    ):
+        draw_blocks(panel, title, held)
+        panel.set_xlim(0, max(2, len(held[0])))
+    for rank in ranks:
+        panels[0].text(-0.2, -rank - 0.6 * (rank // 2) - 0.42, f"rank {rank}", ha="right", va="center", fontsize=9)
+    for node in range(3):
+        panels[0].text(-1.9, -2.6 * node - 0.9, f"node {node}", ha="right", va="center", fontsize=9, weight="bold")
+    figure.savefig(path, dpi=130)
+
+
 if __name__ == "__main__":
     draw_grid(Path(__file__).parent / "grid.png")
+    draw_two_level(Path(__file__).parent / "two-level.png")

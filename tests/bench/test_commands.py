@@ -14,7 +14,7 @@ def bench(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", ["train", "parity", "peers", "overlap", "plan"])
+@pytest.mark.parametrize("command", ["train", "parity", "peers", "overlap", "plan", "two-level"])
 def test_every_bench_has_help(command):
     status, text = bench(command, "--help")
     assert (status, "Usage: " in text) == (0, True)

@@ -69,6 +69,37 @@ def plot_plan(result: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=130)
 
 
+def plot_two_level(result: Path, picture: Path) -> None:
+    """A panel a collective: measured times over the size, the model's dashed, and where recursive and ring cross."""
+    data = json.loads(result.read_text())
+    collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
+    figure = Figure(figsize=(5.2 * len(collectives), 4.2), layout="constrained")
+    for panel, collective in zip(figure.subplots(1, len(collectives), squeeze=False)[0], collectives, strict=True):
+        rows = [row for row in data["rows"] if row["collective"] == collective]
+        sizes = [row["shard_kib"] for row in rows]
+        for name, colour in (("recursive", OURS), ("ring", EXPOSED), ("flat", PEER)):
+            panel.plot(sizes, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name, markersize=4)
+            panel.plot(sizes, [row[f"{name}_model_ms"] for row in rows], "--", color=colour, linewidth=1)
+        crossing = next(
+            row for row in data["crossovers"] if row["collective"] == collective and row["between"] == "recursive, ring"
+        )
+        for key, style, label in (("measured_kib", "-", "measured"), ("predicted_kib", "--", "predicted")):
+            if crossing[key] is not None:
+                panel.axvline(crossing[key], color="#333333", linestyle=style, linewidth=0.8)
+                panel.plot([], [], color="#333333", linestyle=style, linewidth=0.8, label=f"crossing, {label}")
+        panel.set(xscale="log", yscale="log", xlabel="KiB a rank", ylabel="ms", title=collective.replace("_", "-"))
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)
+        panel.minorticks_off()
+        panel.legend(frameon=False, fontsize=8)
+    setting = data["setting"]
+    figure.suptitle(
+        f"{setting['nodes']} namespaces of {setting['ranks_per_node']} ranks, {setting['bandwidth']:g} Mbit/s, "
+        f"{setting['delay']:g} ms; dashed: the model. {_where(data)}",
+        fontsize=9,
+    )
+    figure.savefig(picture, dpi=130)
+
+
 def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, label: str) -> None:
     pairs = [(row[x], row[y], row["grid"]) for row in rows if row.get(x) is not None and row.get(y) is not None]
     panel.scatter([pair[0] for pair in pairs], [pair[1] for pair in pairs], s=18, label=label)

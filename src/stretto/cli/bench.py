@@ -281,6 +281,30 @@ def _gpus(ranks: int | None) -> int:
     return ranks or there
 
 
+@app.command("two-level")
+def two_level(
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks in each of the namespaces.")] = 2,
+    nodes: Annotated[int, typer.Option(help="Network namespaces.")] = 4,
+    bandwidth: Annotated[float, typer.Option(help="Of a node's link, Mbit/s.")] = 50.0,
+    loopback: Annotated[float, typer.Option(help="Inside a node, Mbit/s.")] = 200.0,
+    trunk: Annotated[float, typer.Option(help="Of the link between the halves of the nodes, Mbit/s.")] = 50.0,
+    delay: Annotated[float, typer.Option(help="Of a message between nodes, ms.")] = 40.0,
+    smallest: Annotated[int, typer.Option(help="Bytes a rank of the smallest collective.")] = 4096,
+    sizes: Annotated[int, typer.Option(help="How many sizes, each twice the one before.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Runs of each; their median counts.")] = 7,
+    out: Out = Path("results/two-level"),
+    as_json: Json = False,
+) -> None:
+    """Two-level collectives between network namespaces: recursive, ring and flat beside the model (needs root)."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.two_level import Setting, bench_two_level
+
+        setting = Setting(nodes, ranks_per_node, bandwidth, loopback, trunk, delay, smallest, sizes, repeats)
+        result = bench_two_level(setting, out)
+        if as_json:
+            print_json(result)
+
+
 def _count(ranks: int | None) -> int:
     """How many ranks to start."""
     import torch

@@ -1,0 +1,67 @@
+"""A transport with a delay: what it sends leaves later."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from stretto.collectives.two_level import Message, Transfer, Transport
+
+
+class DelayedTransport:
+    """Another transport, each message of which is handed to it only `seconds(peer)` after it was sent.
+
+    So a receive ends no earlier than that after the send, and then takes the time that the link below needs for the
+    bytes: a latency in front of a bandwidth. Messages are delayed side by side, as on a long wire, and keep their
+    order; the sender goes on at once. Receives, and messages without delay, go straight to the transport below.
+    """
+
+    def __init__(self, below: Transport, seconds: Callable[[int], float]) -> None:
+        self._below = below
+        self._seconds = seconds
+        self._waiting: queue.SimpleQueue[_Delayed] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def start(
+        self, outgoing: Sequence[Message], incoming: Sequence[Message]
+    ) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
+        """As the transport below, for messages of which it can start each by itself."""
+        now = time.monotonic()
+        sent: list[Transfer] = []
+        for message in outgoing:
+            if seconds := self._seconds(message.peer):
+                delayed = _Delayed(message, now + seconds)
+                self._waiting.put(delayed)
+                sent.append(delayed)
+            else:
+                sent += self._below.start([message], [])[0]
+        return sent, self._below.start([], incoming)[1]
+
+    def _deliver(self) -> None:
+        """Start what is due. All delays being equal (or none), the first in the queue is due first."""
+        while True:
+            delayed = self._waiting.get()
+            time.sleep(max(0.0, delayed.due - time.monotonic()))
+            try:
+                delayed.transfer = self._below.start([delayed.message], [])[0][0]
+            except RuntimeError as error:  # the sender learns of it when it waits
+                delayed.error = error
+            delayed.left.set()
+
+
+class _Delayed:
+    def __init__(self, message: Message, due: float) -> None:
+        self.message = message
+        self.due = due
+        self.left = threading.Event()
+        self.transfer: Transfer | None = None
+        self.error: RuntimeError | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        end = time.monotonic() + timeout.total_seconds()
+        if not self.left.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"a delayed message timed out after {timeout.total_seconds():g} s")
+        if self.transfer is None:
+            raise self.error or RuntimeError("a delayed message was not sent")
+        return self.transfer.wait(timedelta(seconds=max(1e-3, end - time.monotonic())) if timeout else timeout)

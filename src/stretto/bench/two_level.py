@@ -1,0 +1,247 @@
+"""Recursive, ring and flat collectives between nodes that are network namespaces of this machine, and where they cross.
+
+Bandwidth is the kernel's (tbf on every link), delay is the transport's under test (`DelayedTransport`). The prediction
+takes both as they were set, and only what a message costs in software from a measurement in the same run.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.namespaces import INTERFACE, Network, namespace_of, require_namespaces, shaped_network
+from stretto.bench.plots import plot_two_level
+from stretto.bench.two_level_rank import Job
+from stretto.collectives.two_level import Links, choose, find_crossovers, predict
+from stretto.collectives.two_level.model import Algorithm, Collective
+
+ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
+PAIRS: tuple[tuple[Algorithm, Algorithm], ...] = (("recursive", "ring"), ("recursive", "flat"), ("ring", "flat"))
+_MEGABIT = 1e6 / 8
+_START_LIMIT = 300.0  # seconds for importing torch eight times on few cores, and joining
+COLUMNS = (
+    Column("collective", "collective"),
+    Column("shard_kib", "a rank (KiB)", "{:g}"),
+    *(
+        column
+        for name in ALGORITHMS
+        for column in (Column(f"{name}_ms", f"{name} (ms)", "{:.1f}"), Column(f"{name}_model_ms", "model", "{:.1f}"))
+    ),
+    Column("library_ms", "gloo, no delay (ms)", "{:.1f}"),
+    Column("fastest", "fastest"),
+    Column("chosen", "chosen by the model"),
+    Column("chosen_loss", "slower by", "{:.0%}"),
+)
+CROSSOVERS = (
+    Column("collective", "collective"),
+    Column("between", "from, to"),
+    Column("measured_kib", "measured (KiB a rank)", "{:.0f}"),
+    Column("predicted_kib", "predicted", "{:.0f}"),
+    Column("ratio", "measured / predicted", "{:.2f}"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is set up: nodes of ranks, Mbit/s of the links, ms of delay; and what is measured on it.
+
+    Slow links and a long delay, so that the time of eight processes on few cores does not matter beside theirs. `trunk`
+    is the link between the two halves of the nodes: where it carries less than a half can send, distant nodes share
+    it, as they do in most machines' networks.
+    """
+
+    nodes: int = 4
+    ranks_per_node: int = 2
+    bandwidth: float = 50.0
+    loopback: float = 200.0
+    trunk: float = 50.0
+    delay: float = 40.0
+    smallest: int = 4096  # bytes a rank
+    sizes: int = 8  # each twice the one before
+    repeats: int = 7
+
+    def __post_init__(self) -> None:
+        if self.nodes % 2:
+            raise ValueError(f"{self.nodes} nodes have no two halves; {self.nodes + 1} would do")
+        for name, least in (("ranks_per_node", 1), ("delay", 0), ("smallest", 4), ("sizes", 2), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+        self.network()
+
+    def network(self) -> Network:
+        """The links to make."""
+        return Network(
+            nodes=self.nodes,
+            leaf_nodes=self.nodes // 2,
+            node_bandwidth=self.bandwidth * _MEGABIT,
+            loopback_bandwidth=self.loopback * _MEGABIT,
+            trunk_bandwidth=self.trunk * _MEGABIT,
+        )
+
+    def links(self, overheads: dict[str, float]) -> Links:
+        """What the model is given: the links as set, and seconds a message (`inside`, `between`) of software."""
+        network = self.network()
+        return Links(
+            in_node_latency=overheads["inside"],
+            in_node_bandwidth=network.loopback_bandwidth / self.ranks_per_node,
+            latency=self.delay / 1e3 + overheads["between"],
+            node_bandwidth=network.node_bandwidth,
+            leaf_nodes=network.leaf_nodes,
+            oversubscription=max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth),
+        )
+
+    def job(self, folder: str) -> Job:
+        """What the ranks measure."""
+        return Job(
+            folder=folder,
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            delay=self.delay / 1e3,
+            shard_bytes=tuple(self.smallest * 2**i for i in range(self.sizes)),
+            collectives=("all_gather", "reduce_scatter"),
+            repeats=self.repeats,
+        )
+
+
+def bench_two_level(setting: Setting, out: Path) -> dict[str, Any]:
+    """Measure, print tables, and write two-level.json, .md and .png to `out`. Returns the rows and the crossovers.
+
+    ValueError, before anything is made, where this machine or user cannot make namespaces. They are removed at the end,
+    however that comes.
+    """
+    require_namespaces()
+    with shaped_network(setting.network()):
+        measured = _run(setting)
+    links = setting.links(measured["overheads"])
+    rows = [_row(row, setting, links) for row in measured["rows"]]
+    crossovers = list(_crossovers(rows, setting, links))
+    title = (
+        f"{setting.nodes} nodes of {setting.ranks_per_node} ranks, {setting.bandwidth:g} Mbit/s a node, "
+        f"{setting.loopback:g} inside, {setting.trunk:g} between halves, {setting.delay:g} ms"
+    )
+    print_table(title, COLUMNS, rows)
+    print_table("Where they cross", CROSSOVERS, crossovers)
+    about = {"setting": asdict(setting), "links": asdict(links), "crossovers": crossovers}
+    path = write_result(out, "two-level", COLUMNS, rows, **about)
+    table = path.with_suffix(".md")
+    table.write_text(
+        f"{table.read_text()}\n{title}. Times are medians of {setting.repeats}.\n\n"
+        + "\n".join(markdown_table(CROSSOVERS, crossovers))
+        + "\n"
+    )
+    plot_two_level(path, path.with_suffix(".png"))
+    return {"rows": rows, "crossovers": crossovers}
+
+
+def _run(setting: Setting) -> dict[str, Any]:
+    """One process a rank, each in its node's namespace; what rank 0 wrote."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        job = setting.job(folder)
+        description = json.dumps(asdict(job))
+        try:
+            for rank in range(job.world):
+                node = namespace_of(rank // setting.ranks_per_node)
+                # OMP: eight ranks share the cores. A session of its own: Ctrl-C is for this process, which ends them.
+                environment = [f"GLOO_SOCKET_IFNAME={INTERFACE}", "OMP_NUM_THREADS=1"]
+                command = ["env", *environment, sys.executable, "-m", "stretto.bench.two_level_rank"]
+                ranks.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", node, *command, description, str(rank)],
+                        stdin=subprocess.PIPE,
+                        start_new_session=True,
+                    )
+                )
+            _wait(ranks, _START_LIMIT + _longest(setting))
+            result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+            return result
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> None:
+    """Wait for all ranks. ValueError for one that failed, or that goes on after `limit` seconds."""
+    end = time.monotonic() + limit
+    while True:
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                raise ValueError(f"rank {rank} of the bench ended with status {code}; its own words are above")
+        if None not in codes:
+            return
+        if time.monotonic() > end:
+            going = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+            raise ValueError(f"rank {going} of the bench did not end within {limit:.0f} s")
+        time.sleep(0.1)
+
+
+def _longest(setting: Setting) -> float:
+    """Seconds that the collectives may take: ten times what links without software's time would need."""
+    links = setting.links({"inside": 1e-3, "between": 1e-3})
+    job = setting.job("")
+    once = sum(
+        predict("all_gather", name, size, setting.nodes, setting.ranks_per_node, links) + 0.1
+        for size in job.shard_bytes
+        for name in (*ALGORITHMS, ALGORITHMS[-1])
+    )
+    return 10 * once * len(job.collectives) * (setting.repeats + 1)
+
+
+def _row(measured: dict[str, Any], setting: Setting, links: Links) -> dict[str, Any]:
+    collective, size = measured["collective"], measured["shard_bytes"]
+    seconds = measured["seconds"]
+    shape = setting.nodes, setting.ranks_per_node, links
+    row = {"collective": collective, "shard_bytes": size, "shard_kib": size / 1024}
+    for name in ALGORITHMS:
+        row |= {
+            f"{name}_ms": seconds[name]["median"] * 1e3,
+            f"{name}_least_ms": seconds[name]["least"] * 1e3,
+            f"{name}_most_ms": seconds[name]["most"] * 1e3,
+            f"{name}_model_ms": predict(collective, name, size, *shape) * 1e3,
+        }
+    row["library_ms"] = seconds["library"]["median"] * 1e3
+    row["fastest"] = min(ALGORITHMS, key=lambda name: seconds[name]["median"])
+    row["chosen"] = choose(collective, size, *shape)
+    row["chosen_loss"] = row[f"{row['chosen']}_ms"] / row[f"{row['fastest']}_ms"] - 1
+    return row
+
+
+def _crossovers(rows: list[dict[str, Any]], setting: Setting, links: Links) -> Iterator[dict[str, Any]]:
+    """For each pair, where it crosses in the measurement and in the model (each the first time, if at all)."""
+    for collective in dict.fromkeys(row["collective"] for row in rows):
+        of_size = {row["shard_bytes"]: row for row in rows if row["collective"] == collective}
+        sizes = sorted(of_size)
+        fine = [low * (high / low) ** (i / 64) for low, high in pairwise(sizes) for i in range(64)] + [sizes[-1]]
+        for first, second in PAIRS:
+            found = find_crossovers(sizes, *(partial(_measured, of_size, name) for name in (first, second)))
+            predicted = find_crossovers(
+                fine, *(partial(_predicted, collective, name, setting, links) for name in (first, second))
+            )
+            yield {
+                "collective": collective,
+                "between": f"{first}, {second}",
+                "measured_kib": found[0] / 1024 if found else None,
+                "predicted_kib": predicted[0] / 1024 if predicted else None,
+                "ratio": found[0] / predicted[0] if found and predicted else None,
+                "all_measured_kib": [size / 1024 for size in found],
+                "all_predicted_kib": [size / 1024 for size in predicted],
+            }
+
+
+def _measured(of_size: dict[float, dict[str, Any]], name: Algorithm, size: float) -> float:
+    return of_size[size][f"{name}_ms"] / 1e3
+
+
+def _predicted(collective: Collective, name: Algorithm, setting: Setting, links: Links, size: float) -> float:
+    return predict(collective, name, size, setting.nodes, setting.ranks_per_node, links)

@@ -1,0 +1,153 @@
+"""What each rank of `stretto bench two-level` does, in its node's network namespace."""
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.bench.delayed import DelayedTransport
+from stretto.collectives.two_level import GroupTransport, TwoLevelGroup
+
+_LEAD = 0.03  # seconds from agreeing on a start to the start
+_SMALL = 16  # bytes: only latency counts
+_PROBES = 15
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured; `folder` has the ranks' store and takes rank 0's result."""
+
+    folder: str
+    nodes: int
+    ranks_per_node: int
+    delay: float  # seconds
+    shard_bytes: tuple[int, ...]
+    collectives: tuple[str, ...]
+    repeats: int
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+def main() -> None:
+    """Run one rank: the job as JSON and the rank are the arguments. Ends with the process at the other end of stdin."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    job = Job(**fields | {name: tuple(fields[name]) for name in ("shard_bytes", "collectives")})
+    rank = int(sys.argv[2])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(job.folder) / "store"), job.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    result = measure(job)
+    if rank == 0:
+        (Path(job.folder) / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Overheads, and rows of seconds: of each collective, size and algorithm, the median of `repeats` runs.
+
+    Seconds are from a moment on which all ranks agreed until the last of them is done: they share a clock.
+    """
+
+    def transport(group: dist.ProcessGroup, delay: float, ranks_per_node: int) -> DelayedTransport:
+        """Delays what leaves the node; `group`'s ranks are `ranks_per_node` on each."""
+        own = dist.get_rank(group) // ranks_per_node
+        return DelayedTransport(GroupTransport(group), lambda peer: 0.0 if peer // ranks_per_node == own else delay)
+
+    size = job.ranks_per_node
+    two_level = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=job.delay, ranks_per_node=1))
+    undelayed = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=0.0, ranks_per_node=1))
+    # the flat ring over the same transport: each rank is a node to it, and all are in one sub-group
+    flat = TwoLevelGroup(ranks_per_node=1, make_transport=partial(transport, delay=job.delay, ranks_per_node=size))
+    overheads = _measure_overheads(job, undelayed)
+    rows = []
+    for collective in job.collectives:
+        for shard_bytes in job.shard_bytes:
+            runs = {
+                "recursive": _collective(two_level, collective, "recursive", shard_bytes),
+                "ring": _collective(two_level, collective, "ring", shard_bytes),
+                "flat": _collective(flat, collective, "ring", shard_bytes),
+                "library": _collective(two_level, collective, "flat", shard_bytes),
+            }
+            seconds = _interleave(runs, job.repeats)
+            rows.append({"collective": collective, "shard_bytes": shard_bytes, "seconds": seconds})
+            if dist.get_rank() == 0:
+                shown = ", ".join(f"{name} {value['median'] * 1e3:.1f} ms" for name, value in seconds.items())
+                print(f"{collective}, {shard_bytes} bytes a rank: {shown}", file=sys.stderr, flush=True)
+    return {"overheads": overheads, "rows": rows}
+
+
+def _measure_overheads(job: Job, undelayed: TwoLevelGroup) -> dict[str, float]:
+    """Seconds that a message costs beside delay and bandwidth: inside a node, and between nodes."""
+    nodes = [dist.new_group(list(ranks)) for ranks in undelayed.nodes.ranks]
+    own = nodes[dist.get_rank() // job.ranks_per_node]
+    part = torch.zeros(_SMALL, dtype=torch.uint8)
+    whole = part.new_empty(_SMALL * job.ranks_per_node)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    runs = {
+        "inside": lambda: gather(whole, part, group=own),
+        "ring": _collective(undelayed, "all_gather", "ring", _SMALL),
+    }
+    seconds = {name: value["median"] for name, value in _interleave(runs, _PROBES).items()}
+    between = (seconds["ring"] - seconds["inside"]) / (job.nodes - 1)
+    return {"inside": seconds["inside"] / max(1, job.ranks_per_node - 1), "between": max(0.0, between)}
+
+
+def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: int) -> Callable[[], object]:
+    elements = max(1, shard_bytes // 4)
+    part, whole = torch.ones(elements), torch.ones(elements * group.world)
+    if name == "all_gather":
+        return lambda: group.all_gather(whole, part, algorithm=algorithm)
+    return lambda: group.reduce_scatter(part, whole, algorithm=algorithm)
+
+
+def _interleave(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of each run: median, least and most; the runs take turns, after one of each that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            seconds = _time(run)
+            if repeat:
+                times[name].append(seconds)
+    return {name: _summarize(values) for name, values in times.items()}
+
+
+def _time(run: Callable[[], object]) -> float:
+    """Seconds from a common start until the last rank is done."""
+    moment = torch.tensor([time.monotonic() + _LEAD], dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    begin = moment.item()
+    time.sleep(max(0.0, begin - time.monotonic()))
+    run()
+    end = torch.tensor([time.monotonic()], dtype=torch.float64)
+    dist.all_reduce(end, dist.ReduceOp.MAX)
+    return end.item() - begin
+
+
+def _summarize(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that holds its stdin is gone, whatever it does."""
+    while os.read(0, 4096):  # not through sys.stdin, whose lock this thread would hold at exit
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

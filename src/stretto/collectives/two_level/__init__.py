@@ -1,0 +1,31 @@
+"""Collectives in two levels, between nodes and inside them, over torch.distributed's groups.
+
+from stretto.collectives.two_level import TwoLevelGroup
+
+two_level = TwoLevelGroup()  # nodes are found from the host names
+two_level.all_gather(output, input)
+work = two_level.all_reduce(gradients, "avg", async_op=True)
+work.wait()
+"""
+
+from stretto.collectives.two_level.group import Call, TwoLevelGroup
+from stretto.collectives.two_level.model import TYPICAL, Links, choose, find_crossovers, predict
+from stretto.collectives.two_level.nodes import Nodes
+from stretto.collectives.two_level.transport import GroupTransport, Message, Transfer, Transport
+from stretto.collectives.two_level.work import Work
+
+__all__ = [
+    "TYPICAL",
+    "Call",
+    "GroupTransport",
+    "Links",
+    "Message",
+    "Nodes",
+    "Transfer",
+    "Transport",
+    "TwoLevelGroup",
+    "Work",
+    "choose",
+    "find_crossovers",
+    "predict",
+]

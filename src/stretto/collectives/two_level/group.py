@@ -1,0 +1,319 @@
+"""Two-level collectives on a torch.distributed group (paper 003, chapter 6: PCCL)."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.collectives.two_level.between import SubGroup, gather_slots, reduce_slots
+from stretto.collectives.two_level.inside import (
+    NodeGroup,
+    all_reduce_flat,
+    gather_and_shuffle,
+    reduce_scatter_flat,
+    shuffle_and_reduce,
+)
+from stretto.collectives.two_level.limits import Deadline
+from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose
+from stretto.collectives.two_level.nodes import Host, Nodes, nodes_of
+from stretto.collectives.two_level.parts import DEFAULT_PART_BYTES
+from stretto.collectives.two_level.reduction import check_reduction, library_reduces
+from stretto.collectives.two_level.steps import Between, all_gather_steps, reduce_scatter_steps
+from stretto.collectives.two_level.transport import GroupTransport, Transport
+from stretto.collectives.two_level.work import InOrder, Work
+from stretto.memory import PeerError, exchange, find_own_rank
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = 300.0
+_LEAST_PART_BYTES = 16  # one element of any dtype
+
+Choice = Literal["auto", "ring", "recursive", "flat"]
+
+
+class Call(NamedTuple):
+    """What a call ran as."""
+
+    collective: Collective
+    algorithm: Algorithm
+
+
+class TwoLevelGroup:
+    """All-gather, reduce-scatter and all-reduce of a group in two levels: between nodes, and inside them.
+
+    group: the ranks (None: all); every one of them makes its TwoLevelGroup, at the same time and in the same way.
+    ranks_per_node: ranks in order, so many a node; None: those of one host are a node (see `nodes_of`), wherever in the
+    group they are. links: what messages cost, for `algorithm="auto"`. timeout: seconds for a collective. part_bytes: no
+    message, and no call of the library, is larger. make_transport: what carries messages between nodes, given the
+    sub-group of this rank's place.
+
+    Collectives run in the order in which they are started, one at a time; ranks start them in one order. Results are
+    the same on all ranks and in all runs, bit for bit; another algorithm, or another number of ranks, may round
+    differently. `nodes` says who is where; `calls` counts what ran as what.
+
+    Raises ValueError for nodes of unequal size, and where ranks do not agree on the arguments; PeerError for ranks that
+    do not come.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        links: Links = TYPICAL,
+        timeout: float = DEFAULT_TIMEOUT,
+        part_bytes: int = DEFAULT_PART_BYTES,
+        make_transport: Callable[[dist.ProcessGroup], Transport] = GroupTransport,
+    ) -> None:
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout is {timeout}, but must be a finite number of seconds, greater than 0")
+        if part_bytes < _LEAST_PART_BYTES:
+            raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_LEAST_PART_BYTES}")
+        self.rank, self.world = find_own_rank(group)
+        self.links = links
+        self.calls: Counter[Call] = Counter()
+        self._group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
+        self._timeout = timeout
+        self.nodes = self._agree(ranks_per_node, (links, part_bytes))
+        self._node, self._place = self.nodes.place_of(self.rank)
+        self._runners: dict[torch.device, InOrder] = {}
+        self._failure: Exception | None = None
+        self._made: list[dist.ProcessGroup] = []
+        everyone = Nodes.of_consecutive(self.world, self.world)
+        self._flat = NodeGroup(everyone, 0, self.rank, self._group, part_bytes)
+        mine = self.nodes.ranks[self._node]
+        column = tuple(node[self._place] for node in self.nodes.ranks)
+        # With one node, all there is to do is the library's collective on the group itself.
+        has_levels = self.nodes.count > 1
+        inner = self._make_group(mine) if has_levels and len(mine) > 1 else None
+        self._inside = NodeGroup(self.nodes, self._node, self._place, inner, part_bytes)
+        self._between: SubGroup | None = None
+        if has_levels:
+            transport = make_transport(self._make_group(column))
+            self._between = SubGroup(column, self._node, transport, part_bytes)
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, *, algorithm: Choice = "auto", async_op: bool = False
+    ) -> Work | None:
+        """Fill `output` with all ranks' `input`, in rank order.
+
+        input: contiguous, of the same size on every rank; output: contiguous, of its dtype and device, `world` times
+        as many elements. Every dtype. The phase between nodes comes first, then that inside them, then the shuffle.
+
+        algorithm: of the phase between nodes, or "flat" for the library's own collective; "auto" is what the model
+        predicts to be fastest. async_op: return at once, with a `Work` to wait for. ValueError for tensors that do not
+        fit; PeerError, now or from `wait`, for a peer that does not come in time: the group is then of no more use.
+        """
+        _check_pair("output", output, "input", input, self.world)
+        chosen = self._choose("all_gather", input, algorithm)
+        shard, whole = input.detach().view(-1), output.detach().view(self.world, -1)
+
+        def run(deadline: Deadline) -> None:
+            self._gather(whole, shard, chosen, deadline)
+
+        return self._start("all_gather", chosen, run, (output, input), async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: str | dist.ReduceOp | dist.ReduceOp.RedOpType = "sum",
+        *,
+        algorithm: Choice = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Fill `output` with this rank's part of the reduction of all ranks' `input`, which is not written.
+
+        input: contiguous, `world` times as many elements as `output`, the part of rank 0 first. op: "sum", "avg", "max"
+        or "min", or torch.distributed's op of that name. Partial sums travel in the tensors' dtype; those of fewer than
+        32 bits are added in fp32 and rounded once a hop. The phase inside nodes comes first, then that between them.
+
+        The rest as in `all_gather`; ValueError also for an op that the dtype does not have.
+        """
+        reduction = check_reduction(op, input.dtype)
+        _check_pair("input", input, "output", output, self.world)
+        chosen = self._choose("reduce_scatter", output, algorithm)
+        shard, whole = output.detach().view(-1), input.detach().view(self.world, -1)
+
+        def run(deadline: Deadline) -> None:
+            self._reduce(shard, whole, reduction, chosen, deadline)
+
+        return self._start("reduce_scatter", chosen, run, (output, input), async_op)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: str | dist.ReduceOp | dist.ReduceOp.RedOpType = "sum",
+        *,
+        algorithm: Choice = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Replace `tensor`, contiguous and of any size, by the reduction of all ranks' tensors.
+
+        A reduce-scatter and an all-gather; a size that `world` does not divide is padded with zeros for the way. See
+        `reduce_scatter` for the rest.
+        """
+        reduction = check_reduction(op, tensor.dtype)
+        _check_contiguous("tensor", tensor)
+        elements = -(-tensor.numel() // self.world)
+        chosen = self._choose("all_reduce", tensor, algorithm)
+        flat = tensor.detach().view(-1)
+
+        def run(deadline: Deadline) -> None:
+            if chosen == "flat" and library_reduces(flat.dtype):
+                divisor = self.world if reduction == "avg" else None
+                all_reduce_flat(flat, self._flat, reduction, divisor, deadline)
+                return
+            padded = flat
+            if elements * self.world != flat.numel():
+                padded = flat.new_zeros(elements * self.world)
+                padded[: flat.numel()].copy_(flat)
+            whole = padded.view(self.world, elements)
+            shard = torch.empty_like(whole[0])
+            self._reduce(shard, whole, reduction, chosen, deadline)
+            self._gather(whole, shard, chosen, deadline)
+            if padded is not flat:
+                flat.copy_(padded[: flat.numel()])
+
+        return self._start("all_reduce", chosen, run, (tensor,), async_op)
+
+    def close(self) -> None:
+        """Wait for what was started, and leave the sub-groups; every rank calls it. The group itself stays."""
+        for runner in self._runners.values():
+            runner.close()
+        self._failure = RuntimeError("it was closed")
+        for made in self._made:
+            dist.destroy_process_group(made)
+        # gloo's connections are closed once nobody refers to the groups
+        self._made.clear()
+        self._between = None
+        self._inside = replace(self._inside, group=None)
+
+    def _gather(self, whole: Tensor, shard: Tensor, chosen: Algorithm, deadline: Deadline) -> None:
+        """`whole` [world, elements] becomes everyone's `shard` [elements]."""
+        if chosen == "flat" or self._between is None:
+            gather_and_shuffle(whole, shard.unsqueeze(0), self._flat, deadline)
+            return
+        slots = shard.new_empty(self.nodes.count, shard.numel())
+        slots[0].copy_(shard)
+        gather_slots(slots, all_gather_steps(chosen, self.nodes.count), self._between, deadline)
+        gather_and_shuffle(whole, slots, self._inside, deadline)
+
+    def _reduce(self, shard: Tensor, whole: Tensor, reduction: str, chosen: Algorithm, deadline: Deadline) -> None:
+        """`shard` [elements] becomes this rank's row of everyone's `whole` [world, elements]."""
+        name = check_reduction(reduction, whole.dtype)
+        divisor = self.world if name == "avg" else None
+        if chosen == "flat" or self._between is None:
+            reduce_scatter_flat(shard, whole, self._flat, name, divisor, deadline)
+            return
+        slots = whole.new_empty(self.nodes.count, shard.numel())
+        shuffle_and_reduce(slots, whole, self._inside, name, None, deadline)
+        reduce_slots(slots, reduce_scatter_steps(chosen, self.nodes.count), self._between, name, divisor, deadline)
+        shard.copy_(slots[0])
+
+    def _choose(self, collective: Collective, tensor: Tensor, algorithm: Choice) -> Algorithm:
+        if algorithm not in ("auto", *ALGORITHMS):
+            raise ValueError(f"algorithm is {algorithm!r}: must be auto, {', '.join(ALGORITHMS)}")
+        if self.nodes.count == 1:
+            return "flat"
+        if algorithm != "auto":
+            return cast(Between, algorithm)
+        # an all-reduce's tensor is the whole, the others' a rank's part
+        shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
+        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links)
+
+    def _start(
+        self,
+        collective: Collective,
+        algorithm: Algorithm,
+        run: Callable[[Deadline], None],
+        tensors: tuple[Tensor, ...],
+        async_op: bool,
+    ) -> Work | None:
+        self._require_usable()
+        first = tensors[0]
+        on_stream = first.is_cuda
+        self.calls[Call(collective, algorithm)] += 1
+        logger.debug("rank %d: %s of %s %s runs as %s", self.rank, collective, first.numel(), first.dtype, algorithm)
+
+        def guarded() -> None:
+            if not first.numel() or (self.world == 1 and collective == "all_reduce"):
+                return
+            self._require_usable()  # what was started before may have failed by now
+            place = f"node {self._node}, place {self._place}"
+            what = f"{collective} ({algorithm})"
+            try:
+                run(Deadline.start(self._timeout, self.rank, self.world, place, what, on_stream=on_stream))
+            except Exception as failure:  # whatever it was, the ranks may now stand in different places
+                self._failure = failure
+                raise
+
+        if first.device not in self._runners:
+            self._runners[first.device] = InOrder(first.device)
+        work = self._runners[first.device].start(guarded, tensors)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _require_usable(self) -> None:
+        if self._failure is not None:
+            raise PeerError(f"this two-level group is of no more use: {self._failure}")
+
+    def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
+        """The nodes, after all ranks have said where they are and that they were given the same arguments."""
+        mine = (ranks_per_node, same, Host.of_this_process())
+        if "gloo" in dist.get_backend_config(self._group):
+            everyone = exchange(mine, self._group, self._timeout)
+        else:  # a barrier that names who is missing is gloo's only
+            gathered: list[tuple[int | None, tuple[object, ...], Host] | None] = [None] * self.world
+            dist.all_gather_object(gathered, mine, group=self._group)
+            everyone = cast(list[tuple[int | None, tuple[object, ...], Host]], gathered)
+        for rank, other in enumerate(everyone):
+            if other[:2] != everyone[0][:2]:
+                raise ValueError(
+                    f"rank {rank} was given (ranks_per_node, (links, part_bytes)) = {other[:2]}, and rank 0 "
+                    f"{everyone[0][:2]}: all ranks must be given the same"
+                )
+        if ranks_per_node is not None:
+            return Nodes.of_consecutive(self.world, ranks_per_node)
+        return nodes_of([host for _, _, host in everyone])
+
+    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A sub-group of ranks of the group, made by its members only: the group need not be everyone's."""
+        made = dist.new_group(
+            [dist.get_global_rank(self._group, rank) for rank in ranks],
+            timeout=timedelta(seconds=self._timeout),
+            backend=dist.get_backend_config(self._group),
+            use_local_synchronization=True,
+        )
+        self._made.append(made)
+        return made
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"{name} {tuple(tensor.shape)} is not contiguous; {name}.contiguous() would do")
+
+
+def _check_pair(large_name: str, large: Tensor, small_name: str, small: Tensor, world: int) -> None:
+    """Refuse two tensors that are not of one kind, or where the large one has not `world` times the elements."""
+    _check_contiguous(large_name, large)
+    _check_contiguous(small_name, small)
+    if (large.dtype, large.device) != (small.dtype, small.device):
+        raise ValueError(
+            f"{large_name} is {large.dtype} on {large.device} and {small_name} {small.dtype} on {small.device}: "
+            "both must be of one dtype and device"
+        )
+    if large.numel() != world * small.numel():
+        raise ValueError(
+            f"{large_name} has {large.numel()} elements and {small_name} {small.numel()}, on {world} ranks: "
+            f"{large_name} must have {world * small.numel()}"
+        )

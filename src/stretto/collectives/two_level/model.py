@@ -1,0 +1,153 @@
+"""How long the algorithms take: latency and bandwidth, inside nodes and between them (paper 003, section 6.2).
+
+The paper says where ring or recursive wins, and why, but gives no formulas; these are the usual ones of one latency and
+one bandwidth (Thakur et al., "Optimization of collective communication operations in MPICH", 2005), with what two
+levels add: the ranks of a node share its network interfaces, and distant nodes may share links. Needs no GPU library.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, cast
+
+from stretto.cluster import Cluster
+from stretto.collectives.two_level.steps import Between, all_gather_steps
+
+Algorithm = Literal["ring", "recursive", "flat"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a message costs: latency in seconds, bandwidth in bytes/s, one direction.
+
+    in_node_bandwidth: what one rank sends to others of its node while all of them do. node_bandwidth: what one node
+    sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, hang on one switch
+    (None: all); oversubscription: how many times more these could send to other switches than the links there carry.
+    Raises ValueError for a figure that is negative, or not positive where it must be.
+    """
+
+    in_node_latency: float
+    in_node_bandwidth: float
+    latency: float
+    node_bandwidth: float
+    leaf_nodes: int | None = None
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("in_node_latency", "latency"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be a finite number of seconds, at least 0")
+        for name in ("in_node_bandwidth", "node_bandwidth"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be a finite number of bytes/s, greater than 0")
+        if self.leaf_nodes is not None and self.leaf_nodes < 1:
+            raise ValueError(f"leaf_nodes = {self.leaf_nodes}: must be at least 1, or None for one switch")
+        if not 1 <= self.oversubscription < math.inf:
+            raise ValueError(f"oversubscription = {self.oversubscription}: must be at least 1 (none)")
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster) -> "Links":
+        """The figures of a cluster. ValueError where it does not know one; latencies it does not know are assumed."""
+        cluster.require("nics_per_node")
+        between = cluster.require("between_nodes.bandwidth")
+        return cls(
+            in_node_latency=cluster.in_node.latency or TYPICAL.in_node_latency,
+            in_node_bandwidth=cluster.require("in_node.bandwidth"),
+            latency=cluster.between_nodes.latency or TYPICAL.latency,
+            node_bandwidth=cluster.inter_node_bandwidth or between,
+        )
+
+    def slowdown(self, distance: int, nodes: int) -> float:
+        """How much longer a message takes while every node sends to the one `distance` before it.
+
+        Of a switch's nodes, the first `distance` then send to other switches, over links that carry what
+        leaf_nodes / oversubscription of them can send.
+        """
+        if self.leaf_nodes is None or self.leaf_nodes >= nodes:
+            return 1.0
+        crossing = min(distance, nodes - distance, self.leaf_nodes)
+        return max(1.0, crossing * self.oversubscription / self.leaf_nodes)
+
+
+# Assumed where nothing is said: GPUs on NVLink, a 25 GB/s interface for each of four; measure or say your own.
+TYPICAL = Links(in_node_latency=10e-6, in_node_bandwidth=200e9, latency=20e-6, node_bandwidth=100e9)
+
+
+def predict(
+    collective: Collective, algorithm: Algorithm, shard_bytes: float, nodes: int, size: int, links: Links
+) -> float:
+    """Seconds of a collective on `nodes` nodes of `size` ranks.
+
+    shard_bytes: a rank's part: an all-gather's input, a reduce-scatter's output, an all-reduce's buffer over all ranks.
+    With L bytes a rank, N nodes of M ranks, latencies a and bandwidths B:
+
+    - two levels: for each step between nodes, a + blocks x L x M x slowdown / B (M ranks share the node's interfaces);
+      then M - 1 steps inside a node, each of a_in + N L / B_in. Ring: N - 1 steps of one block; recursive:
+      ceil(log2 N) steps of together N - 1 blocks.
+    - flat: the library's ring over all N M ranks, of N M - 1 hops of L bytes, where one rank of each node sends to the
+      next node, with the whole of B. A hop begins when its block has come and the link is done with the one before.
+
+    Adding up is taken to cost nothing. An all-reduce is a reduce-scatter and an all-gather.
+    """
+    if collective == "all_reduce":
+        gathering = predict("all_gather", algorithm, shard_bytes, nodes, size, links)
+        return predict("reduce_scatter", algorithm, shard_bytes, nodes, size, links) + gathering
+    if not shard_bytes or nodes * size == 1:
+        return 0.0
+    if algorithm == "flat" or nodes == 1:
+        return _flat(shard_bytes, nodes, size, links)
+    between = sum(
+        links.latency + step.blocks * shard_bytes * size * links.slowdown(step.distance, nodes) / links.node_bandwidth
+        for step in all_gather_steps(cast(Between, algorithm), nodes)
+    )
+    inside = (size - 1) * (links.in_node_latency + nodes * shard_bytes / links.in_node_bandwidth)
+    return between + inside
+
+
+def choose(
+    collective: Collective,
+    shard_bytes: float,
+    nodes: int,
+    size: int,
+    links: Links,
+    algorithms: Sequence[Algorithm] = ALGORITHMS,
+) -> Algorithm:
+    """The algorithm that `predict` finds fastest; of equals, the first of `algorithms`. One node has only flat."""
+    if nodes == 1:
+        return "flat"
+    return min(algorithms, key=lambda name: predict(collective, name, shard_bytes, nodes, size, links))
+
+
+def find_crossovers(
+    sizes: Sequence[float], first: Callable[[float], float], second: Callable[[float], float]
+) -> list[float]:
+    """Where `first` and `second` (seconds for a size) change places between neighbours of the rising `sizes`.
+
+    Between them, the logarithms of both times are taken to be straight over the logarithm of the size.
+    """
+    found = []
+    gaps = [math.log(first(size) / second(size)) for size in sizes]
+    for (size, gap), (next_size, next_gap) in pairwise(zip(sizes, gaps, strict=True)):
+        if gap * next_gap < 0 or (not next_gap and gap):
+            found.append(size * (next_size / size) ** (gap / (gap - next_gap)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _flat(shard_bytes: float, nodes: int, size: int, links: Links) -> float:
+    """Seconds of a ring over all ranks: every node does the same at the same time, so one stands for all."""
+    inside = (links.in_node_latency, shard_bytes / links.in_node_bandwidth)
+    across = (links.latency, shard_bytes * links.slowdown(1, nodes) / links.node_bandwidth)
+    # place 0 receives from the node before, the others from the place before them
+    hops = [inside if nodes == 1 else across, *[inside] * (size - 1)]
+    come = [0.0] * size  # when the newest block of a place came; at first, its own
+    free = [0.0] * size  # when the link to a place has sent the block before
+    for _ in range(nodes * size - 1):
+        begin = [max(come[place - 1], free[place]) for place in range(size)]
+        free = [start + serial for start, (_, serial) in zip(begin, hops, strict=True)]
+        come = [end + latency for end, (latency, _) in zip(free, hops, strict=True)]
+    return max(come)

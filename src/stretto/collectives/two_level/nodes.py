@@ -1,0 +1,114 @@
+"""Which ranks of a group share a node."""
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: tells machines apart that have the same name
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a group by node: `ranks[node][place]` is a rank of the group; all nodes have as many.
+
+    Nodes are in the order of their lowest rank, and a node's ranks rise. Raises ValueError for nodes of unequal size
+    and for ranks that are not exactly 0, 1, ... of the group.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [len(node) for node in self.ranks]
+        if not sizes or min(sizes) != max(sizes) or not sizes[0]:
+            raise ValueError(
+                f"the group's nodes have {', '.join(map(str, sizes)) or 'no'} ranks, and two levels need equally many "
+                "on each: use a group of equally many ranks a node, or torch.distributed's own collectives"
+            )
+        if sorted(rank for node in self.ranks for rank in node) != list(range(self.world)):
+            raise ValueError(f"the nodes {self.ranks} must hold each of the ranks 0 to {self.world - 1} once")
+
+    @classmethod
+    def of_consecutive(cls, world: int, ranks_per_node: int) -> "Nodes":
+        """Ranks 0 to ranks_per_node - 1 on the first node, and so on. ValueError where they do not fill the nodes."""
+        if not 1 <= ranks_per_node <= world or world % ranks_per_node:
+            fitting = [size for size in range(1, world + 1) if world % size == 0]
+            nearest = min(fitting, key=lambda size: abs(size - ranks_per_node))
+            raise ValueError(
+                f"ranks_per_node is {ranks_per_node}, but the group's {world} ranks must fill whole nodes; "
+                f"{nearest} would do"
+            )
+        return cls(tuple(tuple(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)))
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[Hashable]) -> "Nodes":
+        """Ranks whose `hosts` are equal share a node; they need not be neighbours. ValueError for unequal sizes."""
+        by_host: dict[Hashable, list[int]] = defaultdict(list)
+        for rank, host in enumerate(hosts):
+            by_host[host].append(rank)
+        return cls(tuple(tuple(ranks) for ranks in by_host.values()))
+
+    @property
+    def count(self) -> int:
+        """Nodes."""
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Ranks a node."""
+        return len(self.ranks[0])
+
+    @property
+    def world(self) -> int:
+        """Ranks of the group."""
+        return self.count * self.size
+
+    @cached_property
+    def is_consecutive(self) -> bool:
+        """Whether rank = node x size + place, so that the shuffle is one transposition."""
+        return [rank for node in self.ranks for rank in node] == list(range(self.world))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The (node, place in it) of a rank of the group."""
+        for node, ranks in enumerate(self.ranks):
+            if rank in ranks:
+                return node, ranks.index(rank)
+        raise ValueError(f"rank {rank} is on no node; there are ranks 0 to {self.world - 1}")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a process knows of where it runs: machine, and torchrun's count of ranks there and number of the agent."""
+
+    machine: tuple[str, str]
+    local_world_size: int | None
+    agent: int | None
+
+    @classmethod
+    def of_this_process(cls) -> "Host":
+        """From the host's name, its boot, and torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+        return cls((platform.node(), boot), _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
+
+
+def nodes_of(hosts: Sequence[Host]) -> Nodes:
+    """The nodes of ranks with these hosts.
+
+    A machine is a node. Where one seems to have more ranks than its launcher started there (machines of one name, or
+    several agents that stand for nodes), each of torchrun's agents is. ValueError for nodes of unequal size.
+    """
+    machines = [host.machine for host in hosts]
+    is_crowded = any(
+        host.local_world_size is not None and machines.count(host.machine) > host.local_world_size for host in hosts
+    )
+    if is_crowded and all(host.agent is not None for host in hosts):
+        return Nodes.of_hosts([(host.machine, host.agent) for host in hosts])
+    return Nodes.of_hosts(machines)
+
+
+def _integer(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else None
