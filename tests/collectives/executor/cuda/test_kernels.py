@@ -137,7 +137,7 @@ def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
             LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", protocol), True
         )
         check(kernels, torch.int16, "sum", True, 9001, 1, rng)
-        assert len(kernels[0]._pieces) > 2
+        assert len(kernels[0]._current.pieces) > 2
 
 
 def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):

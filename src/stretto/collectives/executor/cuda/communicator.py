@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.algorithms import find
-from stretto.collectives.executor.cuda.kernel import LaneKernel
+from stretto.collectives.executor.cuda.kernel import MAX_PLANS, LaneKernel
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import DEFAULT_TIMEOUT, Workspace
 from stretto.collectives.schedule import Schedule
@@ -37,6 +37,7 @@ class CudaCommunicator:
         dist.broadcast_object_list(tables, src=root, group=group, device=self.workspace.device)
         self.table = tables[0]
         self._kernels: dict[tuple[Way, str, str, bool], LaneKernel] = {}
+        self._calls: dict[tuple[object, ...], tuple[LaneKernel, str] | Way] = {}
 
     def run(self, collective: str, input: Tensor, output: Tensor | None = None, reduction: str = "sum") -> str | None:
         """Run it on the current stream, or return None where the library does it better or alone can.
@@ -44,15 +45,35 @@ class CudaCommunicator:
         input, output: flat or not, contiguous, of one dtype; output None: in place, where `input` holds both buffers.
         Returns the name of the way.
         """
+        call = (collective, input.dtype, input.numel(), -1 if output is None else output.numel(), reduction)
+        known = self._calls.get(call)
+        if known is None:
+            known = self._find(collective, input, output, reduction)
+            if known is None:
+                return None
+            if len(self._calls) == MAX_PLANS:
+                self._calls.clear()
+            self._calls[call] = known
+        if known is LIBRARY:
+            return None
+        assert isinstance(known, tuple)
+        if not input.is_contiguous() or not (output is None or output.is_contiguous()):
+            return None
+        kernel, name = known
+        kernel(input, output)
+        return name
+
+    def _find(
+        self, collective: str, input: Tensor, output: Tensor | None, reduction: str
+    ) -> tuple[LaneKernel, str] | Way | None:
+        """The kernel of such calls, LIBRARY, or None where it cannot be said for good."""
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = str(larger.dtype).removeprefix("torch.")
         if dtype not in ELEMENTS or reduction not in OPERATIONS or not larger.numel():
-            return None
-        if not input.is_contiguous() or not (output is None or output.is_contiguous()):
-            return None
+            return LIBRARY
         way = self.table.choose(collective, dtype, larger.numel() * larger.itemsize, self.world_size)
         if way == LIBRARY:
-            return None
+            return LIBRARY
         key = (way, dtype, reduction, output is None)
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -60,8 +81,7 @@ class CudaCommunicator:
                 logger.debug("%s is not compiled yet, and cannot be while a graph is captured: NCCL", way.name)
                 return None
             kernel = self._kernels[key] = self.kernel(way, dtype, reduction, in_place=output is None)
-        kernel(input.view(-1), None if output is None else output.view(-1))
-        return way.name
+        return kernel, way.name
 
     def kernel(self, way: Way, dtype: str, reduction: str = "sum", *, in_place: bool) -> LaneKernel:
         """The kernel of a way. ValueError for one that does not exist for this group."""
@@ -79,4 +99,5 @@ class CudaCommunicator:
     def close(self) -> None:
         """Give the memory back."""
         self._kernels.clear()
+        self._calls.clear()
         self.workspace.close()

@@ -1,7 +1,7 @@
 """A compiled kernel and its parameters."""
 
 import ctypes
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -20,16 +20,19 @@ class Function:
     """A kernel whose parameters, all of 8 bytes, are kept between launches: only what changes is written."""
 
     def __init__(self, cubin: bytes, names: list[str]) -> None:
-        from cuda.bindings import driver
         from cuda.core import Device, ObjectCode
 
         Device(torch.cuda.current_device()).set_current()
         self._code = ObjectCode.from_cubin(cubin)
         self._kernel = self._code.get_kernel("run")
-        self._handle = self._kernel.handle
-        self._launch = driver.cuLaunchKernel
-        self._launch_cooperative = driver.cuLaunchCooperativeKernel
-        self._error_of = driver.cuGetErrorString
+        self._handle = int(self._kernel.handle)
+        self._device = torch.cuda.current_device()
+        # By ctypes: a launch through cuda.bindings takes the host three times as long.
+        driver = ctypes.CDLL("libcuda.so.1")
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._launch, self._launch_cooperative = driver.cuLaunchKernel, driver.cuLaunchCooperativeKernel
+        self._launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        self._launch_cooperative.argtypes = [pointer, *[number] * 7, pointer, pointer]
         self._at = {name: index for index, name in enumerate(names)}
         self._values = (ctypes.c_uint64 * len(names))()
         addresses = [ctypes.addressof(self._values) + 8 * index for index in range(len(names))]
@@ -42,11 +45,20 @@ class Function:
 
     def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False) -> None:
         """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. RuntimeError with CUDA's words."""
-        stream = torch.cuda.current_stream().cuda_stream
-        result: Any
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
         if is_cooperative:
             result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
         else:
-            result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, 0)
-        if result[0] != 0:
-            raise RuntimeError(f"a kernel was not launched: {self._error_of(result[0])[1].decode()}")
+            result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, None)
+        if result != 0:
+            raise RuntimeError(
+                f"a kernel of {blocks} blocks of {threads} threads was not launched: {_describe(result)}"
+            )
+
+
+def _describe(result: int) -> str:
+    """CUDA's words for an error."""
+    from cuda.bindings import driver
+
+    known, text = driver.cuGetErrorString(driver.CUresult(result))
+    return text.decode() if known == driver.CUresult.CUDA_SUCCESS else f"error {result}"

@@ -1,6 +1,7 @@
 """A verified schedule as one kernel on this GPU, for calls on the current stream."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,16 @@ DATA_BYTES = {"LL": 8, "LL128": 15, "Simple": 16}
 """Of 16 bytes of a mailbox, those that are data."""
 SMALL_THREADS = 128
 """A block's, as long as every lane has a thread of its own: more blocks share the waiting better than larger ones."""
+MAX_PLANS = 4096
 _ALIGNMENT = 16
+
+
+class _Launches(NamedTuple):
+    """What calls of one size launch: parameters, a block's threads, and (begin, slots, blocks) of every piece."""
+
+    parameters: tuple[tuple[str, int], ...]
+    threads: int
+    pieces: tuple[tuple[int, int, int], ...]
 
 
 class LaneKernel:
@@ -55,8 +65,8 @@ class LaneKernel:
         fixed |= {"region": region.start, "half": region.half}
         for parameter, value in fixed.items():
             self._function.set(parameter, value)
-        self._last: tuple[int | None, int | None] | None = None
-        self._pieces: list[tuple[int, int, int]] = []
+        self._plans: dict[tuple[int | None, int | None], _Launches] = {}
+        self._current: _Launches | None = None
         self.threads: int | None = None
         self.max_blocks = workspace.multiprocessors
 
@@ -68,15 +78,18 @@ class LaneKernel:
         """
         self.workspace.check(self.name, self._senders)
         sizes = find_sizes(self.collective, input, output)
-        if sizes != self._last:
-            self._resize(sizes)
+        plan = self._plans.get(sizes) or self._plan(sizes)
         function = self._function
+        if plan is not self._current:
+            for parameter, value in plan.parameters:
+                function.set(parameter, value)
+            self._current = plan
         function.set("input", input.data_ptr())
         function.set("output", input.data_ptr() if output is None else output.data_ptr())
-        for begin, slots, blocks in self._pieces:
+        for begin, slots, blocks in plan.pieces:
             function.set("begin", begin)
             function.set("slots", slots)
-            function.launch(blocks, self._threads)
+            function.launch(blocks, plan.threads)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
         """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same."""
@@ -84,26 +97,32 @@ class LaneKernel:
             raise ValueError(f"a block has 128, 256, 384 or 512 threads, not {threads}")
         if not 1 <= max_blocks <= MAX_BLOCKS:
             raise ValueError(f"a kernel has 1 to {MAX_BLOCKS} blocks, not {max_blocks}")
-        self.threads, self.max_blocks, self._last = threads, max_blocks, None
+        self.threads, self.max_blocks = threads, max_blocks
+        self._plans.clear()
 
-    def _resize(self, sizes: tuple[int | None, int | None]) -> None:
+    def _plan(self, sizes: tuple[int | None, int | None]) -> "_Launches":
         layout = self._layout(*sizes)
         chunk_bytes = layout.chunk_elements * self._itemsize
-        self._function.set("block_bytes", layout.block_elements * self._itemsize)
-        self._function.set("chunk_bytes", chunk_bytes)
         slots = self._slots(chunk_bytes)
         # A piece is whole warps of slots, so that it is also whole lines of LL128 and a multiple of any element.
         most = self._half // (16 * max(self.lanes.mailboxes, 1)) // 32 * 32
         if most == 0:
             raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there is no memory for these")
-        self._threads = self.threads or (SMALL_THREADS if slots <= SMALL_THREADS * self.max_blocks else MAX_THREADS)
-        self._function.set("stride", 16 * min(slots, most))
-        self._pieces = []
+        threads = self.threads or (SMALL_THREADS if slots <= SMALL_THREADS * self.max_blocks else MAX_THREADS)
+        pieces = []
         for start in range(0, max(slots, 1), most):
             here = min(most, slots - start)
-            blocks = max(1, min(-(-here // (self._threads * self.variant.unroll)), self.max_blocks))
-            self._pieces.append((start * DATA_BYTES[self.variant.protocol], here, blocks))
-        self._last = sizes
+            blocks = max(1, min(-(-here // (threads * self.variant.unroll)), self.max_blocks))
+            pieces.append((start * DATA_BYTES[self.variant.protocol], here, blocks))
+        parameters = {
+            "block_bytes": layout.block_elements * self._itemsize,
+            "chunk_bytes": chunk_bytes,
+            "stride": 16 * min(slots, most),
+        }
+        if len(self._plans) == MAX_PLANS:
+            self._plans.clear()
+        plan = self._plans[sizes] = _Launches(tuple(parameters.items()), threads, tuple(pieces))
+        return plan
 
     def _slots(self, chunk_bytes: int) -> int:
         """The places of 16 bytes that a chunk takes in a mailbox."""
