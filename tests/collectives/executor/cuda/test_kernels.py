@@ -149,7 +149,7 @@ def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):
         kernels[0](torch.zeros(2000, dtype=torch.int32))
         is_broken, _, block, level, _ = workspaces[0].report.tolist()
         assert is_broken
-        assert block == 0
+        assert block in (0, 1)
         assert level in ((1,) if kind is LaneKernel else (0, 1, -1))  # a step, or -1: for the peer to begin
 
 
