@@ -105,6 +105,29 @@ def draw_two_level(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_lanes(path: Path) -> None:
+    """Chunks as rows, and a lane as a column through all of them, with the thread that owns it."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots()
+    rows = ["in[0]", "in[1]", "mailbox of rank 1", "mailbox of rank 2", "out[0]", "out[1]"]
+    for row, name in enumerate(rows):
+        for column in range(16):
+            colour = "#fdae6b" if column == 5 else "#e6eef5"
+            box = Rectangle((column, -row), 0.94, 0.8)
+            box.set(facecolor=colour, edgecolor="white")
+            axes.add_patch(box)
+        axes.text(-0.2, -row + 0.4, name, ha="right", va="center", fontsize=9)
+    for above, below in ((0, 2), (2, 3), (3, 4)):
+        arrow = {"arrowstyle": "->", "color": "#8c510a", "connectionstyle": "arc3,rad=0.35"}
+        axes.annotate("", (5.5, -below + 0.6), (5.5, -above + 0.2), arrowprops=arrow)
+    axes.text(5.5, 1.15, "lane 5: one thread\nreads, sends, adds, stores", ha="center", fontsize=9)
+    axes.text(12, 1.15, "other lanes, other threads:\nnothing to wait for between them", ha="center", fontsize=9)
+    axes.set(xlim=(-4, 16.2), ylim=(-5.3, 2.2), xticks=[], yticks=[])
+    axes.set_frame_on(False)
+    figure.savefig(path, dpi=120)
+
+
 if __name__ == "__main__":
     draw_grid(Path(__file__).parent / "grid.png")
     draw_two_level(Path(__file__).parent / "two-level.png")
+    draw_lanes(Path(__file__).parent / "lanes.png")

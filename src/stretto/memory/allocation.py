@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from stretto.memory.cuda import CudaMemory
 from stretto.memory.host import HostMemory
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
 
@@ -17,14 +18,16 @@ def allocate(
     """A buffer of `size` bytes on every rank of the group, with `signals` counters for each pair of ranks.
 
     All ranks of the group call it, with the same sizes; group: None for all ranks; timeout: seconds to wait for the
-    others; backend: "host" (shared memory between the processes of one machine). ValueError for sizes out of bounds,
+    others; backend: "host" (shared memory between the processes of one machine) or "cuda" (between the GPUs of one
+    machine, the current one of each rank). ValueError for sizes out of bounds,
     that differ between ranks or that do not fit into memory; PeerError for ranks that do not come or cannot be
     reached.
     """
-    if backend != "host":
-        raise ValueError(f'the backends of symmetric memory are "host", not {backend!r}')
+    if backend not in ("host", "cuda"):
+        raise ValueError(f'the backends of symmetric memory are "host" and "cuda", not {backend!r}')
     if not 0 <= size <= MAX_BYTES:
         raise ValueError(f"a buffer has 0 to {MAX_BYTES} bytes, not {size}")
     if not 0 <= signals <= MAX_SIGNALS:
         raise ValueError(f"a pair of ranks has 0 to {MAX_SIGNALS} signals, not {signals}")
-    return HostMemory.allocate(size, signals, group, timeout)
+    kind = HostMemory if backend == "host" else CudaMemory
+    return kind.allocate(size, signals, group, timeout)

@@ -40,6 +40,8 @@ class CudaMemory(SymmetricMemory):
         group = dist.group.WORLD if group is None else group
         if group is None:
             raise ValueError("symmetric memory on GPUs needs a process group: call init_process_group first")
+        if not torch.cuda.is_available():
+            raise ValueError("symmetric memory on GPUs needs GPUs, and this process sees none")
         device = torch.device("cuda", torch.cuda.current_device())
         rank, world_size = find_own_rank(group)
         asked: list[tuple[int, int]] = [(0, 0)] * world_size
