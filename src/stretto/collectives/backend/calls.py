@@ -47,7 +47,8 @@ class Call:
 
     operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
     "avg", "prod", "min", "max", "another", or "" for an operation that adds nothing; root: a rank of the group;
-    timeout: in seconds.
+    timeout: in seconds; note: "coalescing" (it is one of several that NCCL is to begin at once), "even sizes" or
+    "uneven sizes" (of an all-to-all that is given the sizes of its parts), "cuda" (where no tensor shows it), or "".
     """
 
     operation: str
@@ -56,6 +57,7 @@ class Call:
     reduction: str
     root: int
     timeout: float
+    note: str = ""
 
     @property
     def collective(self) -> str | None:
@@ -64,10 +66,10 @@ class Call:
 
     @property
     def device_type(self) -> str:
-        """Where its tensors are: "cpu" where there are none."""
+        """Where its tensors are: "cpu" where there are none and no note says else."""
         for tensor in (*self.inputs, *self.outputs):
             return tensor.device.type
-        return "cpu"
+        return "cuda" if self.note == "cuda" else "cpu"
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -100,6 +102,8 @@ def find_obstacle(call: Call, ranks: int) -> str | None:
     """Why no schedule can run this call, whichever is installed; None where one can. The same on all ranks."""
     if call.collective is None:
         return "no schedule does this operation"
+    if call.note == "coalescing":
+        return "it is coalesced"
     if not call.inputs or not call.outputs:
         return "it has no tensors, or tensors for several devices"
     if call.operation in _PAIRWISE and len(call.inputs) != len(call.outputs):

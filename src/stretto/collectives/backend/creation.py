@@ -45,7 +45,8 @@ def find_dispatcher(group: dist.ProcessGroup | None) -> Dispatcher:
         if is_stretto(backend):
             return backend.dispatch
     raise ValueError(
-        f"the group's backend is {dist.get_backend_config(known)}, not stretto: name it in init_process_group or new_group"
+        f"the group's backend is {dist.get_backend_config(known)}, not stretto: name stretto in init_process_group or "
+        "new_group"
     )
 
 
@@ -74,7 +75,7 @@ def _create_nccl(
         options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.global_ranks_in_group = ranks
-    options.group_name = name
+    options.group_name = name  # type: ignore[assignment]  # a GroupName, which is a str
     nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
     nccl._set_sequence_number_for_group()
     return nccl

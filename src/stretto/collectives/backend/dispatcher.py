@@ -37,18 +37,17 @@ class Dispatcher:
         reduction: str,
         root: int,
         milliseconds: int,
-        coalescing: bool,
+        note: str,
     ) -> "Work | None":
         """Start a schedule for this call and return its Work; None: the backend inside is to run it."""
         if self._is_resting:
             return None
-        call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000)
-        device = "cuda" if operation == "barrier on cuda" else call.device_type
-        chosen, why = (None, "it is coalesced") if coalescing else self._choose(call)
+        call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
+        chosen, why = self._choose(call)
         if chosen is None:
-            self.counter.count(call, self.inner.get(device, "nothing"), why)
+            self.counter.count(call, self.inner.get(call.device_type, "nothing"), why)
             return None
-        runner = self.runner(device)
+        runner = self.runner(call.device_type)
         assert runner is not None
         work = runner.start(chosen.schedule, call)
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)

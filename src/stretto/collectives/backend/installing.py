@@ -29,6 +29,7 @@ def install(
     min_bytes: int | None = None,
     max_bytes: int | None = None,
     dtypes: Collection[torch.dtype] | None = None,
+    even_sizes: bool = False,
     waive: Collection[str] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Installed:
@@ -36,8 +37,10 @@ def install(
 
     schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks.
     min_bytes, max_bytes: the calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: as the
-    schedule says; max_bytes 0: any); dtypes: None for all that its executor has; waive: as in `verify`; timeout:
-    seconds to wait for the other ranks here. Of several schedules that would do, the last one installed runs.
+    schedule says; max_bytes 0: any); dtypes: None for all that its executor has; even_sizes: promises
+    that an all-to-all which is given sizes is given equal ones on all ranks, so that a schedule can run it too (one
+    that is not raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait for the other ranks
+    here. Of several schedules that would do, the last one installed runs.
 
     ValueError, on all ranks, for a schedule that is not verified, that is for another number of ranks, that no
     operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for a file that
@@ -52,10 +55,13 @@ def install(
             read.min_bytes if min_bytes is None else min_bytes,
             read.max_bytes if max_bytes is None else max_bytes,
             None if dtypes is None else frozenset(dtypes),
+            even_sizes,
         )
         _check_options(made, dispatcher)
         known = "all" if made.dtypes is None else ", ".join(sorted(str(dtype)[6:] for dtype in made.dtypes))
-        limits = f"{made.min_bytes} to {made.max_bytes or 'any number of'} bytes, dtypes {known}"
+        limits = (
+            f"{made.min_bytes} to {made.max_bytes or 'any number of'} bytes, dtypes {known}, even sizes {even_sizes}"
+        )
         return made, f"schedule {read.name} ({digest(read)}) for {read.collective.name}, {limits}"
 
     with dispatcher.resting():

@@ -2,6 +2,7 @@
 // to the backend inside: one for CPU tensors (gloo), and one for CUDA tensors where the machine has GPUs (NCCL).
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,7 +43,8 @@ inline const char* name_of(const c10d::ReduceOp& reduction) {
 
 class StrettoBackend : public Backend {
  public:
-  // dispatch(operation, outputs, inputs, reduction, root, milliseconds, coalescing) -> Work or None.
+  // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
+  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes), "cuda" (where no tensor shows it), or "".
   // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None where this is none.
   StrettoBackend(
       int rank,
@@ -145,15 +147,16 @@ class StrettoBackend : public Backend {
     return work ? work : inner_of(inputs)->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   }
 
-  // Whether all ranks' parts are of one size can only be known where no sizes are given.
   intrusive_ptr<Work> alltoall_base(
       at::Tensor& output,
       at::Tensor& input,
       std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& opts) override {
-    const bool even = output_sizes.empty() && input_sizes.empty();
-    auto work = ask(even ? "alltoall_base" : "alltoall_base with sizes", {output}, {input}, "", 0, opts.timeout);
+    const char* note = output_sizes.empty() && input_sizes.empty() ? ""
+        : is_even(output_sizes) && is_even(input_sizes)            ? "even sizes"
+                                                                   : "uneven sizes";
+    auto work = ask("alltoall_base", {output}, {input}, "", 0, opts.timeout, note);
     return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
   }
 
@@ -204,7 +207,7 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
-    ask(on_gpu ? "barrier on cuda" : "barrier", {}, {}, "", 0, opts.timeout);
+    ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
     return inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
   }
 
@@ -324,6 +327,10 @@ class StrettoBackend : public Backend {
   }
 
  private:
+  static bool is_even(const std::vector<int64_t>& sizes) {
+    return std::all_of(sizes.begin(), sizes.end(), [&sizes](int64_t size) { return size == sizes.front(); });
+  }
+
   static Tensors first_of(const std::vector<Tensors>& lists) {
     return lists.size() == 1 ? lists.front() : Tensors{};
   }
@@ -346,10 +353,11 @@ class StrettoBackend : public Backend {
       const Tensors& inputs,
       const char* reduction,
       int64_t root,
-      Milliseconds timeout) {
+      Milliseconds timeout,
+      const char* note = "") {
     const auto limit = timeout.count() > 0 ? timeout : options_->timeout;
     py::gil_scoped_acquire gil;
-    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), coalescing_);
+    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), coalescing_ ? "coalescing" : note);
     return answer.is_none() ? nullptr : answer.cast<intrusive_ptr<Work>>();
   }
 
