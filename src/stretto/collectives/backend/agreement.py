@@ -21,6 +21,10 @@ _BEGUN, _GAVE_UP = 0, 1
 _MAX_TEXT = 1000
 
 
+class DisagreementError(ValueError):
+    """Ranks that do not call the same, or one that cannot do its part. All ranks raise it, and none has begun."""
+
+
 class Agreement:
     """The meeting place of a group's ranks; one thread uses it. All ranks make it together."""
 
@@ -33,8 +37,7 @@ class Agreement:
     def meet(self, what: str, description: dict[str, object], timeout: float) -> None:
         """Wait for all ranks to come with the same description; `what`: the call, for people.
 
-        ValueError on all ranks where descriptions differ, or one is refused (its key "refused"); the next call may go
-        on. PeerError for a rank that does not come within `timeout` seconds, has died, or gave up before.
+        DisagreementError where descriptions differ, or one is refused (its key "refused"); the next call may go on. PeerError for a rank that does not come within `timeout` seconds, has died, or gave up before.
         """
         memory = self._memory
         self._calls += 1
@@ -95,14 +98,14 @@ class Agreement:
 def _compare(what: str, rank: int, theirs: list[dict[str, object]]) -> None:
     for peer, description in enumerate(theirs):
         if "refused" in description:
-            raise ValueError(f"rank {peer} cannot run its part of {what}: {description['refused']}")
+            raise DisagreementError(f"rank {peer} cannot run its part of {what}: {description['refused']}")
     own = theirs[rank]
     # All ranks name the same pair, whoever reads it: the first rank, and the first one that differs from it.
     for peer, description in enumerate(theirs):
         for key in sorted(theirs[0].keys() | description.keys()):
             one, other = theirs[0].get(key), description.get(key)
             if one != other:
-                raise ValueError(
+                raise DisagreementError(
                     f"all ranks must call the same: {key} is {one} on rank 0 and {other} on rank {peer} "
                     f"(rank {rank} called {own.get('operation')}, the group's call {own.get('call')} of a schedule)"
                 )

@@ -92,8 +92,9 @@ class Call:
 
     def describe(self) -> str:
         """The call for people, on one line."""
-        dtype = "no tensors" if not self.inputs else "several dtypes" if self.dtype is None else str(self.dtype)[6:]
-        elements = "+".join(str(tensor.numel()) for tensor in self.inputs[:4]) + ("+..." if self.inputs[4:] else "")
+        dtype = "elements" if not self.inputs else "several dtypes" if self.dtype is None else str(self.dtype)[6:]
+        sizes = [str(tensor.numel()) for tensor in self.inputs] or ["0"]
+        elements = "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
         reduction = f" {self.reduction}" if self.reduction else ""
         return f"{self.operation}{reduction} of {elements} {dtype} ({self.bytes} bytes) on {self.device_type}"
 
@@ -120,6 +121,8 @@ def find_obstacle(call: Call, ranks: int) -> str | None:
     sizes = {tensor.numel() for tensor in (call.outputs if call.operation == "allgather" else call.inputs)}
     if call.operation in ("allgather", "reduce_scatter") and len(sizes) > 1:
         return "its tensors' sizes differ"
+    if call.note == "uneven sizes":
+        return None  # this rank's alone decide nothing: who has promised even ones is told, on all ranks
     factors = {"allgather": (ranks, 1), "reducescatter": (1, ranks)}
     of_input, of_output = factors.get(call.collective, (1, 1))
     if any(part.input_elements * of_input != part.output_elements * of_output for part in call.parts()):

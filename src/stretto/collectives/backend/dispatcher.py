@@ -28,6 +28,7 @@ class Dispatcher:
         self.installed: tuple[Installed, ...] = ()
         self._runners: dict[str, Runner | None] = {}
         self._is_resting = False
+        self._is_closed = False
 
     def __call__(
         self,
@@ -39,7 +40,12 @@ class Dispatcher:
         milliseconds: int,
         note: str,
     ) -> "Work | None":
-        """Start a schedule for this call and return its Work; None: the backend inside is to run it."""
+        """Start a schedule for this call and return its Work; None: the backend inside is to run it.
+
+        RuntimeError once the group has been destroyed or aborted.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
         if self._is_resting:
             return None
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
@@ -68,12 +74,13 @@ class Dispatcher:
         finally:
             self._is_resting = False
 
-    def close(self) -> None:
-        """The group ends. The counts stay."""
+    def close(self, seconds: float) -> None:
+        """The group ends, and calls that have begun may still take so long. The counts stay."""
+        self._is_closed = True
         self.installed = ()
         for runner in self._runners.values():
             if runner is not None:
-                runner.close()
+                runner.close(seconds)
 
     def _choose(self, call: Call) -> tuple[Installed | None, str]:
         """The schedule for a call and why; the one that was installed last, where several would do."""

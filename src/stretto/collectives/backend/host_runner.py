@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.backend.agreement import Agreement
+from stretto.collectives.backend.agreement import Agreement, DisagreementError
 from stretto.collectives.backend.calls import Call
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
@@ -84,7 +84,8 @@ class HostRunner:
             try:
                 self._run(prepared, call)
             except BaseException as error:  # noqa: BLE001  (whatever it is, whoever waits for the work must get it)
-                work.fail(error)
+                aborted = RuntimeError(f"the process group was destroyed or aborted during {call.describe()}")
+                work.fail(aborted if self._worker.is_closed else error)
             else:
                 work.succeed()
 
@@ -96,9 +97,9 @@ class HostRunner:
         self._worker.drain()
         self._prepared.pop(id(schedule)).memory.close()
 
-    def close(self) -> None:
+    def close(self, seconds: float) -> None:
         """See `Runner`."""
-        self._worker.close()
+        self._worker.close(seconds)
         for prepared in self._prepared.values():
             prepared.memory.close()
         self._prepared = {}
@@ -112,6 +113,17 @@ class HostRunner:
         if self._broken is not None:
             raise RuntimeError(f"no schedule runs in this group any more, since an earlier call failed: {self._broken}")
         self._calls += 1
+        try:
+            self._run_parts(prepared, call)
+        except DisagreementError:
+            raise  # of all ranks, none of which has begun
+        except BaseException as error:
+            self._break(prepared, error)
+            raise
+
+    def _run_parts(self, prepared: _Prepared, call: Call) -> None:
+        if call.note == "uneven sizes":
+            self._meet(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
         collective = prepared.schedule.collective.name
         average = self._member.size if call.reduction == "avg" else 1
         in_place = _runs_in_place(prepared.schedule)
@@ -131,32 +143,26 @@ class HostRunner:
         input: Tensor,
         output: Tensor | None,
     ) -> Tensor:
-        agreement = self._agreement
-        assert agreement is not None
         ours: dict[str, object] = {
             "operation": call.operation,
             "root": call.root,
             "part": position,
             "call": self._calls,
+            "asks for": call.reduction,
         }
-        ours["asks for"] = call.reduction
         plan = None
         try:
             plan, same = self._find_plan(prepared, call, elements, in_place)
             description = ours | same
-            if call.note == "uneven sizes":
-                raise ValueError("its sizes are not equal, which even_sizes=True had promised when it was installed")
         except ValueError as error:
             description = ours | {"refused": str(error)}
-        try:
-            agreement.meet(call.describe(), description, call.timeout)
-            assert plan is not None  # or the meeting has raised
-            return self._execute(prepared, plan, input, output, call.timeout)
-        except ValueError:
-            raise  # all ranks know, and none has begun
-        except BaseException as error:
-            self._break(prepared, error)
-            raise
+        self._meet(call, description)
+        assert plan is not None  # or the meeting has raised
+        return self._execute(prepared, plan, input, output, call.timeout)
+
+    def _meet(self, call: Call, description: dict[str, object]) -> None:
+        assert self._agreement is not None
+        self._agreement.meet(call.describe(), description, call.timeout)
 
     def _execute(self, prepared: _Prepared, plan: Plan, input: Tensor, output: Tensor | None, timeout: float) -> Tensor:
         rank = self._member.rank
@@ -182,7 +188,9 @@ class HostRunner:
 
     def _break(self, prepared: _Prepared, error: BaseException) -> None:
         """Run nothing any more, tell the others why, and tell in the error what the others told."""
-        assert self._agreement is not None
+        self._broken = str(error)
+        if self._agreement is None:  # closed meanwhile
+            return
         losses = self._agreement.find_losses()
         if losses and not all(loss in str(error) for loss in losses):
             error.args = (f"{error}\n" + "\n".join(losses),)

@@ -50,8 +50,8 @@ class Runner(Protocol):
     def discard(self, schedule: Schedule) -> None:
         """Free what `prepare` has allocated, once the calls before have ended."""
 
-    def close(self) -> None:
-        """End: free everything, start nothing any more. May be called twice."""
+    def close(self, seconds: float) -> None:
+        """Start nothing any more, wait so long for what has begun, and free everything. May be called twice."""
 
 
 def runner_for(device_type: str, member: Member) -> Runner | None:

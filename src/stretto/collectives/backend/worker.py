@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import torch
 
 Job = Callable[[], None]
-_GRACE = 5.0  # seconds for a job to end when the worker is closed
+_GRACE = 5.0  # seconds for a job to end when nobody has closed the worker
 
 
 class Worker:
@@ -19,7 +19,6 @@ class Worker:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._close: Callable[[], object] | None = None
         self.is_closed = False
 
     def submit(self, job: Job) -> None:
@@ -29,7 +28,7 @@ class Worker:
                 raise RuntimeError(f"{self._name} is closed: its process group was destroyed or aborted")
             if self._thread is None:
                 self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
-                self._close = weakref.finalize(self, _end, self._jobs, self._thread)
+                weakref.finalize(self, _end, self._jobs, self._thread, _GRACE)
                 self._thread.start()
             self._jobs.put(job)
 
@@ -40,12 +39,12 @@ class Worker:
             self.submit(done.set)
             done.wait()
 
-    def close(self) -> None:
-        """Let the jobs so far be done, for some seconds, and take no more."""
+    def close(self, seconds: float) -> None:
+        """Take no more jobs, and wait up to so many seconds for those so far."""
         with self._lock:
             self.is_closed = True
-        if self._close is not None:
-            self._close()
+        if self._thread is not None:
+            _end(self._jobs, self._thread, seconds)
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
@@ -55,7 +54,7 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
         del job  # or it would keep its tensors until the next one
 
 
-def _end(jobs: SimpleQueue[Job | None], thread: threading.Thread) -> None:
+def _end(jobs: SimpleQueue[Job | None], thread: threading.Thread, seconds: float) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
-        thread.join(_GRACE)
+        thread.join(seconds)

@@ -18,6 +18,9 @@ using c10::intrusive_ptr;
 using c10d::Backend;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
+// What calls that have begun may still take when the group is destroyed.
+constexpr double kSecondsToEnd = 5;
+
 using Milliseconds = std::chrono::milliseconds;
 
 struct StrettoOptions : Backend::Options {
@@ -317,12 +320,12 @@ class StrettoBackend : public Backend {
   }
 
   void abort() override {
-    close();
+    close(0);
     each([](Backend& backend) { backend.abort(); });
   }
 
   void shutdown() override {
-    close();
+    close(kSecondsToEnd);
     each([](Backend& backend) { backend.shutdown(); });
   }
 
@@ -365,10 +368,10 @@ class StrettoBackend : public Backend {
     ask(operation, tensors, tensors, "", 0, Milliseconds(0));
   }
 
-  void close() {
+  void close(double seconds) {
     if (Py_IsInitialized()) {
       py::gil_scoped_acquire gil;
-      dispatch_.get().attr("close")();
+      dispatch_.get().attr("close")(seconds);
     }
   }
 
