@@ -90,7 +90,7 @@ def stay_away():
         ):
             dist.all_reduce(torch.ones(4), group=group)
         assert 0.9 < time.monotonic() - started < 5
-        with pytest.raises(RuntimeError, match="no schedule runs in this group any more.*waits for rank 1"):
+        with pytest.raises(RuntimeError, match=r"no schedule runs in this group any more.*waits for rank 1"):
             dist.all_reduce(torch.ones(4), group=group)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -179,10 +179,10 @@ def refuse(folder):
     with pytest.raises(FileNotFoundError):
         install("/nowhere/ring.xml", group)
     for asked in (lambda: install(right, plain), lambda: counts(plain), counts):
-        with pytest.raises(ValueError, match="the group's backend is .*gloo.*, not stretto"):
+        with pytest.raises(ValueError, match=r"the group's backend is .*gloo.*, not stretto"):
             asked()
     if rank == 0:
-        with pytest.raises(PeerError, match="did not meet all ranks within 0.5 s"):
+        with pytest.raises(PeerError, match=r"did not meet all ranks within 0\.5 s"):
             install(right, dist.new_group([0, 1], backend="stretto", use_local_synchronization=True), timeout=0.5)
     else:
         dist.new_group([0, 1], backend="stretto", use_local_synchronization=True)
@@ -205,7 +205,7 @@ def promise_even_sizes():
     install(find("direct-all-to-all").compile(ranks=2), group, even_sizes=True)
     sizes = [1, 3] if dist.get_rank() == 0 else [2, 2]
     taken = [1, 2] if dist.get_rank() == 0 else [3, 2]
-    with pytest.raises(ValueError, match="rank 0 cannot run its part of alltoall_base .* even_sizes=True"):
+    with pytest.raises(ValueError, match=r"rank 0 cannot run its part of alltoall_base .* even_sizes=True"):
         dist.all_to_all_single(torch.empty(sum(taken)), torch.ones(4), taken, sizes, group)
     given = torch.tensor([1.0, 2.0]) + 2 * dist.get_rank()
     output = torch.empty(2)

@@ -37,7 +37,8 @@ class Agreement:
     def meet(self, what: str, description: dict[str, object], timeout: float) -> None:
         """Wait for all ranks to come with the same description; `what`: the call, for people.
 
-        DisagreementError where descriptions differ, or one is refused (its key "refused"); the next call may go on. PeerError for a rank that does not come within `timeout` seconds, has died, or gave up before.
+        DisagreementError where descriptions differ, or one is refused (its key "refused"); the next call may go on.
+        PeerError for a rank that does not come within `timeout` seconds, has died, or gave up before.
         """
         memory = self._memory
         self._calls += 1
