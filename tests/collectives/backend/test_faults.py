@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives.backend import operations
 
 from stretto.collectives import Collective, ScheduleFileError, counts, install, uninstall, write_schedule
 from stretto.collectives.algorithms import find
@@ -67,6 +68,8 @@ def disagree():
     work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
     with pytest.raises(ValueError, match="elements of a block"):
         work.wait()
+    if operations.is_python(group):
+        return
     assert work.is_completed()
     assert not work.is_success()
     work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
+from torch.torch_version import TorchVersion
 
 from stretto.collectives import counts, install
 from stretto.collectives.algorithms import find
@@ -65,8 +66,17 @@ START = """
 import torch.distributed as dist, stretto, torch
 dist.init_process_group("stretto", store=dist.HashStore(), rank=0, world_size=1)
 """
+RUN = """
+from stretto.collectives import install, counts
+from stretto.collectives.algorithms import find
+install(find("ring-all-reduce").compile(ranks=1))
+work = dist.all_reduce(torch.ones(3), async_op=True)
+work.get_future()
+print(counts())
+"""
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_without_a_compiler_the_error_says_what_is_missing(tmp_path):
     done = run_python(START, PATH="", STRETTO_CACHE=str(tmp_path))
     assert done.returncode != 0
@@ -76,6 +86,14 @@ def test_without_a_compiler_the_error_says_what_is_missing(tmp_path):
     assert "or use the backend gloo or nccl" in last
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.15", reason="torch allows no backend in Python")
+def test_without_a_compiler_the_backend_runs_in_python(tmp_path):
+    done = run_python(START + RUN, PATH="", STRETTO_CACHE=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "{('allreduce', 'schedule ring-all-reduce'): 1}\n"), done.stderr
+    assert "the backend runs in Python" in done.stderr
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'bindings.cpp:1: error: no such thing' >&2\nexit 1\n")
@@ -87,15 +105,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
 
 
 def test_a_process_that_never_leaves_its_group_ends_well():
-    code = START + (
-        "from stretto.collectives import install, counts\n"
-        "from stretto.collectives.algorithms import find\n"
-        "install(find('ring-all-reduce').compile(ranks=1))\n"
-        "work = dist.all_reduce(torch.ones(3), async_op=True)\n"
-        "work.get_future()\n"
-        "print(counts())\n"
-    )
-    done = run_python(code)
+    done = run_python(START + RUN)
     assert (done.returncode, done.stdout) == (0, "{('allreduce', 'schedule ring-all-reduce'): 1}\n"), done.stderr
     assert "Traceback" not in done.stderr
     assert "terminate" not in done.stderr

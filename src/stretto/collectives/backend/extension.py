@@ -1,9 +1,9 @@
 """The C++ part of the backend: compiled at first use, and kept in a file.
 
-torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that one class has to be C++. It is
-compiled against the headers that torch brings along, by the compiler that torch.utils.cpp_extension would take ($CXX,
-or c++), into $STRETTO_CACHE (or ~/.cache/stretto). One process of a machine compiles and the others wait for its lock,
-which the kernel frees when a process ends, however it ends.
+torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that one class has to be C++; later
+ones have, with gaps (`python_backend`). It is compiled against the headers that torch brings along, by the compiler
+that torch.utils.cpp_extension would take ($CXX, or c++), into $STRETTO_CACHE (or ~/.cache/stretto). One process of a
+machine compiles and the others wait for its lock, which the kernel frees when a process ends, however it ends.
 """
 
 import fcntl
