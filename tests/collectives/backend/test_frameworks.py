@@ -17,6 +17,12 @@ from stretto.collectives import counts, install
 from stretto.collectives.algorithms import find
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "backend"
+# By their names from torch 2.13 on, and before.
+all_gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+all_gather_single_coalesced = (
+    getattr(functional, "all_gather_single_coalesced", None) or functional.all_gather_into_tensor_coalesced
+)
 CALLS = {
     "ddp": {"allgather", "broadcast", "allreduce"},
     "fsdp2": {"_allgather_base", "_reduce_scatter_base", "allreduce"},
@@ -84,13 +90,13 @@ def call_functional():
     assert functional.all_reduce(given, "sum", group).tolist() == total.tolist()
     assert functional.all_reduce(given, "avg", group).tolist() == (total / size).tolist()
     assert functional.broadcast(given, 0, group).tolist() == torch.arange(6.0).tolist()
-    gathered = functional.all_gather_single(given, 0, group)
+    gathered = all_gather_single(given, 0, group)
     assert gathered.tolist() == torch.cat([torch.arange(6.0) + peer for peer in range(size)]).tolist()
-    scattered = functional.reduce_scatter_single(given, "sum", 0, group)
+    scattered = reduce_scatter_single(given, "sum", 0, group)
     assert scattered.tolist() == total[3 * rank : 3 * rank + 3].tolist()
     first, second = functional.all_reduce_coalesced([given, given], "max", group)
     assert first.tolist() == second.tolist() == (torch.arange(6.0) + size - 1).tolist()
-    (whole,) = functional.all_gather_single_coalesced([given], group)
+    (whole,) = all_gather_single_coalesced([given], group)
     assert torch.equal(whole, gathered)
     turned = functional.all_to_all_single(given, None, None, group)
     assert turned.tolist() == [3.0 * rank + at + peer for peer in range(size) for at in range(3)]
@@ -116,7 +122,7 @@ def call_compiled(compiler):
 
     def compute(tensor):
         summed = functional.all_reduce(tensor * 2, "sum", group)
-        return functional.all_gather_single(summed + 1, 0, group).sum()
+        return all_gather_single(summed + 1, 0, group).sum()
 
     given = torch.arange(4.0)
     assert torch.compile(compute, backend=compiler, fullgraph=True)(given) == compute(given) == 56

@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from stretto.collectives.backend.dispatcher import Dispatcher
-from stretto.collectives.backend.native import is_stretto, make_backend
+from stretto.collectives.backend.native import make_backend
 from stretto.collectives.backend.runner import Member
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
+
+_dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
+"""By their groups' names, which are unique in a process at any time."""
 
 
 def create_backend(request: Any, options: object = None) -> "Backend":
@@ -38,12 +42,10 @@ def find_dispatcher(group: dist.ProcessGroup | None) -> Dispatcher:
     known = dist.group.WORLD if group is None else group
     if not isinstance(known, dist.ProcessGroup):
         raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
-    for device in known._device_types:
-        backend: Any = known._get_backend(device)
-        while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around
-            backend = backend.wrapped_pg
-        if is_stretto(backend):
-            return backend.dispatch
+    # By name: torch may put a wrapper around a backend (TORCH_DISTRIBUTED_DEBUG=DETAIL), or forget its Python object.
+    found = _dispatchers.get(known.group_name)
+    if found is not None and not found.is_closed:
+        return found
     raise ValueError(
         f"the group's backend is {dist.get_backend_config(known)}, not stretto: name stretto in init_process_group or "
         "new_group"
@@ -59,6 +61,7 @@ def _create(
     cpu._set_sequence_number_for_group()
     cuda = _create_nccl(store, rank, size, timeout, name, ranks, options) if _has_gpus() else None
     dispatcher = Dispatcher(Member(rank, size, name), {"cpu": "gloo"} | ({} if cuda is None else {"cuda": "nccl"}))
+    _dispatchers[name] = dispatcher
     milliseconds = round(timeout.total_seconds() * 1000)
     return make_backend(rank, size, cpu, cuda, dispatcher, _split, milliseconds)
 

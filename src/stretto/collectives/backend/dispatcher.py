@@ -28,7 +28,7 @@ class Dispatcher:
         self.installed: tuple[Installed, ...] = ()
         self._runners: dict[str, Runner | None] = {}
         self._is_resting = False
-        self._is_closed = False
+        self.is_closed = False
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Dispatcher:
 
         RuntimeError once the group has been destroyed or aborted.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
         if self._is_resting:
             return None
@@ -76,7 +76,7 @@ class Dispatcher:
 
     def close(self, seconds: float) -> None:
         """The group ends, and calls that have begun may still take so long. The counts stay."""
-        self._is_closed = True
+        self.is_closed = True
         self.installed = ()
         for runner in self._runners.values():
             if runner is not None:

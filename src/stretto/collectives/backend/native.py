@@ -49,11 +49,6 @@ def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
     return module.ScheduledWork(rank, operation, list(outputs))
 
 
-def is_stretto(backend: object) -> bool:
-    """Whether this is a backend that `make_backend` has made."""
-    return type(backend).__name__ in ("StrettoBackend", "PythonBackend") and hasattr(backend, "dispatch")
-
-
 @functools.cache
 def _find_extension() -> ModuleType | None:
     """The compiled classes; None where there is no compiler and torch can do without."""

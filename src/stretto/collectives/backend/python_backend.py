@@ -22,6 +22,9 @@ _REDUCTIONS = {
     dist.ReduceOp.MAX: "max",
 }
 _SECONDS_TO_END = 5.0
+_alive: set["PythonBackend"] = set()
+"""Until they are shut down: where torch puts a wrapper around one, it keeps no reference to the Python object, without
+which its methods would be gone."""
 
 
 class PythonWork(Work):
@@ -80,6 +83,7 @@ class PythonBackend(Backend):
         self._options = Backend.Options("stretto", timedelta(milliseconds=milliseconds))
         self._is_coalescing = False
         self._last_split: tuple[str, Backend] | None = None
+        _alive.add(self)
 
     def getBackendName(self) -> str:
         """See c10d."""
@@ -139,12 +143,14 @@ class PythonBackend(Backend):
 
     def abort(self) -> None:
         """See c10d."""
+        _alive.discard(self)
         self.dispatch.close(0.0)  # type: ignore[attr-defined]
         for inner in self._inners():
             inner.abort()
 
     def shutdown(self) -> None:
         """See c10d."""
+        _alive.discard(self)
         self.dispatch.close(_SECONDS_TO_END)  # type: ignore[attr-defined]
         self._last_split = None
         for inner in self._inners():
