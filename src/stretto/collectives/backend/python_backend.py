@@ -122,6 +122,12 @@ class PythonBackend(Backend):
         for inner in self._inners():
             inner.set_timeout(timeout)
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._cpu._get_sequence_number_for_group()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers start at 0 on all ranks."""
+
     def start_coalescing(self) -> None:
         """See c10d."""
         self._cuda._start_coalescing()
