@@ -2,11 +2,14 @@
 
 The front door is five names: `Cluster` (what the machine is), `plan` (which grid suits it), `Grid` (how its ranks are
 laid out), `parallelize` (put a model on a grid) and the command `stretto`. They are imported on first use, so that
-`import stretto` costs nothing and parts that need no GPU library stay free of it.
+`import stretto` costs nothing and parts that need no GPU library stay free of it. It makes the name "stretto" known to
+torch.distributed as a backend (stretto.collectives.backend).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from stretto.registration import register
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -22,6 +25,9 @@ _HOMES = {
     "parallelize": "stretto.parallel",
     "plan": "stretto.planner",
 }
+
+
+register()
 
 
 def __getattr__(name: str) -> object:

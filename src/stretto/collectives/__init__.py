@@ -13,6 +13,9 @@ schedule = ring.compile(ranks=4, instances=2)
 assert verify(schedule).ok
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from stretto.collectives.algorithm import Algorithm, algorithm
 from stretto.collectives.collective import (
     AllGather,
@@ -30,6 +33,9 @@ from stretto.collectives.language import Program, ProgramError, Reference, chunk
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
 from stretto.collectives.verifier import Race, Verification, verify
 from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
+
+if TYPE_CHECKING:
+    from stretto.collectives.backend import counts, install, uninstall
 
 __all__ = [
     "PROTOCOLS",
@@ -58,11 +64,20 @@ __all__ = [
     "algorithm",
     "chunk",
     "compile_program",
+    "counts",
     "from_xml",
+    "install",
     "parallelize",
     "read_schedule",
     "to_xml",
     "trace",
+    "uninstall",
     "verify",
     "write_schedule",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("counts", "install", "uninstall"):  # they need torch, and the rest here does not
+        return getattr(import_module("stretto.collectives.backend"), name)
+    raise AttributeError(f"module 'stretto.collectives' has no attribute {name!r}")

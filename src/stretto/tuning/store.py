@@ -23,7 +23,7 @@ class Store:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or default_folder() / "tuning.json"
+        self.path = path or cache_folder() / "tuning.json"
 
     def read(self, machine: str) -> dict[str, tuple[float, ...]]:
         """What is known of a machine: key to seconds of each way. Values that are no times are left out."""
@@ -60,8 +60,8 @@ class Store:
             return {}
 
 
-def default_folder() -> Path:
-    """Where Stretto keeps what it has measured and compiled: $STRETTO_CACHE, or stretto in the user's cache folder."""
+def cache_folder() -> Path:
+    """Where Stretto keeps what was measured or compiled: $STRETTO_CACHE, or ~/.cache/stretto."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")

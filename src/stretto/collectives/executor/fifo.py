@@ -13,11 +13,13 @@ from stretto.memory import HostMemory
 
 
 class _End:
-    """What both ends have: the slots, and how many messages have passed here."""
+    """What both ends have: the slots, and how many messages have passed here, in this memory's whole life."""
 
-    def __init__(self, memory: HostMemory, connection: Connection, slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memory: HostMemory, connection: Connection, slots: int, dtype: torch.dtype, passed: int = 0
+    ) -> None:
         self.connection = connection
-        self.passed = 0
+        self.passed = passed
         self._memory = memory
         start, size = connection.offset, connection.slot_bytes
         buffer = memory.buffer(connection.receiver)

@@ -56,7 +56,7 @@ def run_on_host(
         assert isinstance(memory, HostMemory)
         run = RankRun(plan, rank, memory, buffers)
         try:
-            take_turns([run], _Patience(run, timeout))
+            take_turns([run], Patience(run, timeout))
         except BaseException:
             for peer in range(group_size):
                 memory.signal(peer, plan.gave_up)  # so that nobody waits for this rank any longer
@@ -64,7 +64,7 @@ def run_on_host(
     return buffers.finish()
 
 
-class _Patience:
+class Patience:
     """Waits for other ranks: with pauses that leave them the core, up to a limit, and while they are there."""
 
     def __init__(self, run: RankRun, timeout: float) -> None:

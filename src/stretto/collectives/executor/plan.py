@@ -92,7 +92,7 @@ class Plan:
     def describe(self) -> dict[str, object]:
         """What all ranks must have the same, by name."""
         return {
-            "schedule": f"{self.schedule.name} ({_digest(self.schedule)})",
+            "schedule": f"{self.schedule.name} ({digest(self.schedule)})",
             "collective": f"{self.collective.name} {'in place' if self.collective.in_place else 'out of place'}",
             "elements of a block": self.layout.block_elements,
             "dtype": str(self.dtype),
@@ -253,7 +253,7 @@ def _name(key: tuple[int, int, int]) -> str:
     return f"the connection from rank {key[0]} to rank {key[1]} over channel {key[2]}"
 
 
-def _digest(schedule: Schedule) -> str:
+def digest(schedule: Schedule) -> str:
     """A few letters that differ for schedules that do, the same in all processes."""
     numbers = array("q", [number for program in schedule.ranks for pair in program.copies for number in pair])
     for rank, number, block in _thread_blocks(schedule):

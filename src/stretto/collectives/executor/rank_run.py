@@ -1,6 +1,6 @@
 """One rank's part of a run: its thread blocks as coroutines that do their steps on its buffers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 
 from torch import Tensor
@@ -21,14 +21,25 @@ class Awaited(Enum):
 
 
 class RankRun:
-    """The state of one rank while a plan runs: its buffers, its ends of connections, the steps that have ended."""
+    """The state of one rank while a plan runs: its buffers, its ends of connections, the steps that have ended.
 
-    def __init__(self, plan: Plan, rank: int, memory: HostMemory, buffers: Buffers) -> None:
+    passed: how many messages a connection, by its key in the plan, has carried in earlier runs on this memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        memory: HostMemory,
+        buffers: Buffers,
+        passed: Mapping[tuple[int, int, int], int] | None = None,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self.memory = memory
         self.blocks = plan.schedule.ranks[rank].thread_blocks
         self._chunks = buffers.chunks
+        self._passed = passed or {}
         self._reduce = REDUCTIONS[plan.reduction]
         # Of each thread block, over all tiles: step s of tile t has ended once this is more than t * steps + s.
         self._ended = [0] * len(self.blocks)
@@ -63,13 +74,16 @@ class RankRun:
     def _ends(self, block: ThreadBlock) -> tuple[Sender | None, Receiver | None]:
         plan, memory, rank = self.plan, self.memory, self.rank
         outgoing = incoming = None
+        sent = received = 0
         if block.send_peer is not None:
-            outgoing = plan.connections.get((rank, block.send_peer, block.channel))
+            key = (rank, block.send_peer, block.channel)
+            outgoing, sent = plan.connections.get(key), self._passed.get(key, 0)
         if block.receive_peer is not None:
-            incoming = plan.connections.get((block.receive_peer, rank, block.channel))
+            key = (block.receive_peer, rank, block.channel)
+            incoming, received = plan.connections.get(key), self._passed.get(key, 0)
         return (
-            None if outgoing is None else Sender(memory, outgoing, plan.slots, plan.dtype),
-            None if incoming is None else Receiver(memory, incoming, plan.slots, plan.dtype),
+            None if outgoing is None else Sender(memory, outgoing, plan.slots, plan.dtype, sent),
+            None if incoming is None else Receiver(memory, incoming, plan.slots, plan.dtype, received),
         )
 
     def _do(self, step: Step, start: int, elements: int, sender: Sender | None, receiver: Receiver | None) -> None:

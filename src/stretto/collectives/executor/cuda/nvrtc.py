@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from stretto.tuning.store import default_folder
+from stretto.tuning.store import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def compile_source(source: str, arch: str) -> bytes:
 def load_or_compile(source: str, arch: str) -> bytes:
     """The cubin, from disk if this source was compiled before; a folder that cannot be written costs a warning."""
     key = hashlib.sha256(f"{_compiler()}\n{arch}\n{OPTIONS}\n{source}".encode()).hexdigest()
-    path = default_folder() / "kernels" / f"{key}.cubin"
+    path = cache_folder() / "kernels" / f"{key}.cubin"
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -1,0 +1,19 @@
+"""Schedules for a group of any size, installed: what the scripts beside this one add to plain PyTorch."""
+
+import torch.distributed as dist
+
+from stretto.collectives import install
+from stretto.collectives.algorithms import find
+
+
+def install_schedules(group: dist.ProcessGroup | None = None) -> None:
+    """Install a schedule for each collective that training calls. All ranks of the group call it."""
+    ranks = dist.get_world_size(group)
+    for name in (
+        "ring-all-reduce",
+        "ring-all-gather",
+        "ring-reduce-scatter",
+        "binomial-broadcast",
+        "direct-all-to-all",
+    ):
+        install(find(name).compile(ranks=ranks), group)

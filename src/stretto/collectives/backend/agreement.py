@@ -1,0 +1,127 @@
+"""Before a call runs, every rank sees what every other rank calls.
+
+Who writes: a rank writes its call's description into its own buffer, then counts signal BEGUN up at all peers. Who
+waits: everyone, for everyone's BEGUN to reach this call's number; then it reads all descriptions. Why the buffer may be
+reused: descriptions alternate between two halves, and a rank writes the half of call n again for call n + 2, when all
+peers have begun call n + 1, and so have read those of call n. Since a rank begins a call only when it is done with the
+one before, the slots of a schedule's FIFOs are free once all have met here.
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from stretto.memory import Backoff, HostMemory, PeerError, allocate
+
+_BYTES = 4096
+_REASON = 2 * _BYTES  # where a rank writes why it gave up
+_SECONDS_BETWEEN_LOOKS = 0.1
+_BEGUN, _GAVE_UP = 0, 1
+_MAX_TEXT = 1000
+
+
+class DisagreementError(ValueError):
+    """Ranks that do not call the same, or one that cannot do its part. All ranks raise it, and none has begun."""
+
+
+class Agreement:
+    """The meeting place of a group's ranks; one thread uses it. All ranks make it together."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        memory = allocate(3 * _BYTES, group, signals=2, timeout=timeout)
+        assert isinstance(memory, HostMemory)
+        self._memory = memory
+        self._calls = 0
+
+    def meet(self, what: str, description: dict[str, object], timeout: float) -> None:
+        """Wait for all ranks to come with the same description; `what`: the call, for people.
+
+        DisagreementError where descriptions differ, or one is refused (its key "refused"); the next call may go on.
+        PeerError for a rank that does not come within `timeout` seconds, has died, or gave up before.
+        """
+        memory = self._memory
+        self._calls += 1
+        start = self._calls % 2 * _BYTES
+        _write(memory.buffer()[start : start + _BYTES], description)
+        for peer in range(memory.world_size):
+            memory.signal(peer, _BEGUN)
+        self._await_all(what, timeout)
+        theirs = [_read(memory.buffer(peer)[start : start + _BYTES]) for peer in range(memory.world_size)]
+        _compare(what, memory.rank, theirs)
+
+    def give_up(self, why: str) -> None:
+        """Tell all ranks that this one runs nothing any more, and why."""
+        memory = self._memory
+        _write(memory.buffer()[_REASON:], {"why": why})
+        for peer in range(memory.world_size):
+            memory.signal(peer, _GAVE_UP)
+
+    def find_losses(self) -> list[str]:
+        """Who has died, and who gave up and why, for people."""
+        memory, peers = self._memory, range(self._memory.world_size)
+        others = [peer for peer in peers if peer != memory.rank]
+        found = [f"the process of rank {peer} has ended" for peer in others if memory.has_ended(peer)]
+        for peer in others:
+            if memory.has_reached(peer, _GAVE_UP, 1):
+                found.append(f"rank {peer} gave up: {_read(memory.buffer(peer)[_REASON:])['why']}")
+        return found
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory.close()
+
+    def _await_all(self, what: str, timeout: float) -> None:
+        memory = self._memory
+        backoff = Backoff()
+        looked = 0.0
+        missing = list(range(memory.world_size))
+        while True:
+            missing = [peer for peer in missing if not memory.has_reached(peer, _BEGUN, self._calls)]
+            if not missing:
+                break
+            waited = backoff.pause()
+            if waited - looked < _SECONDS_BETWEEN_LOOKS:
+                continue
+            looked = waited
+            losses = self.find_losses()
+            # Whoever has died or given up had perhaps come before.
+            missing = [peer for peer in missing if not memory.has_reached(peer, _BEGUN, self._calls)]
+            if missing and (losses or waited > timeout):
+                names = ", ".join(map(str, missing))
+                why = "; ".join(losses) or f"it did not come within {timeout:g} s"
+                raise PeerError(f"rank {memory.rank} of {memory.world_size} waits for rank {names} in {what}: {why}")
+        gave_up = [peer for peer in range(memory.world_size) if memory.has_reached(peer, _GAVE_UP, 1)]
+        if gave_up:
+            raise PeerError(f"rank {memory.rank} of {memory.world_size} in {what}: {'; '.join(self.find_losses())}")
+
+
+def _compare(what: str, rank: int, theirs: list[dict[str, object]]) -> None:
+    for peer, description in enumerate(theirs):
+        if "refused" in description:
+            raise DisagreementError(f"rank {peer} cannot run its part of {what}: {description['refused']}")
+    own = theirs[rank]
+    # All ranks name the same pair, whoever reads it: the first rank, and the first one that differs from it.
+    for peer, description in enumerate(theirs):
+        for key in sorted(theirs[0].keys() | description.keys()):
+            one, other = theirs[0].get(key), description.get(key)
+            if one != other:
+                raise DisagreementError(
+                    f"all ranks must call the same: {key} is {one} on rank 0 and {other} on rank {peer} "
+                    f"(rank {rank} called {own.get('operation')}, the group's call {own.get('call')} of a schedule)"
+                )
+
+
+def _write(place: torch.Tensor, description: dict[str, object]) -> None:
+    short = {key: value[:_MAX_TEXT] if isinstance(value, str) else value for key, value in description.items()}
+    text = json.dumps(short).encode()
+    if len(text) > _BYTES - 4:
+        text = json.dumps({"refused": "what it calls is too long to tell"}).encode()
+    framed = len(text).to_bytes(4, "little") + text
+    place[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+
+
+def _read(place: torch.Tensor) -> dict[str, object]:
+    framed = place.numpy().tobytes()
+    size = int.from_bytes(framed[:4], "little")
+    return json.loads(framed[4 : 4 + size])

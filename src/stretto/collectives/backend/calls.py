@@ -1,0 +1,130 @@
+"""A call of the backend, as torch.distributed made it, and what a schedule can make of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COLLECTIVES = {
+    "allreduce": "allreduce",
+    "allreduce_coalesced": "allreduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "allgather",
+    "_allgather_base": "allgather",
+    "allgather_into_tensor_coalesced": "allgather",
+    "reduce_scatter": "reducescatter",
+    "_reduce_scatter_base": "reducescatter",
+    "reduce_scatter_tensor_coalesced": "reducescatter",
+    "alltoall_base": "alltoall",
+}
+"""The operations of c10d that a schedule can run, each with its collective's name in schedules."""
+_PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One collective: its input and its output, each the row of these tensors' elements, in this order."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def input_elements(self) -> int:
+        """The elements of the input."""
+        return sum(tensor.numel() for tensor in self.inputs)
+
+    @property
+    def output_elements(self) -> int:
+        """The elements of the output."""
+        return sum(tensor.numel() for tensor in self.outputs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation on this rank.
+
+    operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
+    "avg", "prod", "min", "max", "another", or "" for an operation that adds nothing; root: a rank of the group;
+    timeout: in seconds; note: "coalescing" (it is one of several that NCCL is to begin at once), "even sizes" or
+    "uneven sizes" (of an all-to-all that is given the sizes of its parts), "cuda" (where no tensor shows it), or "".
+    """
+
+    operation: str
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    reduction: str
+    root: int
+    timeout: float
+    note: str = ""
+
+    @property
+    def collective(self) -> str | None:
+        """The collective's name in schedules; None for what no schedule does."""
+        return COLLECTIVES.get(self.operation)
+
+    @property
+    def device_type(self) -> str:
+        """Where its tensors are: "cpu" where there are none and no note says else."""
+        for tensor in (*self.inputs, *self.outputs):
+            return tensor.device.type
+        return "cuda" if self.note == "cuda" else "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of its tensors; None where they differ, or there are none."""
+        found = {tensor.dtype for tensor in (*self.inputs, *self.outputs)}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def bytes(self) -> int:
+        """Of the larger one of input and output, all tensors together."""
+        return max(sum(tensor.nbytes for tensor in side) for side in (self.inputs, self.outputs))
+
+    def parts(self) -> Iterator[Part]:
+        """The collectives that it consists of."""
+        if self.operation in _PAIRWISE:
+            for given, taken in zip(self.inputs, self.outputs, strict=True):
+                yield Part((given,), (taken,))
+        else:
+            yield Part(self.inputs, self.outputs)
+
+    def describe(self) -> str:
+        """The call for people, on one line."""
+        dtype = "elements" if not self.inputs else "several dtypes" if self.dtype is None else str(self.dtype)[6:]
+        sizes = [str(tensor.numel()) for tensor in self.inputs] or ["0"]
+        elements = "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
+        reduction = f" {self.reduction}" if self.reduction else ""
+        return f"{self.operation}{reduction} of {elements} {dtype} ({self.bytes} bytes) on {self.device_type}"
+
+
+def find_obstacle(call: Call, ranks: int) -> str | None:
+    """Why no schedule can run this call, whichever is installed; None where one can. The same on all ranks."""
+    if call.collective is None:
+        return "no schedule does this operation"
+    if call.note == "coalescing":
+        return "it is coalesced"
+    if not call.inputs or not call.outputs:
+        return "it has no tensors, or tensors for several devices"
+    if call.operation in _PAIRWISE and len(call.inputs) != len(call.outputs):
+        return "its numbers of inputs and outputs differ"
+    if call.dtype is None:
+        return "its tensors' dtypes differ"
+    if call.reduction == "another":
+        return "no schedule does its reduction"
+    for tensor in (*call.inputs, *call.outputs):
+        if tensor.layout is not torch.strided:
+            return "a tensor is not dense"
+        if tensor.device.type != call.device_type:
+            return "its tensors are on several devices"
+    sizes = {tensor.numel() for tensor in (call.outputs if call.operation == "allgather" else call.inputs)}
+    if call.operation in ("allgather", "reduce_scatter") and len(sizes) > 1:
+        return "its tensors' sizes differ"
+    if call.note == "uneven sizes":
+        return None  # this rank's alone decide nothing: who has promised even ones is told, on all ranks
+    factors = {"allgather": (ranks, 1), "reducescatter": (1, ranks)}
+    of_input, of_output = factors.get(call.collective, (1, 1))
+    if any(part.input_elements * of_input != part.output_elements * of_output for part in call.parts()):
+        return "its input does not fit its output"
+    return None

@@ -1,0 +1,94 @@
+"""Making the backend of one group: the inner backends, the dispatcher, and the c10d object over them."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.native import make_backend
+from stretto.collectives.backend.runner import Member
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend, Store
+
+_dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
+"""By their groups' names, which are unique in a process at any time."""
+
+
+def create_backend(request: Any, options: object = None) -> "Backend":
+    """What torch.distributed calls for a new group: request is its _DistributedBackendOptions.
+
+    options: `pg_options` of the caller, for NCCL. CompilerError where the C++ part cannot be compiled.
+    """
+    return _create(
+        request.store,
+        request.group_rank,
+        request.group_size,
+        request.timeout,
+        request.group_id,
+        list(request.global_ranks_in_group),
+        options,
+    )
+
+
+def find_dispatcher(group: dist.ProcessGroup | None) -> Dispatcher:
+    """The dispatcher of a group (None: the default group). ValueError for a group of another backend."""
+    if not dist.is_initialized():
+        raise ValueError('there is no process group: call torch.distributed.init_process_group("stretto") first')
+    known = dist.group.WORLD if group is None else group
+    if not isinstance(known, dist.ProcessGroup):
+        raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
+    # By name: torch may put a wrapper around a backend (TORCH_DISTRIBUTED_DEBUG=DETAIL), or forget its Python object.
+    found = _dispatchers.get(known.group_name)
+    if found is not None and not found.is_closed:
+        return found
+    raise ValueError(
+        f"the group's backend is {dist.get_backend_config(known)}, not stretto: name stretto in init_process_group or "
+        "new_group"
+    )
+
+
+def _create(
+    store: "Store", rank: int, size: int, timeout: timedelta, name: str, ranks: list[int], options: object
+) -> "Backend":
+    cpu: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+    cpu.options.global_ranks_in_group = ranks
+    cpu.options.group_name = name
+    cpu._set_sequence_number_for_group()
+    cuda = _create_nccl(store, rank, size, timeout, name, ranks, options) if _has_gpus() else None
+    dispatcher = Dispatcher(Member(rank, size, name), {"cpu": "gloo"} | ({} if cuda is None else {"cuda": "nccl"}))
+    _dispatchers[name] = dispatcher
+    milliseconds = round(timeout.total_seconds() * 1000)
+    return make_backend(rank, size, cpu, cuda, dispatcher, _split, milliseconds)
+
+
+def _has_gpus() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def _create_nccl(
+    store: "Store", rank: int, size: int, timeout: timedelta, name: str, ranks: list[int], options: object
+) -> Any:
+    """NCCL's backend, which connects at its first call."""
+    if not isinstance(options, dist.ProcessGroupNCCL.Options):
+        options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = ranks
+    options.group_name = name  # type: ignore[assignment]  # a GroupName, which is a str
+    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    nccl._set_sequence_number_for_group()
+    return nccl
+
+
+def _split(store: "Store", rank: int, ranks: Sequence[int], name: str, milliseconds: int) -> "Backend | None":
+    """The backend of a part of a group; ranks: of the group that is split. None on a rank outside of it."""
+    if rank not in ranks:
+        return None
+    members = list(ranks)
+    prefixed = dist.PrefixStore(f"stretto/{name}", store)
+    timeout = timedelta(milliseconds=milliseconds)
+    return _create(prefixed, members.index(rank), len(members), timeout, name, members, None)

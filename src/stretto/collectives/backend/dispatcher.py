@@ -1,0 +1,104 @@
+"""What the backend asks at every call: does a schedule run it, or the backend inside?"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from stretto.collectives.backend.calls import Call, find_obstacle
+from stretto.collectives.backend.counting import CallCounter
+from stretto.collectives.backend.installed import Installed
+from stretto.collectives.backend.runner import Member, Runner, runner_for
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+
+class Dispatcher:
+    """One group's choices on this rank. The backend holds it, and it holds neither the backend nor the group.
+
+    inner: the name of the backend inside by device type ("gloo", "nccl").
+    """
+
+    def __init__(self, member: Member, inner: dict[str, str]) -> None:
+        self.member = member
+        self.inner = inner
+        self.counter = CallCounter(member.name)
+        self.installed: tuple[Installed, ...] = ()
+        self._runners: dict[str, Runner | None] = {}
+        self._is_resting = False
+        self.is_closed = False
+
+    def __call__(
+        self,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        reduction: str,
+        root: int,
+        milliseconds: int,
+        note: str,
+    ) -> "Work | None":
+        """Start a schedule for this call and return its Work; None: the backend inside is to run it.
+
+        RuntimeError once the group has been destroyed or aborted.
+        """
+        if self.is_closed:
+            raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
+        if self._is_resting:
+            return None
+        call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
+        chosen, why = self._choose(call)
+        if chosen is None:
+            self.counter.count(call, self.inner.get(call.device_type, "nothing"), why)
+            return None
+        runner = self.runner(call.device_type)
+        assert runner is not None
+        work = runner.start(chosen.schedule, call)
+        self.counter.count(call, f"schedule {chosen.schedule.name}", why)
+        return work
+
+    def runner(self, device_type: str) -> Runner | None:
+        """The group's runner for tensors on such devices, made at its first use; None where there is none."""
+        if device_type not in self._runners:
+            self._runners[device_type] = runner_for(device_type, self.member)
+        return self._runners[device_type]
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """A context in which the backend inside runs everything, uncounted: Stretto's own messages."""
+        self._is_resting = True
+        try:
+            yield
+        finally:
+            self._is_resting = False
+
+    def close(self, seconds: float) -> None:
+        """The group ends, and calls that have begun may still take so long. The counts stay."""
+        self.is_closed = True
+        self.installed = ()
+        for runner in self._runners.values():
+            if runner is not None:
+                runner.close(seconds)
+
+    def _choose(self, call: Call) -> tuple[Installed | None, str]:
+        """The schedule for a call and why; the one that was installed last, where several would do."""
+        if not self.installed:
+            return None, "no schedule is installed"
+        obstacle = find_obstacle(call, self.member.size)
+        if obstacle is not None:
+            return None, obstacle
+        runner = self.runner(call.device_type)
+        if runner is None:
+            return None, f"Stretto has no executor for {call.device_type} tensors"
+        obstacles = {}
+        for each in reversed(self.installed):
+            found = each.find_obstacle(call, runner.dtypes, runner.reductions)
+            if found is None:
+                return each, "it is installed for such calls"
+            if each.schedule.collective.name == call.collective:
+                obstacles[each.schedule.name] = found
+        if not obstacles:
+            return None, f"no schedule is installed for {call.collective}"
+        return None, "; ".join(f"schedule {name}: {found}" for name, found in obstacles.items())

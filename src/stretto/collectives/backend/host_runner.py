@@ -1,0 +1,222 @@
+"""Schedules on CPU tensors: the host executor on shared memory that is allocated once, in a thread of the group's own.
+
+A call is a job of the worker. Its ranks meet (`Agreement`), which shows that all call the same and that all slots are
+free; then the schedule runs on the call's tensors. The calling thread goes on and waits for the Work. After an error in
+which a rank may be left in the middle of a schedule the group's memory is not used again: every later call raises.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.collectives.backend.agreement import Agreement, DisagreementError
+from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.native import make_work
+from stretto.collectives.backend.runner import Member
+from stretto.collectives.backend.staging import run_staged
+from stretto.collectives.backend.worker import Worker
+from stretto.collectives.executor.host import Patience
+from stretto.collectives.executor.layout import Buffers
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, DTYPES, REDUCTIONS, Plan, make_plan
+from stretto.collectives.executor.rank_run import RankRun
+from stretto.collectives.executor.turns import take_turns
+from stretto.collectives.schedule import Schedule
+from stretto.memory import HostMemory, allocate
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+_MAX_PLANS = 256
+
+
+@dataclass
+class _Prepared:
+    """A schedule's memory, what its connections have carried there, and the plans of sizes that were called."""
+
+    schedule: Schedule
+    memory: HostMemory
+    passed: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    plans: dict[tuple[object, ...], tuple[Plan, dict[str, object]]] = field(default_factory=dict)
+
+
+class HostRunner:
+    """See `Runner`. The group's ranks are processes of one machine."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._worker = Worker(f"stretto, group {member.name}")
+        self._agreement: Agreement | None = None
+        self._prepared: dict[int, _Prepared] = {}
+        self._calls = 0
+        self._broken: str | None = None
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """See `Runner`."""
+        return frozenset(DTYPES)
+
+    @property
+    def reductions(self) -> frozenset[str]:
+        """See `Runner`."""
+        return frozenset(REDUCTIONS) | {"avg"}
+
+    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+        """See `Runner`."""
+        self._worker.drain()  # the group is about to be used from this thread
+        if self._agreement is None:
+            self._agreement = Agreement(group, timeout)
+        elements = schedule.collective.input_chunks * DEFAULT_TILE_BYTES
+        largest = _make_plan(schedule, elements, torch.uint8, None, schedule.in_place)
+        memory = allocate(largest.buffer_bytes, group, signals=largest.signals, timeout=timeout)
+        assert isinstance(memory, HostMemory)
+        self._prepared[id(schedule)] = _Prepared(schedule, memory)
+
+    def start(self, schedule: Schedule, call: Call) -> "Work":
+        """See `Runner`."""
+        work = make_work(self._member.rank, call.operation, call.outputs)
+        prepared = self._prepared[id(schedule)]
+
+        def job() -> None:
+            try:
+                self._run(prepared, call)
+            except BaseException as error:  # noqa: BLE001  (whatever it is, whoever waits for the work must get it)
+                aborted = RuntimeError(f"the process group was destroyed or aborted during {call.describe()}")
+                work.fail(aborted if self._worker.is_closed else error)
+            else:
+                work.succeed()
+
+        self._worker.submit(job)
+        return work
+
+    def discard(self, schedule: Schedule) -> None:
+        """See `Runner`."""
+        self._worker.drain()
+        self._prepared.pop(id(schedule)).memory.close()
+
+    def close(self, seconds: float) -> None:
+        """See `Runner`."""
+        self._worker.close(seconds)
+        for prepared in self._prepared.values():
+            prepared.memory.close()
+        self._prepared = {}
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+
+    # What follows runs in the worker's thread.
+
+    def _run(self, prepared: _Prepared, call: Call) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"no schedule runs in this group any more, since an earlier call failed: {self._broken}")
+        self._calls += 1
+        try:
+            self._run_parts(prepared, call)
+        except DisagreementError:
+            raise  # of all ranks, none of which has begun
+        except BaseException as error:
+            self._break(prepared, error)
+            raise
+
+    def _run_parts(self, prepared: _Prepared, call: Call) -> None:
+        if call.note == "uneven sizes":
+            self._meet(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
+        collective = prepared.schedule.collective.name
+        average = self._member.size if call.reduction == "avg" else 1
+        in_place = _runs_in_place(prepared.schedule)
+        parts = list(call.parts())
+        for number, part in enumerate(parts, 1):
+            position = f"{number} of {len(parts)}"
+            run = partial(self._run_part, prepared, call, part.input_elements, position, in_place)
+            run_staged(part, collective, in_place, self._member.rank, call.root, average, run)
+
+    def _run_part(
+        self,
+        prepared: _Prepared,
+        call: Call,
+        elements: int,
+        position: str,
+        in_place: bool,
+        input: Tensor,
+        output: Tensor | None,
+    ) -> Tensor:
+        ours: dict[str, object] = {
+            "operation": call.operation,
+            "root": call.root,
+            "part": position,
+            "call": self._calls,
+            "asks for": call.reduction,
+        }
+        plan = None
+        try:
+            plan, same = self._find_plan(prepared, call, elements, in_place)
+            description = ours | same
+        except ValueError as error:
+            description = ours | {"refused": str(error)}
+        self._meet(call, description)
+        assert plan is not None  # or the meeting has raised
+        return self._execute(prepared, plan, input, output, call.timeout)
+
+    def _meet(self, call: Call, description: dict[str, object]) -> None:
+        assert self._agreement is not None
+        self._agreement.meet(call.describe(), description, call.timeout)
+
+    def _execute(self, prepared: _Prepared, plan: Plan, input: Tensor, output: Tensor | None, timeout: float) -> Tensor:
+        rank = self._member.rank
+        buffers = Buffers(prepared.schedule, plan.collective, plan.layout, rank, input, output)
+        run = RankRun(plan, rank, prepared.memory, buffers, prepared.passed)
+        take_turns([run], Patience(run, timeout))
+        for key, connection in plan.connections.items():
+            prepared.passed[key] = prepared.passed.get(key, 0) + connection.messages * plan.tiles
+        return buffers.finish()
+
+    def _find_plan(
+        self, prepared: _Prepared, call: Call, elements: int, in_place: bool
+    ) -> tuple[Plan, dict[str, object]]:
+        reduction = "sum" if call.reduction == "avg" else call.reduction or None
+        assert call.dtype is not None
+        key = (elements, call.dtype, reduction)
+        if key not in prepared.plans:
+            if len(prepared.plans) >= _MAX_PLANS:
+                prepared.plans.clear()
+            plan = _make_plan(prepared.schedule, elements, call.dtype, reduction, in_place)
+            prepared.plans[key] = plan, plan.describe()
+        return prepared.plans[key]
+
+    def _break(self, prepared: _Prepared, error: BaseException) -> None:
+        """Run nothing any more, tell the others why, and tell in the error what the others told."""
+        self._broken = str(error)
+        if self._agreement is None:  # closed meanwhile
+            return
+        losses = self._agreement.find_losses()
+        if losses and not all(loss in str(error) for loss in losses):
+            error.args = (f"{error}\n" + "\n".join(losses),)
+        self._broken = str(error)
+        self._agreement.give_up(self._broken)
+        memory = prepared.memory
+        for peer in range(memory.world_size):
+            memory.signal(peer, memory.signals - 1)  # `Plan.gave_up`, of every plan of this schedule
+
+
+def _runs_in_place(schedule: Schedule) -> bool:
+    """In place where that saves a copy: a reduce-scatter's, a reduce's and an all-to-all's input is to be kept."""
+    if schedule.in_place and schedule.out_of_place:
+        return schedule.collective.name not in ("reducescatter", "reduce", "alltoall")
+    return schedule.in_place
+
+
+def _make_plan(schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool) -> Plan:
+    """The plan for an input of so many elements on each rank."""
+    return make_plan(
+        schedule,
+        elements,
+        None,
+        in_place=in_place,
+        dtype=dtype,
+        reduction=reduction,
+        tile_bytes=DEFAULT_TILE_BYTES,
+        slots=None,
+    )

@@ -1,0 +1,161 @@
+"""`install`, `uninstall` and `counts`: what users call."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from stretto.collectives.backend.calls import COLLECTIVES
+from stretto.collectives.backend.creation import find_dispatcher
+from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.installed import Installed
+from stretto.collectives.executor.plan import digest
+from stretto.collectives.schedule import Schedule
+from stretto.collectives.verifier import verify
+from stretto.collectives.xml import named_collective, read_schedule
+from stretto.memory import exchange
+
+T = TypeVar("T")
+DEFAULT_TIMEOUT = 60.0
+
+
+def install(
+    schedule: Schedule | Path | str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    min_bytes: int | None = None,
+    max_bytes: int | None = None,
+    dtypes: Collection[torch.dtype] | None = None,
+    even_sizes: bool = False,
+    waive: Collection[str] = (),
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Installed:
+    """Have a group run calls of a collective by a schedule of one's own. All ranks of the group call it.
+
+    schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks.
+    min_bytes, max_bytes: the calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: as the
+    schedule says; max_bytes 0: any); dtypes: None for all that its executor has; even_sizes: promises
+    that an all-to-all which is given sizes is given equal ones on all ranks, so that a schedule can run it too (one
+    that is not raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait for the other ranks
+    here. Of several schedules that would do, the last one installed runs.
+
+    ValueError, on all ranks, for a schedule that is not verified, that is for another number of ranks, that no
+    operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for a file that
+    is none. PeerError for ranks that do not come.
+    """
+    dispatcher = find_dispatcher(group)
+
+    def check() -> tuple[Installed, str]:
+        read = read_schedule(Path(schedule)) if isinstance(schedule, str | Path) else schedule
+        made = Installed(
+            _verified(read, dispatcher.member.size, waive),
+            read.min_bytes if min_bytes is None else min_bytes,
+            read.max_bytes if max_bytes is None else max_bytes,
+            None if dtypes is None else frozenset(dtypes),
+            even_sizes,
+        )
+        _check_options(made, dispatcher)
+        known = "all" if made.dtypes is None else ", ".join(sorted(str(dtype)[6:] for dtype in made.dtypes))
+        limits = (
+            f"{made.min_bytes} to {made.max_bytes or 'any number of'} bytes, dtypes {known}, even sizes {even_sizes}"
+        )
+        return made, f"schedule {read.name} ({digest(read)}) for {read.collective.name}, {limits}"
+
+    with dispatcher.resting():
+        made = _agree(check, group, timeout)
+        runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
+        for runner in runners:
+            runner.prepare(made.schedule, group, timeout)
+    dispatcher.installed = (*dispatcher.installed, made)
+    return made
+
+
+def uninstall(
+    installed: Installed | None = None, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT
+) -> None:
+    """Take a schedule that `install` returned out of its group, or all (None). All ranks of the group call it.
+
+    Calls that were made before are run by it yet. ValueError for one that is not installed in this group, or where
+    ranks name different ones; PeerError for ranks that do not come.
+    """
+    dispatcher = find_dispatcher(group)
+
+    def check() -> tuple[tuple[Installed, ...], str]:
+        leaving = dispatcher.installed if installed is None else (installed,)
+        for each in leaving:
+            if each not in dispatcher.installed:
+                raise ValueError(f"the schedule {each.schedule.name} is not installed in this group")
+        return leaving, "schedules out: " + ", ".join(str(dispatcher.installed.index(each)) for each in leaving)
+
+    with dispatcher.resting():
+        leaving = _agree(check, group, timeout)
+    dispatcher.installed = tuple(each for each in dispatcher.installed if each not in leaving)
+    for device in dispatcher.inner:
+        if (runner := dispatcher.runner(device)) is not None:
+            for each in leaving:
+                runner.discard(each.schedule)
+
+
+def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
+    """How often this rank's calls in a group (None: the default group) ran as what, since the group was made.
+
+    Keys are (c10d's operation, "schedule NAME" or the backend inside: "gloo" or "nccl"). ValueError for a group of
+    another backend.
+    """
+    return find_dispatcher(group).counter.read()
+
+
+def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, timeout: float) -> T:
+    """What this rank's check returned, once all ranks' checks have ended well and said the same."""
+    error: Exception | None = None
+    found: T | None = None
+    try:
+        found, says = check()
+    except (ValueError, OSError) as caught:
+        error, says = caught, f"refuses: {caught}"
+    everyone = exchange((error is not None, says), group, timeout)
+    if error is not None:
+        raise error
+    for rank, (refuses, theirs) in enumerate(everyone):
+        if refuses:
+            raise ValueError(f"rank {rank} {theirs}")
+        if theirs != says:
+            own = dist.get_rank(group)
+            raise ValueError(f"all ranks must ask for the same: {says} on rank {own}, {theirs} on rank {rank}")
+    assert found is not None
+    return found
+
+
+def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedule:
+    """The schedule with the conditions that its collective's operation has. ValueError where it does not meet them."""
+    collective = schedule.collective
+    if collective.name not in COLLECTIVES.values():
+        known = ", ".join(sorted(set(COLLECTIVES.values())))
+        raise ValueError(
+            f"no operation of torch.distributed is a {collective.name!r}: what can be installed is {known}"
+        )
+    if collective.ranks != ranks:
+        raise ValueError(f"{schedule.name} is for {collective.ranks} ranks, and the group has {ranks}")
+    promised = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
+    if (promised.input_chunks, promised.output_chunks) != (collective.input_chunks, collective.output_chunks):
+        raise ValueError(
+            f"{schedule.name} has {collective.input_chunks} input and {collective.output_chunks} output chunks a rank: "
+            f"{collective.name} has {promised.input_chunks} and {promised.output_chunks}"
+        )
+    checked = replace(schedule, collective=replace(promised, in_place=collective.in_place))
+    found = verify(checked, waive=waive)
+    if not found.ok:
+        raise ValueError(f"{schedule.name} is not verified, and does not run:\n" + "\n".join(found.errors))
+    return checked
+
+
+def _check_options(made: Installed, dispatcher: Dispatcher) -> None:
+    if made.min_bytes < 0 or made.max_bytes < 0 or 0 < made.max_bytes < made.min_bytes:
+        raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {made.min_bytes} to {made.max_bytes}")
+    runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
+    for dtype in made.dtypes or ():
+        if not any(dtype in runner.dtypes for runner in runners):
+            raise ValueError(f"no executor here runs schedules on {str(dtype)[6:]}")

@@ -1,0 +1,63 @@
+"""The classes that torch's C++ calls, for the torch at hand: compiled ones, or Python's where there is no compiler."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from stretto.collectives.backend.extension import CompilerError, load_extension
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend, Work
+
+logger = logging.getLogger("stretto.collectives")
+
+
+def make_backend(
+    rank: int,
+    size: int,
+    cpu: "Backend",
+    cuda: "Backend | None",
+    dispatch: Callable[..., "Work | None"],
+    split: Callable[..., "Backend | None"],
+    milliseconds: int,
+) -> "Backend":
+    """The c10d backend over these inner ones. See `StrettoBackend` in native/backend.hpp.
+
+    CompilerError where it cannot be compiled and this torch allows no backend in Python.
+    """
+    module = _find_extension()
+    if module is None:
+        from stretto.collectives.backend.python_backend import PythonBackend
+
+        return PythonBackend(rank, size, cpu, cuda, dispatch, split, milliseconds)
+    return module.StrettoBackend(rank, size, cpu, cuda, dispatch, split, module.StrettoOptions(milliseconds))
+
+
+def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
+    """A Work to be ended by `succeed()` or `fail(error)`."""
+    module = _find_extension()
+    if module is None:
+        from stretto.collectives.backend.python_backend import PythonWork
+
+        return PythonWork(outputs)
+    return module.ScheduledWork(rank, operation, list(outputs))
+
+
+@functools.cache
+def _find_extension() -> ModuleType | None:
+    """The compiled classes; None where there is no compiler and torch can do without."""
+    try:
+        return load_extension()
+    except CompilerError as error:
+        if TorchVersion(torch.__version__) < "2.15":
+            raise
+        logger.warning(
+            "the backend runs in Python, where no Work knows that it has ended before it is awaited: %s", error
+        )
+        return None

@@ -1,0 +1,388 @@
+// The c10d::Backend named "stretto": it asks a Python callable whether a schedule runs a call, and else hands the call
+// to the backend inside: one for CPU tensors (gloo), and one for CUDA tensors where the machine has GPUs (NCCL).
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "work.hpp"
+
+namespace stretto {
+
+using c10::intrusive_ptr;
+using c10d::Backend;
+using c10d::Work;
+using Tensors = std::vector<at::Tensor>;
+// What calls that have begun may still take when the group is destroyed.
+constexpr double kSecondsToEnd = 5;
+
+using Milliseconds = std::chrono::milliseconds;
+
+struct StrettoOptions : Backend::Options {
+  explicit StrettoOptions(Milliseconds timeout) : Backend::Options("stretto", timeout) {}
+};
+
+inline const char* name_of(const c10d::ReduceOp& reduction) {
+  switch (reduction.op_) {
+    case c10d::ReduceOp::SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "avg";
+    case c10d::ReduceOp::PRODUCT:
+      return "prod";
+    case c10d::ReduceOp::MIN:
+      return "min";
+    case c10d::ReduceOp::MAX:
+      return "max";
+    default:
+      return "another";
+  }
+}
+
+class StrettoBackend : public Backend {
+ public:
+  // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
+  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes), "cuda" (where no tensor shows it), or "".
+  // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None where this is none.
+  StrettoBackend(
+      int rank,
+      int size,
+      intrusive_ptr<Backend> cpu,
+      intrusive_ptr<Backend> cuda,
+      py::object dispatch,
+      py::object split,
+      intrusive_ptr<StrettoOptions> options)
+      : Backend(rank, size),
+        cpu_(std::move(cpu)),
+        cuda_(std::move(cuda)),
+        dispatch_(std::move(dispatch)),
+        split_(std::move(split)),
+        options_(std::move(options)) {
+    init();
+  }
+
+  // With the GIL held.
+  py::object dispatch() {
+    return dispatch_.get();
+  }
+
+  intrusive_ptr<Backend> inner(at::DeviceType device) {
+    if (device == at::kCPU) {
+      return cpu_;
+    }
+    TORCH_CHECK_VALUE(
+        cuda_, "this group of the backend stretto has nothing to run a call on ", device, " tensors: there is no GPU");
+    if (bound_device_id_ && !cuda_->getBoundDeviceId()) {
+      cuda_->setBoundDeviceId(bound_device_id_);
+    }
+    return cuda_;
+  }
+
+  const std::string getBackendName() const override {
+    return "stretto";
+  }
+
+  intrusive_ptr<Backend::Options> getBackendOptions() override {
+    return options_;
+  }
+
+  // ------------------------------------------------------------------------ calls that a schedule may run
+
+  intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    auto work = ask("broadcast", tensors, tensors, "", opts.rootRank, opts.timeout);
+    return work ? work : inner_of(tensors)->broadcast(tensors, opts);
+  }
+
+  intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    auto work = ask("allreduce", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
+    return work ? work : inner_of(tensors)->allreduce(tensors, opts);
+  }
+
+  intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+    auto work = ask("allreduce_coalesced", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
+    return work ? work : inner_of(tensors)->allreduce_coalesced(tensors, opts);
+  }
+
+  intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    auto work = ask("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts.timeout);
+    return work ? work : inner_of(tensors)->reduce(tensors, opts);
+  }
+
+  intrusive_ptr<Work> allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    auto work = ask("allgather", first_of(outputs), inputs, "", 0, opts.timeout);
+    return work ? work : inner_of(inputs)->allgather(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
+    auto work = ask("_allgather_base", {output}, {input}, "", 0, opts.timeout);
+    return work ? work : inner_of({input})->_allgather_base(output, input, opts);
+  }
+
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    auto work = ask("allgather_into_tensor_coalesced", outputs, inputs, "", 0, opts.timeout);
+    return work ? work : inner_of(inputs)->allgather_into_tensor_coalesced(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> reduce_scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
+    auto work = ask("reduce_scatter", outputs, first_of(inputs), name_of(opts.reduceOp), 0, opts.timeout);
+    return work ? work : inner_of(outputs)->reduce_scatter(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
+    auto work = ask("_reduce_scatter_base", {output}, {input}, name_of(opts.reduceOp), 0, opts.timeout);
+    return work ? work : inner_of({input})->_reduce_scatter_base(output, input, opts);
+  }
+
+  intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
+    auto work =
+        ask("reduce_scatter_tensor_coalesced", outputs, inputs, name_of(opts.reduceOp), 0, opts.timeout);
+    return work ? work : inner_of(inputs)->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_sizes,
+      std::vector<int64_t>& input_sizes,
+      const c10d::AllToAllOptions& opts) override {
+    const char* note = output_sizes.empty() && input_sizes.empty() ? ""
+        : is_even(output_sizes) && is_even(input_sizes)            ? "even sizes"
+                                                                   : "uneven sizes";
+    auto work = ask("alltoall_base", {output}, {input}, "", 0, opts.timeout, note);
+    return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
+  }
+
+  // ------------------------------------------------------------------------ calls that are handed on and counted
+
+  intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    tell("allreduce_sparse", tensors);
+    return inner_of(tensors)->allreduce_sparse(tensors, opts);
+  }
+
+  intrusive_ptr<Work> allgather_coalesced(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    tell("allgather_coalesced", inputs);
+    return inner_of(inputs)->allgather_coalesced(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> gather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    tell("gather", inputs);
+    return inner_of(inputs)->gather(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
+    tell("scatter", outputs);
+    return inner_of(outputs)->scatter(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    tell("alltoall", inputs);
+    return inner_of(inputs)->alltoall(outputs, inputs, opts);
+  }
+
+  intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
+    tell("send", tensors);
+    return inner_of(tensors)->send(tensors, to, tag);
+  }
+
+  intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+    tell("recv", tensors);
+    return inner_of(tensors)->recv(tensors, from, tag);
+  }
+
+  intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
+    tell("recv_anysource", tensors);
+    return inner_of(tensors)->recvAnysource(tensors, tag);
+  }
+
+  intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
+    const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
+    ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
+    return inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
+  }
+
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
+    tell("monitored_barrier", {});
+    cpu_->monitoredBarrier(opts, wait_for_all);
+  }
+
+  // ------------------------------------------------------------------------ what NCCL has and gloo has not
+
+  bool supportsCoalescing() const override {
+    return cuda_ && cuda_->supportsCoalescing();
+  }
+
+  void startCoalescing() override {
+    inner(at::kCUDA)->startCoalescing();
+    coalescing_ = true;
+  }
+
+  intrusive_ptr<Work> endCoalescing() override {
+    coalescing_ = false;
+    return inner(at::kCUDA)->endCoalescing();
+  }
+
+  bool supportsTimeEstimation() const override {
+    return cuda_ && cuda_->supportsTimeEstimation();
+  }
+
+  void eagerConnectSingleDevice(at::Device device) override {
+    if (cuda_ && device.is_cuda()) {
+      cuda_->setBoundDeviceId(device);
+      cuda_->eagerConnectSingleDevice(device);
+    }
+  }
+
+  c10d::ErrorType getError() override {
+    return cuda_ ? cuda_->getError() : c10d::ErrorType::SUCCESS;
+  }
+
+  std::shared_ptr<c10::Allocator> getMemAllocator() override {
+    return inner(at::kCUDA)->getMemAllocator();
+  }
+
+  bool supportsTensorAlloc(c10::DeviceIndex index) override {
+    return cuda_ && cuda_->supportsTensorAlloc(index);
+  }
+
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return inner(at::kCUDA)->allocateTensor(size, options);
+  }
+
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
+    inner(at::kCUDA)->registerOnCompletionHook(std::move(hook));
+  }
+
+  void waitForPendingWorks() override {
+    inner(at::kCUDA)->waitForPendingWorks();
+  }
+
+  void enableCollectivesTiming() override {
+    each([](Backend& backend) { backend.enableCollectivesTiming(); });
+  }
+
+  // ------------------------------------------------------------------------ the group's life
+
+  bool supportsSplitting() const override {
+    return true;
+  }
+
+  // torch splits once for each device type of the group, which this one backend serves together.
+  intrusive_ptr<Backend> split(
+      const intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const intrusive_ptr<Backend::Options>& opts) override {
+    if (!opts->group_name.empty() && opts->group_name == last_split_name_) {
+      if (auto known = last_split_.lock()) {
+        return known;
+      }
+    }
+    py::gil_scoped_acquire gil;
+    auto made = split_.get()(store, rank_, ranks, opts->group_name, opts->timeout.count());
+    if (made.is_none()) {
+      return nullptr;
+    }
+    auto backend = made.cast<intrusive_ptr<Backend>>();
+    last_split_name_ = opts->group_name;
+    last_split_ = c10::weak_intrusive_ptr<Backend>(backend);
+    return backend;
+  }
+
+  void setTimeout(Milliseconds timeout) override {
+    options_->timeout = timeout;
+    each([timeout](Backend& backend) { backend.setTimeout(timeout); });
+  }
+
+  void setGroupUid(const std::string& uid) override {
+    Backend::setGroupUid(uid);
+    each([&uid](Backend& backend) { backend.setGroupUid(uid); });
+  }
+
+  void setSequenceNumberForGroup() override {
+    each([](Backend& backend) { backend.setSequenceNumberForGroup(); });
+  }
+
+  uint64_t getSequenceNumberForGroup() override {
+    return cpu_->getSequenceNumberForGroup();
+  }
+
+  void abort() override {
+    close(0);
+    each([](Backend& backend) { backend.abort(); });
+  }
+
+  void shutdown() override {
+    close(kSecondsToEnd);
+    each([](Backend& backend) { backend.shutdown(); });
+  }
+
+ private:
+  static bool is_even(const std::vector<int64_t>& sizes) {
+    return std::all_of(sizes.begin(), sizes.end(), [&sizes](int64_t size) { return size == sizes.front(); });
+  }
+
+  static Tensors first_of(const std::vector<Tensors>& lists) {
+    return lists.size() == 1 ? lists.front() : Tensors{};
+  }
+
+  intrusive_ptr<Backend> inner_of(const Tensors& tensors) {
+    return inner(tensors.empty() ? at::kCPU : tensors.front().device().type());
+  }
+
+  template <typename Function>
+  void each(const Function& function) {
+    function(*cpu_);
+    if (cuda_) {
+      function(*cuda_);
+    }
+  }
+
+  intrusive_ptr<Work> ask(
+      const char* operation,
+      const Tensors& outputs,
+      const Tensors& inputs,
+      const char* reduction,
+      int64_t root,
+      Milliseconds timeout,
+      const char* note = "") {
+    const auto limit = timeout.count() > 0 ? timeout : options_->timeout;
+    py::gil_scoped_acquire gil;
+    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), coalescing_ ? "coalescing" : note);
+    return answer.is_none() ? nullptr : answer.cast<intrusive_ptr<Work>>();
+  }
+
+  void tell(const char* operation, const Tensors& tensors) {
+    ask(operation, tensors, tensors, "", 0, Milliseconds(0));
+  }
+
+  void close(double seconds) {
+    if (Py_IsInitialized()) {
+      py::gil_scoped_acquire gil;
+      dispatch_.get().attr("close")(seconds);
+    }
+  }
+
+  intrusive_ptr<Backend> cpu_;
+  intrusive_ptr<Backend> cuda_;
+  Kept dispatch_;
+  Kept split_;
+  intrusive_ptr<StrettoOptions> options_;
+  bool coalescing_ = false;
+  std::string last_split_name_;
+  c10::weak_intrusive_ptr<Backend> last_split_{intrusive_ptr<Backend>()};
+};
+
+} // namespace stretto

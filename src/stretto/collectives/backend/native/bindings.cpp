@@ -1,0 +1,52 @@
+// The Python names of the backend, its options and its Work.
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.hpp"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<stretto::StrettoOptions, c10d::Backend::Options, c10::intrusive_ptr<stretto::StrettoOptions>>(
+      module, "StrettoOptions")
+      .def(
+          py::init([](int64_t milliseconds) {
+            return c10::make_intrusive<stretto::StrettoOptions>(std::chrono::milliseconds(milliseconds));
+          }),
+          py::arg("milliseconds"))
+      .def(
+          "__deepcopy__",
+          [](const stretto::StrettoOptions& self, const py::object&) {
+            return c10::make_intrusive<stretto::StrettoOptions>(self);
+          },
+          py::arg("memo"));
+  py::class_<stretto::ScheduledWork, c10d::Work, c10::intrusive_ptr<stretto::ScheduledWork>>(module, "ScheduledWork")
+      .def(
+          py::init<int, const std::string&, std::vector<at::Tensor>>(),
+          py::arg("rank"),
+          py::arg("operation"),
+          py::arg("outputs"))
+      .def("succeed", &stretto::ScheduledWork::succeed, py::call_guard<py::gil_scoped_release>())
+      .def("fail", &stretto::ScheduledWork::fail, py::arg("error"));
+  py::class_<stretto::StrettoBackend, c10d::Backend, c10::intrusive_ptr<stretto::StrettoBackend>>(
+      module, "StrettoBackend")
+      .def(
+          py::init<
+              int,
+              int,
+              c10::intrusive_ptr<c10d::Backend>,
+              c10::intrusive_ptr<c10d::Backend>,
+              py::object,
+              py::object,
+              c10::intrusive_ptr<stretto::StrettoOptions>>(),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("cpu"),
+          py::arg("cuda"),
+          py::arg("dispatch"),
+          py::arg("split"),
+          py::arg("options"))
+      .def_property_readonly("dispatch", &stretto::StrettoBackend::dispatch)
+      // new_group calls it on ranks outside of the group; members make new communicators, and split none.
+      .def("perform_nocolor_split", [](stretto::StrettoBackend&, const py::object&) {}, py::arg("device"));
+}

@@ -1,0 +1,132 @@
+// The Work of a call that a schedule runs: finished by whoever runs it, waited for by the caller.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+namespace stretto {
+
+namespace py = pybind11;
+
+// A Python object that may be dropped by any thread, and after the interpreter has gone.
+class Kept {
+ public:
+  explicit Kept(py::object object = py::none()) : object_(std::move(object)) {}
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  ~Kept() {
+    if (!Py_IsInitialized()) {
+      object_.release();
+      return;
+    }
+    py::gil_scoped_acquire gil;
+    object_ = py::object();
+  }
+  // With the GIL held.
+  py::object& get() { return object_; }
+
+ private:
+  py::object object_;
+};
+
+class ScheduledWork : public c10d::Work {
+ public:
+  ScheduledWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
+      : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
+        outputs_(std::move(outputs)) {}
+
+  // By whoever runs the schedule, once, without the GIL.
+  void succeed() {
+    finish();
+    complete_future();
+  }
+
+  // As `succeed`, with the Python exception that every `wait` raises. The GIL is held on entry.
+  void fail(py::object error) {
+    auto text = py::str(py::type::of(error).attr("__name__")).cast<std::string>() + ": " +
+        py::str(error).cast<std::string>();
+    error_ = std::make_unique<Kept>(std::move(error));
+    py::gil_scoped_release release;
+    finish(std::make_exception_ptr(std::runtime_error(text)));
+    complete_future();
+  }
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    {
+      // Callers from C++ may hold the GIL, which the running thread needs.
+      std::optional<py::gil_scoped_release> release;
+      if (PyGILState_Check()) {
+        release.emplace();
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (timeout == kNoTimeout) {
+        cv_.wait(lock, [this] { return completed_; });
+      } else if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
+        TORCH_CHECK_WITH(DistBackendError, false, "the schedule has not ended within ", timeout.count(), " ms");
+      }
+    }
+    if (error_) {
+      py::gil_scoped_acquire gil;
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_->get().ptr())), error_->get().ptr());
+      throw py::error_already_set();
+    }
+    return true;
+  }
+
+  std::vector<at::Tensor> result() override {
+    return outputs_;
+  }
+
+  // Completed from a thread of its own: a callback may wait for a later call, which the running thread runs.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (isCompleted()) {
+        settle(future_, exception(), outputs_);
+      }
+    }
+    return future_;
+  }
+
+ private:
+  static void settle(
+      const c10::intrusive_ptr<c10::ivalue::Future>& future,
+      const std::exception_ptr& error,
+      const std::vector<at::Tensor>& outputs) {
+    if (future->completed()) {
+      return;
+    }
+    if (error) {
+      future->setError(error);
+    } else {
+      future->markCompleted(c10::IValue(outputs));
+    }
+  }
+
+  void complete_future() {
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    if (future_ && !future_->completed()) {
+      std::thread([future = future_, error = exception(), outputs = outputs_] {
+        settle(future, error, outputs);
+      }).detach();
+    }
+  }
+
+  std::vector<at::Tensor> outputs_;
+  std::unique_ptr<Kept> error_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+} // namespace stretto

@@ -1,0 +1,252 @@
+"""The same backend as native/backend.hpp in Python, for torch 2.15 and later on machines without a C++ compiler.
+
+torch puts a holder around every Work that a Python backend returns, the inner backends' too, and the holder passes on
+`wait` and `get_future` alone: `is_completed` stays False. So the C++ backend is taken wherever it can be compiled.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, Work
+
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+}
+_SECONDS_TO_END = 5.0
+_alive: set["PythonBackend"] = set()
+"""Until they are shut down: where torch puts a wrapper around one, it keeps no reference to the Python object, without
+which its methods would be gone."""
+
+
+class PythonWork(Work):
+    """A Work to be ended by `succeed` or `fail`."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+        self._ended = threading.Event()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._error: BaseException | None = None
+
+    def succeed(self) -> None:
+        """The outputs are there."""
+        self._ended.set()
+        # From another thread: a callback may wait for a later call.
+        threading.Thread(target=self._future.set_result, args=(self._outputs,), daemon=True).start()
+
+    def fail(self, error: BaseException) -> None:
+        """Have every wait raise this."""
+        self._error = error
+        self._ended.set()
+        threading.Thread(target=self._future.set_exception, args=(error,), daemon=True).start()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end; raises what the work failed with, or RuntimeError after the timeout (0: none)."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"the schedule has not ended within {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future of the outputs."""
+        return self._future
+
+
+class PythonBackend(Backend):
+    """See `StrettoBackend` in native/backend.hpp, argument by argument."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        cpu: Any,
+        cuda: Any,
+        dispatch: Callable[..., Work | None],
+        split: Callable[..., Backend | None],
+        milliseconds: int,
+    ) -> None:
+        super().__init__(rank, size)
+        self._cpu = cpu
+        self._cuda = cuda
+        self.dispatch = dispatch
+        self._split = split
+        self._options = Backend.Options("stretto", timedelta(milliseconds=milliseconds))
+        self._is_coalescing = False
+        self._last_split: tuple[str, Backend] | None = None
+        _alive.add(self)
+
+    def getBackendName(self) -> str:
+        """See c10d."""
+        return "stretto"
+
+    @property
+    def options(self) -> Any:
+        """See c10d."""
+        return self._options
+
+    @property
+    def supports_splitting(self) -> bool:
+        """See c10d."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """See c10d."""
+        return self._cuda is not None and self._cuda.supports_coalescing
+
+    def split(self, store: Any, ranks: list[int], opts: Any) -> Backend:
+        """See c10d; asked for once for each device type, and made once. RuntimeError on a rank outside of it."""
+        if self._last_split is None or self._last_split[0] != opts.group_name:
+            made = self._split(store, self.rank(), ranks, opts.group_name, round(opts._timeout.total_seconds() * 1000))
+            if made is None:  # torch takes no None from Python here: it would crash
+                raise RuntimeError(
+                    f"rank {self.rank()} is not in the part {ranks} of the group, and only a compiled backend can be "
+                    "split without it: use new_group, or install a C++ compiler"
+                )
+            self._last_split = opts.group_name, made
+        return self._last_split[1]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See c10d."""
+        self._options._timeout = timeout
+        for inner in self._inners():
+            inner.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._cpu._get_sequence_number_for_group()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers start at 0 on all ranks."""
+
+    def start_coalescing(self) -> None:
+        """See c10d."""
+        self._cuda._start_coalescing()
+        self._is_coalescing = True
+
+    def end_coalescing(self) -> Work:
+        """See c10d."""
+        self._is_coalescing = False
+        return self._cuda._end_coalescing()
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """See c10d."""
+        if self._cuda is not None and device is not None and device.type == "cuda":
+            self._cuda.bound_device_id = device
+            self._cuda.eager_connect_single_device(device)
+
+    def perform_nocolor_split(self, device: torch.device | None) -> None:
+        """Called on ranks outside of a new group, whose members make new communicators and split none."""
+
+    def abort(self) -> None:
+        """See c10d."""
+        _alive.discard(self)
+        self.dispatch.close(0.0)  # type: ignore[attr-defined]
+        for inner in self._inners():
+            inner.abort()
+
+    def shutdown(self) -> None:
+        """See c10d."""
+        _alive.discard(self)
+        self.dispatch.close(_SECONDS_TO_END)  # type: ignore[attr-defined]
+        self._last_split = None
+        for inner in self._inners():
+            inner.shutdown()
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """See c10d."""
+        self._ask("monitored_barrier", (), ())
+        self._cpu.monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def barrier(self, opts: Any) -> Work:
+        """See c10d."""
+        on_gpu = self._cuda is not None and (
+            opts.device_ids or (opts.device is not None and opts.device.type == "cuda")
+        )
+        self._ask("barrier", (), (), note="cuda" if on_gpu else "")
+        return (self._cuda if on_gpu else self._cpu).barrier(opts)
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:
+        """See c10d."""
+        is_even = len(set(taken)) <= 1 and len(set(given)) <= 1
+        note = "" if not taken and not given else "even sizes" if is_even else "uneven sizes"
+        work = self._ask("alltoall_base", (output,), (input,), opts, note)
+        return work or self._inner((input,)).all_to_all_single(output, input, taken, given, opts)
+
+    def _inners(self) -> list[Any]:
+        return [inner for inner in (self._cpu, self._cuda) if inner is not None]
+
+    def _inner(self, tensors: Sequence[Tensor]) -> Any:
+        device = tensors[0].device.type if tensors else "cpu"
+        if device == "cpu":
+            return self._cpu
+        if self._cuda is None:
+            raise ValueError(f"this group of the backend stretto has nothing to run a call on {device} tensors")
+        return self._cuda
+
+    def _ask(
+        self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, note: str = ""
+    ) -> Work | None:
+        reduction = _REDUCTIONS.get(opts.reduceOp.op, "another") if hasattr(opts, "reduceOp") else ""
+        timeout = getattr(opts, "timeout", timedelta(0))
+        limit = timeout if timeout > timedelta(0) else self._options._timeout
+        root = getattr(opts, "rootRank", 0)
+        note = "coalescing" if self._is_coalescing else note
+        return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
+
+
+def _first(lists: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    return lists[0] if len(lists) == 1 else ()
+
+
+def _same(tensors: Any) -> Any:
+    return tensors
+
+
+def _one(tensor: Tensor) -> tuple[Tensor]:
+    return (tensor,)
+
+
+def _forward(name: str, operation: str, outputs: Callable[..., Any], inputs: Callable[..., Any] | None) -> None:
+    """Give PythonBackend c10d's method `name`: (tensors, opts) where `inputs` is None, else (outputs, inputs, opts)."""
+
+    def call_in_place(self: PythonBackend, tensors: Any, *rest: Any) -> Work:
+        flat = outputs(tensors)
+        opts = rest[0] if rest and not isinstance(rest[0], int) else None
+        return self._ask(operation, flat, flat, opts) or getattr(self._inner(flat), name)(tensors, *rest)
+
+    def call(self: PythonBackend, taken: Any, given: Any, opts: Any) -> Work:
+        assert inputs is not None
+        flat_taken, flat_given = outputs(taken), inputs(given)
+        inner = self._inner(flat_given or flat_taken)
+        return self._ask(operation, flat_taken, flat_given, opts) or getattr(inner, name)(taken, given, opts)
+
+    setattr(PythonBackend, name, call_in_place if inputs is None else call)
+
+
+for _name in ("broadcast", "allreduce", "allreduce_coalesced", "allreduce_sparse", "reduce"):
+    _forward(_name, _name, _same, None)
+for _name in ("send", "recv", "recv_anysource"):
+    _forward(_name, _name, _same, None)
+for _name, _operation, _outputs, _inputs in (
+    ("allgather", "allgather", _first, _same),
+    ("all_gather_single", "_allgather_base", _one, _one),
+    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced", _same, _same),
+    ("allgather_coalesced", "allgather_coalesced", _first, _same),
+    ("reduce_scatter", "reduce_scatter", _same, _first),
+    ("reduce_scatter_single", "_reduce_scatter_base", _one, _one),
+    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", _same, _same),
+    ("gather", "gather", _first, _same),
+    ("scatter", "scatter", _same, _first),
+    ("alltoall", "alltoall", _same, _same),
+):
+    _forward(_name, _operation, _outputs, _inputs)

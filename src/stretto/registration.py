@@ -1,0 +1,62 @@
+"""The name "stretto" among torch.distributed's backends, without importing torch where nobody else has.
+
+torch imports this by the entry point "torch.backends" when it is imported itself, so that a script that only names the
+backend finds it. Where Stretto is on the path but not installed, or with TORCH_DEVICE_BACKEND_AUTOLOAD=0, `import
+stretto` registers the name, at once or as soon as torch.distributed has been imported.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
+NAME = "stretto"
+_HOME = "torch.distributed.distributed_c10d"
+
+
+def register() -> None:
+    """Register the backend now where torch.distributed is there, else right after it has been imported."""
+    module = sys.modules.get(_HOME)
+    if hasattr(module, "BackendConfig"):  # it has run that far, as far as it matters here
+        _register(module)
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _register(module: Any) -> None:
+    if NAME not in module.Backend.backend_list:
+        module.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(request: Any, options: object = None) -> "Backend":
+    from stretto.collectives.backend.creation import create_backend  # only now: it compiles and is not small
+
+    return create_backend(request, options)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds torch.distributed's module as Python does, and registers the backend once that has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        if fullname != _HOME:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            _register(module)
+
+        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec

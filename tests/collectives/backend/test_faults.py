@@ -1,0 +1,220 @@
+"""Ranks that disagree, die or do not come, and schedules that cannot be: an error on every rank, in time, by name."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.collectives.backend import operations
+
+from stretto.collectives import Collective, ScheduleFileError, counts, install, uninstall, write_schedule
+from stretto.collectives.algorithms import find
+from stretto.memory import PeerError
+
+
+def ring(ranks=2):
+    return find("ring-all-reduce").compile(ranks=ranks)
+
+
+def disagree():
+    """Each of these raises on both ranks, changes no input, and the next call is right."""
+    rank = dist.get_rank()
+    group = dist.new_group(backend="stretto")
+    install(ring(), group)
+    install(find("ring-reduce-scatter").compile(ranks=2), group)
+
+    def reduce_scatter():
+        dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4), group=group)
+
+    def all_reduce(*arguments):
+        tensor = torch.ones(4, *arguments)
+        try:
+            dist.all_reduce(tensor, group=group)
+        finally:
+            assert tensor.tolist() == [1] * 4
+
+    for calls, message in (
+        (
+            (lambda: dist.all_reduce(torch.ones(4), group=group), lambda: dist.all_reduce(torch.ones(6), group=group)),
+            r"all ranks must call the same: elements of a block is 4 on rank 0 and 6 on rank 1",
+        ),
+        (
+            (all_reduce, lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64), group=group)),
+            r"dtype is torch.float32 on rank 0 and torch.float64 on rank 1",
+        ),
+        ((all_reduce, reduce_scatter), r"is .* on rank 0 and .* on rank 1 \(rank . called"),
+        (
+            (
+                lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, group),
+                lambda: dist.all_reduce(torch.ones(4), group=group),
+            ),
+            "asks for is max on rank 0 and sum on rank 1",
+        ),
+    ):
+        started = time.monotonic()
+        with pytest.raises(ValueError, match=message):
+            calls[rank]()
+        assert time.monotonic() - started < 5
+        right = torch.full((3,), 1.0 + rank)
+        dist.all_reduce(right, group=group)
+        assert right.tolist() == [3.0] * 3
+    work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
+    with pytest.raises(ValueError, match="elements of a block"):
+        work.wait()
+    if operations.is_python(group):
+        return
+    assert work.is_completed()
+    assert not work.is_success()
+    work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
+    with pytest.raises(RuntimeError, match="DisagreementError: all ranks must call the same"):
+        work.get_future().wait()
+
+
+def test_ranks_that_disagree_all_raise_and_may_go_on(ranks):
+    ranks(2).run(disagree)
+
+
+def stay_away():
+    """A rank that does not come: the other one names it after the limit, and no schedule runs in the group again."""
+    limit = timedelta(seconds=1)
+    group = dist.new_group(backend="stretto", timeout=limit)
+    install(ring(), group)
+    if dist.get_rank() == 0:
+        started = time.monotonic()
+        with pytest.raises(
+            PeerError, match=r"rank 0 of 2 waits for rank 1 in allreduce sum of 4 float32 .* within 1 s"
+        ):
+            dist.all_reduce(torch.ones(4), group=group)
+        assert 0.9 < time.monotonic() - started < 5
+        with pytest.raises(RuntimeError, match=r"no schedule runs in this group any more.*waits for rank 1"):
+            dist.all_reduce(torch.ones(4), group=group)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(PeerError, match=r"rank 0 gave up: rank 0 of 2 waits for rank 1"):
+            dist.all_reduce(torch.ones(4), group=group)
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_limit(ranks):
+    ranks(2).run(stay_away)
+
+
+def die_once_written(tensor):
+    while not (tensor[:10] != 1).any():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_beside_a_rank_that_is_killed(rank, folder):
+    """Rank 2 is killed in the middle of a call; its peers write down what they got."""
+    dist.init_process_group("stretto", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
+    install(ring(3))
+    given = torch.ones(30_000_000)
+    if rank == 2:
+        threading.Thread(target=die_once_written, args=(given,), daemon=True).start()
+    started = time.monotonic()
+    texts = []
+    while len(texts) < 2:
+        try:
+            dist.all_reduce(given)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the test reads it)
+            texts.append(f"{type(error).__name__}: {error}")
+    Path(folder, f"rank-{rank}").write_text("\n".join([str(time.monotonic() - started < 20), *texts]))
+    os._exit(0)
+
+
+def test_a_rank_that_is_killed_in_a_call_is_named_by_all_others(ranks, tmp_path):
+    ranks(1).run(int)  # the pool is up, and so is the server that processes are forked from
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(target=run_beside_a_rank_that_is_killed, args=(rank, str(tmp_path))) for rank in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(40)
+        process.kill()
+    for rank in (0, 1):
+        text = (tmp_path / f"rank-{rank}").read_text()
+        assert text.startswith(("True\nExecutionError", "True\nPeerError")), text
+        assert "the process of rank 2 has ended" in text
+        assert "RuntimeError: no schedule runs in this group any more" in text
+
+
+def refuse(folder):
+    """What cannot be installed is refused, by all ranks where only one of them is wrong."""
+    rank = dist.get_rank()
+    group, plain = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    right = ring()
+    first = right.ranks[0]
+    halved = first._replace(
+        thread_blocks=tuple(block._replace(steps=block.steps[:-1]) for block in first.thread_blocks)
+    )
+    broken = replace(right, ranks=(halved, *right.ranks[1:]))
+    mine = Collective("allreduce", 2, 2, 2, lambda rank, index: ((rank, index),), in_place=True)
+    nothing = replace(right, collective=mine, ranks=tuple(each._replace(thread_blocks=()) for each in right.ranks))
+    path = Path(folder) / "ring.xml"
+    if rank == 0:
+        write_schedule(right, path)
+    dist.barrier()
+    for schedule, options, message in (
+        (ring(3), {}, "is for 3 ranks, and the group has 2"),
+        (broken, {}, "not verified, and does not run:\n.*rank"),
+        (nothing, {}, "not verified, and does not run:\n.*allreduce|postcondition"),
+        (find("all-to-next").compile(nodes=1, gpus=2), {}, "no operation of torch.distributed is a 'alltonext'"),
+        (right, {"min_bytes": 9, "max_bytes": 3}, "0 <= min_bytes <= max_bytes: not 9 to 3"),
+        (right, {"dtypes": [torch.complex64]}, "no executor here runs schedules on complex64"),
+        (right, {"max_bytes": 100 + rank}, "all ranks must ask for the same: schedule ring-all-reduce"),
+        ((right, find("two-shot-all-reduce").compile(ranks=2))[rank], {}, "all ranks must ask for the same"),
+        ((right, broken)[rank], {}, "not verified"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            install(schedule, group, **options)
+    with pytest.raises(ScheduleFileError if rank else ValueError, match="not XML"):
+        install((path, __file__)[rank], group)
+    with pytest.raises(FileNotFoundError):
+        install("/nowhere/ring.xml", group)
+    for asked in (lambda: install(right, plain), lambda: counts(plain), counts):
+        with pytest.raises(ValueError, match=r"the group's backend is .*gloo.*, not stretto"):
+            asked()
+    if rank == 0:
+        with pytest.raises(PeerError, match=r"did not meet all ranks within 0\.5 s"):
+            install(right, dist.new_group([0, 1], backend="stretto", use_local_synchronization=True), timeout=0.5)
+    else:
+        dist.new_group([0, 1], backend="stretto", use_local_synchronization=True)
+    assert counts(group) == {}
+    installed = install(path, group, max_bytes=100)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0] * 3
+    assert counts(group) == {("allreduce", f"schedule {installed.schedule.name}"): 1}
+    uninstall(group=group)
+
+
+def test_what_cannot_be_installed_is_refused_by_all_ranks(ranks, tmp_path):
+    ranks(2).run(refuse, str(tmp_path))
+
+
+def promise_even_sizes():
+    """An all-to-all whose sizes are not equal, though the installation promised it."""
+    group = dist.new_group(backend="stretto")
+    install(find("direct-all-to-all").compile(ranks=2), group, even_sizes=True)
+    sizes = [1, 3] if dist.get_rank() == 0 else [2, 2]
+    taken = [1, 2] if dist.get_rank() == 0 else [3, 2]
+    with pytest.raises(ValueError, match=r"rank 0 cannot run its part of alltoall_base .* even_sizes=True"):
+        dist.all_to_all_single(torch.empty(sum(taken)), torch.ones(4), taken, sizes, group)
+    given = torch.tensor([1.0, 2.0]) + 2 * dist.get_rank()
+    output = torch.empty(2)
+    dist.all_to_all_single(output, given, [1, 1], [1, 1], group)
+    assert output.tolist() == [[1, 3], [2, 4]][dist.get_rank()]
+
+
+def test_sizes_that_are_not_equal_against_a_promise_raise_on_all_ranks(ranks):
+    ranks(2).run(promise_even_sizes)

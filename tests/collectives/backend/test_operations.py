@@ -1,0 +1,173 @@
+"""Every operation gives what gloo gives, by a schedule where one is installed, and the counter says by what."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.collectives.backend import operations
+
+from stretto.collectives import counts, install, uninstall
+from stretto.collectives.algorithms import find
+
+
+def counts_of(group, function):
+    """What a function's calls in the group ran as."""
+    before = Counter(counts(group))
+    result = function()
+    return result, dict(Counter(counts(group)) - before)
+
+
+def compare(operation, dtype, n, group, reference):
+    """What the operation's calls ran as; its results must be gloo's."""
+    found, ran_as = counts_of(group, lambda: operation(group, dtype, n))
+    right = operation(reference, dtype, n)
+    assert len(found) == len(right)
+    for number, (one, other) in enumerate(zip(found, right, strict=True)):
+        assert torch.equal(one, other), (operation.__name__, dtype, n, number, one, other)
+    return ran_as
+
+
+def compare_all(in_place):
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    operations.install_all(group, in_place)
+    assert counts(group) == {}  # Stretto's own messages are not the job's
+    for dtype, sizes in (
+        (torch.float32, (0, 1, 5, 1001)),
+        (torch.bfloat16, (7,)),
+        (torch.float64, (3,)),
+        (torch.int64, (4,)),
+        (torch.uint8, (33,)),
+    ):
+        for n in sizes:
+            for operation, name, calls in operations.SCHEDULED:
+                ran_as = compare(operation, dtype, n, group, reference)
+                assert [(ran[0], ran[1].split()[0], count) for ran, count in ran_as.items()] == [
+                    (name, "schedule", calls)
+                ], (operation.__name__, dtype, n, ran_as)
+    for operation, ran in operations.OTHERS:
+        expected = {(name, "gloo"): count for name, count in ran.items()}
+        assert compare(operation, torch.float32, 5, group, reference) == expected
+    ran_as = compare(operations.barrier_and_objects, torch.float32, 5, group, reference)
+    assert ran_as.pop(("barrier", "gloo")) == ran_as.pop(("monitored_barrier", "gloo")) == 1
+    assert {ran for _, ran in ran_as} == {"schedule ring-all-gather", "schedule binomial-broadcast"}
+
+
+@pytest.mark.parametrize(("count", "in_place"), [(2, None), (3, True), (3, False)])
+def test_schedules_give_gloos_results_for_every_operation(ranks, count, in_place):
+    ranks(count).run(compare_all, in_place)
+
+
+def hand_everything_on():
+    """Without a schedule, and with those for other sizes, dtypes and reductions: gloo runs it, and says so."""
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    for operation, name, calls in operations.SCHEDULED:
+        assert compare(operation, torch.float32, 5, group, reference) == {(name, "gloo"): calls}
+    for operation, ran in operations.OTHERS:
+        expected = {(name, "gloo"): count for name, count in ran.items()}
+        assert compare(operation, torch.float32, 5, group, reference) == expected
+    installed = install(
+        find("ring-all-reduce").compile(ranks=2), group, min_bytes=40, max_bytes=80, dtypes=[torch.float32]
+    )
+    by_schedule, by_gloo = {("allreduce", "schedule ring-all-reduce"): 1}, {("allreduce", "gloo"): 1}
+    for tensor, op, expected in (
+        (torch.ones(9), dist.ReduceOp.SUM, by_gloo),
+        (torch.ones(10), dist.ReduceOp.SUM, by_schedule),
+        (torch.ones(20), dist.ReduceOp.SUM, by_schedule),
+        (torch.ones(21), dist.ReduceOp.SUM, by_gloo),
+        (torch.ones(5).double(), dist.ReduceOp.SUM, by_gloo),
+        (torch.ones(10, dtype=torch.int32), dist.ReduceOp.BOR, by_gloo),
+    ):
+        _, ran_as = counts_of(group, lambda tensor=tensor, op=op: dist.all_reduce(tensor, op, group))
+        assert ran_as == expected, (tensor, op)
+    uninstall(installed, group)
+    assert counts_of(group, lambda: dist.all_reduce(torch.ones(10), group=group))[1] == by_gloo
+    with pytest.raises(ValueError, match="is not installed in this group"):
+        uninstall(installed, group)
+
+
+def test_what_no_schedule_is_for_runs_on_gloo(ranks):
+    ranks(2).run(hand_everything_on)
+
+
+def average_and_stride():
+    """What gloo has not: averages, and tensors with gaps between their elements."""
+    group = dist.new_group(backend="stretto")
+    operations.install_all(group)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype, wanted in ((torch.float32, 1.0), (torch.float16, 1.0), (torch.int32, 1)):
+        tensor = torch.full((5,), rank, dtype=dtype)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
+        assert tensor.tolist() == [wanted] * 5
+    given, taken = torch.arange(2.0 * size), torch.empty(2)
+    dist.reduce_scatter_tensor(taken, given, dist.ReduceOp.AVG, group)
+    assert taken.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    wide = torch.arange(12.0).view(3, 4)
+    opts = dist.AllreduceOptions()
+    group.allreduce([wide[:, 1]], opts).wait()
+    assert wide.tolist() == [[0, 3, 2, 3], [4, 15, 6, 7], [8, 27, 10, 11]]
+    turned = torch.arange(6.0).view(2, 3).t()
+    group.broadcast([turned]).wait()
+    assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+    columns = torch.zeros(2, size)
+    group.allgather([[columns[:, peer] for peer in range(size)]], [torch.full((2, 3), float(rank))[:, 1]]).wait()
+    assert columns.tolist() == [[0, 1, 2]] * 2
+    assert {ran for _, ran in counts(group)} == {
+        "schedule ring-all-reduce",
+        "schedule ring-all-gather",
+        "schedule ring-reduce-scatter",
+        "schedule binomial-broadcast",
+    }
+
+
+def test_averages_and_strided_tensors_run_by_schedules(ranks):
+    ranks(3).run(average_and_stride)
+
+
+def call_back():
+    """A callback of one call's future may wait for the next call."""
+    group = dist.new_group(backend="stretto")
+    operations.install_all(group)
+    later = torch.ones(3)
+
+    def add(future):
+        dist.all_reduce(later, group=group, async_op=True).get_future().wait()
+        return future.value()[0] + later
+
+    future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+    assert future.then(add).wait().tolist() == [4.0] * 3
+    given = torch.ones(3, requires_grad=True)
+    version = given._version
+    dist.all_reduce(given.detach(), group=group)
+    assert given._version == version  # as gloo: written behind autograd's back
+    assert given.tolist() == [2.0] * 3
+
+
+def test_futures_may_be_chained_and_autograd_sees_no_write(ranks):
+    ranks(2).run(call_back)
+
+
+def split_up():
+    world = dist.new_group(backend="stretto")
+    half = dist.new_group([0, 2], backend="stretto")
+    if dist.get_rank() != 1:
+        install(find("ring-all-reduce").compile(ranks=2), half)
+        tensor = torch.full((3,), 1.0 + dist.get_rank())
+        dist.all_reduce(tensor, group=half)
+        assert tensor.tolist() == [4.0] * 3
+        assert counts(half) == {("allreduce", "schedule ring-all-reduce"): 1}
+    if operations.is_python(world):
+        return  # torch crashes on ranks outside of the part
+    part = world.split_group([0, 1], group_name="part")
+    assert (part is None) == (dist.get_rank() == 2)
+    if part is not None:
+        tensor = torch.ones(3)
+        part.allreduce([tensor]).wait()
+        assert tensor.tolist() == [2.0] * 3
+        assert counts(part) == {("allreduce", "gloo"): 1}
+        part.shutdown()
+    assert counts(world) == {}
+
+
+def test_subgroups_and_splits_have_schedules_and_counts_of_their_own(ranks):
+    ranks(3).run(split_up)
