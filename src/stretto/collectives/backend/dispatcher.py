@@ -51,6 +51,11 @@ class Dispatcher:
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
         chosen, why = self._choose(call)
         if chosen is None:
+            best = self._start_best(call)
+            if best is not None:
+                work, way = best
+                self.counter.count(call, f"schedule {way}", "it is the fastest known for such calls")
+                return work
             self.counter.count(call, self.inner.get(call.device_type, "nothing"), why)
             return None
         runner = self.runner(call.device_type)
@@ -81,6 +86,16 @@ class Dispatcher:
         for runner in self._runners.values():
             if runner is not None:
                 runner.close(seconds)
+
+    def _start_best(self, call: Call) -> "tuple[Work, str] | None":
+        """Have the device's runner choose, where nothing that was installed is for this call."""
+        if find_obstacle(call, self.member.size) is not None:
+            return None
+        runner = self.runner(call.device_type)
+        if runner is None:
+            return None
+        with self.resting():  # at its first call it meets the other ranks, over this very group
+            return runner.start_best(call)
 
     def _choose(self, call: Call) -> tuple[Installed | None, str]:
         """The schedule for a call and why; the one that was installed last, where several would do."""

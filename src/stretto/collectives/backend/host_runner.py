@@ -17,7 +17,7 @@ from stretto.collectives.backend.agreement import Agreement, DisagreementError
 from stretto.collectives.backend.calls import Call
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
-from stretto.collectives.backend.staging import run_staged
+from stretto.collectives.backend.staging import run_staged, runs_in_place
 from stretto.collectives.backend.worker import Worker
 from stretto.collectives.executor.host import Patience
 from stretto.collectives.executor.layout import Buffers
@@ -92,6 +92,9 @@ class HostRunner:
         self._worker.submit(job)
         return work
 
+    def start_best(self, call: Call) -> None:
+        """See `Runner`. On a CPU gloo is faster than any schedule here."""
+
     def discard(self, schedule: Schedule) -> None:
         """See `Runner`."""
         self._worker.drain()
@@ -126,7 +129,7 @@ class HostRunner:
             self._meet(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
         collective = prepared.schedule.collective.name
         average = self._member.size if call.reduction == "avg" else 1
-        in_place = _runs_in_place(prepared.schedule)
+        in_place = runs_in_place(prepared.schedule)
         parts = list(call.parts())
         for number, part in enumerate(parts, 1):
             position = f"{number} of {len(parts)}"
@@ -199,13 +202,6 @@ class HostRunner:
         memory = prepared.memory
         for peer in range(memory.world_size):
             memory.signal(peer, memory.signals - 1)  # `Plan.gave_up`, of every plan of this schedule
-
-
-def _runs_in_place(schedule: Schedule) -> bool:
-    """In place where that saves a copy: a reduce-scatter's, a reduce's and an all-to-all's input is to be kept."""
-    if schedule.in_place and schedule.out_of_place:
-        return schedule.collective.name not in ("reducescatter", "reduce", "alltoall")
-    return schedule.in_place
 
 
 def _make_plan(schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool) -> Plan:

@@ -47,6 +47,12 @@ class Runner(Protocol):
         call of this group raises.
         """
 
+    def start_best(self, call: Call) -> "tuple[Work, str] | None":
+        """Begin to run a call for which nothing was installed by the fastest way that is known; returns its name too.
+
+        None where the backend inside is the fastest, or alone can do it.
+        """
+
     def discard(self, schedule: Schedule) -> None:
         """Free what `prepare` has allocated, once the calls before have ended."""
 
@@ -64,5 +70,9 @@ def runner_for(device_type: str, member: Member) -> Runner | None:
             from stretto.collectives.backend.host_runner import HostRunner
 
             return HostRunner(member)
+        case "cuda":
+            from stretto.collectives.backend.cuda_runner import CudaRunner
+
+            return CudaRunner(member)
         case _:
             return None

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.backend.calls import Part
+from stretto.collectives.schedule import Schedule
 
 Run = Callable[[Tensor, Tensor | None], Tensor]
 """Runs a schedule on (input, None) in place, or on (input, output); returns the output, flat."""
+
+
+def runs_in_place(schedule: Schedule) -> bool:
+    """In place where that saves a copy: a reduce-scatter's, a reduce's and an all-to-all's input is to be kept."""
+    if schedule.in_place and schedule.out_of_place:
+        return schedule.collective.name not in ("reducescatter", "reduce", "alltoall")
+    return schedule.in_place
 
 
 def run_staged(part: Part, collective: str, in_place: bool, rank: int, root: int, average: int, run: Run) -> None:

@@ -105,6 +105,7 @@ class InterpretedSchedule:
         ValueError for sizes that do not fit, PeerError if an earlier call was given up.
         """
         self.workspace.check(self.name)
+        self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         if sizes != self._last:
             self._resize(*sizes)

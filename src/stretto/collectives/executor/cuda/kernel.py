@@ -77,6 +77,7 @@ class LaneKernel:
         PeerError if an earlier call was given up.
         """
         self.workspace.check(self.name, self._senders)
+        self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         plan = self._plans.get(sizes) or self._plan(sizes)
         function = self._function

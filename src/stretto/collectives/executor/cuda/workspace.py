@@ -58,6 +58,8 @@ class Workspace:
         self.memory = CudaMemory.allocate(start, 0, group, 60.0)
         self.rank, self.world_size = self.memory.rank, self.memory.world_size
         self.device = self.memory.device
+        self._raw_stream = -1
+        self._stream: torch.cuda.Stream | None = None
         self.limit = int(timeout * 1e9)
         self.state = torch.zeros(MAX_BLOCKS + 1, dtype=torch.int32, device=self.device)
         self.ended = torch.zeros(MAX_BLOCKS, dtype=torch.int64, device=self.device)
@@ -85,6 +87,19 @@ class Workspace:
     def report(self) -> Tensor:
         """The kernels' report, in pinned memory."""
         return self._report
+
+    def follow_stream(self) -> None:
+        """Put the next kernel after all before it, on whichever stream these are: they share the mailboxes.
+
+        While a graph is captured nothing outside of it can be waited for: its replays are the caller's to order.
+        """
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw == self._raw_stream or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._raw_stream, self._stream = raw, stream
 
     def check(self, name: str = "a collective", peers: dict[int, int] | None = None) -> None:
         """Raise PeerError if a wait on the device was given up. peers: who sends each mailbox's message."""

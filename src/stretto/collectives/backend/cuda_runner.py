@@ -1,0 +1,177 @@
+"""Schedules on CUDA tensors: kernels on the caller's stream, and a Work that a stream waits for, not the host."""
+
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.runner import Member
+from stretto.collectives.backend.staging import run_staged, runs_in_place
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.kernel import LaneKernel
+from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
+from stretto.collectives.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+logger = logging.getLogger("stretto.collectives")
+
+
+class CudaRunner:
+    """See `Runner`. The group's ranks have a GPU each, of one machine, that reach each other's memory."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._communicator: CudaCommunicator | None = None
+        self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
+        self._schedules: dict[int, Schedule] = {}
+        self._kernels: dict[tuple[int, str, str], LaneKernel | InterpretedSchedule] = {}
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """See `Runner`."""
+        return frozenset(getattr(torch, name) for name in ELEMENTS)
+
+    @property
+    def reductions(self) -> frozenset[str]:
+        """See `Runner`."""
+        return frozenset(OPERATIONS)
+
+    def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
+        """See `Runner`."""
+        if self._meet() is None:
+            raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
+        self._schedules[id(schedule)] = schedule
+
+    def start(self, schedule: Schedule, call: Call) -> "Work":
+        """See `Runner`. Everything is enqueued on the current stream before it returns."""
+        in_place = runs_in_place(schedule)
+        kernel = self._kernel(schedule, call, in_place)
+
+        def run(input: Tensor, output: Tensor | None) -> Tensor:
+            kernel(input, output)
+            return _own_output(kernel, self._member.rank, input) if output is None else output
+
+        for part in call.parts():
+            run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
+        return _enqueued(call)
+
+    def start_best(self, call: Call) -> "tuple[Work, str] | None":
+        """See `Runner`."""
+        if call.note or len(call.inputs) != 1 or len(call.outputs) != 1:
+            return None
+        (given,), (taken) = call.inputs, call.outputs[0]
+        if not given.is_contiguous() or not taken.is_contiguous():
+            return None
+        if self._communicator is None and torch.cuda.is_current_stream_capturing():
+            return None
+        communicator = self._meet()
+        if communicator is None:
+            return None
+        assert call.collective is not None
+        buffers = _find_buffers(call.collective, given, taken, self._member.rank)
+        if buffers is None:
+            return None
+        way = communicator.run(call.collective, *buffers, call.reduction or "sum")
+        return None if way is None else (_enqueued(call), way)
+
+    def discard(self, schedule: Schedule) -> None:
+        """See `Runner`."""
+        self._schedules.pop(id(schedule))
+        self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
+
+    def close(self, seconds: float) -> None:
+        """See `Runner`."""
+        self._kernels.clear()
+        self._schedules.clear()
+        if self._communicator is not None:
+            torch.cuda.synchronize(self._communicator.workspace.device)
+            self._communicator.close()
+            self._communicator = None
+        self._obstacle = "the group was destroyed"
+
+    def _meet(self) -> CudaCommunicator | None:
+        """The communicator, made at the first use by all ranks together; None where the GPUs are too far apart."""
+        if self._communicator is None and self._obstacle is None:
+            group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
+            self._obstacle = _find_distance(group)
+            if self._obstacle is None:
+                self._communicator = CudaCommunicator(group)
+            else:
+                logger.debug("group %s runs no schedules of its own accord: %s", self._member.name, self._obstacle)
+        return self._communicator
+
+    def _kernel(self, schedule: Schedule, call: Call, in_place: bool) -> LaneKernel | InterpretedSchedule:
+        assert self._communicator is not None
+        dtype, reduction = str(call.dtype).removeprefix("torch."), call.reduction or "sum"
+        key = (id(schedule), dtype, reduction)
+        if key not in self._kernels:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"the schedule {schedule.name} is not compiled for {dtype} yet, and cannot be while a graph is "
+                    "captured: call once before"
+                )
+            variant = Variant(dtype, reduction, schedule.protocol)
+            workspace = self._communicator.workspace
+            try:
+                self._kernels[key] = LaneKernel(schedule, workspace, variant, in_place=in_place)
+            except ValueError as error:
+                logger.debug("%s runs by the interpreter: %s", schedule.name, error)
+                self._kernels[key] = InterpretedSchedule(schedule, workspace, variant, in_place=in_place)
+        return self._kernels[key]
+
+
+def _own_output(kernel: LaneKernel | InterpretedSchedule, rank: int, whole: Tensor) -> Tensor:
+    """The part of a buffer that holds both, in place, which is the output."""
+    collective = kernel.collective
+    chunks = whole.numel() // collective.chunks_per_loop  # the blocks of such a collective are even
+    start = collective.starts(rank)[1] * chunks
+    if collective.output_chunks == collective.chunks_per_loop:
+        return whole
+    return whole[start : start + collective.output_chunks * chunks]
+
+
+def _find_buffers(collective: str, given: Tensor, taken: Tensor, rank: int) -> tuple[Tensor, Tensor | None] | None:
+    """What a kernel is called with: (input, output), or (both, None) in place; None for tensors that overlap else."""
+    larger, smaller = (taken, given) if taken.numel() >= given.numel() else (given, taken)
+    own = larger.data_ptr() + rank * smaller.nbytes if larger.numel() != smaller.numel() else larger.data_ptr()
+    if smaller.data_ptr() == own:
+        # A reduce-scatter in place uses all of its input for its sums, which the caller wants to keep.
+        return None if collective in ("reducescatter", "alltoall") else (larger.view(-1), None)
+    if given.data_ptr() < taken.data_ptr() + taken.nbytes and taken.data_ptr() < given.data_ptr() + given.nbytes:
+        return None
+    return given.view(-1), taken.view(-1)
+
+
+def _enqueued(call: Call) -> "Work":
+    """A Work that has ended once the current stream has come here."""
+    device = call.outputs[0].device
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
+    future.set_result(list(call.outputs))
+    return c10d._create_work_from_future(future)  # type: ignore[attr-defined,no-any-return]
+
+
+def _find_distance(group: dist.ProcessGroup) -> str | None:
+    """Why these GPUs cannot write to each other's memory; None where they can. The same on all ranks."""
+    device = torch.cuda.current_device()
+    here = (socket.gethostname(), torch.cuda.get_device_properties(device).uuid.__str__())
+    everyone: list[tuple[str, str]] = [here] * group.size()
+    dist.all_gather_object(everyone, here, group=group)
+    hosts, gpus = zip(*everyone, strict=True)
+    if len(set(hosts)) > 1:
+        return f"its ranks are on {len(set(hosts))} machines"
+    if len(set(gpus)) < len(gpus):
+        return "several of its ranks share a GPU"
+    visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    far = [gpu for gpu in gpus if gpu != here[1] and gpu in visible]
+    reaches = all(torch.cuda.can_device_access_peer(device, visible[gpu]) for gpu in far)
+    answers = [reaches] * group.size()
+    dist.all_gather_object(answers, reaches, group=group)
+    return None if all(answers) else "some of its GPUs do not reach each other's memory"

@@ -1,0 +1,146 @@
+"""The backend `stretto` on GPUs: frameworks train as on NCCL, and the counter shows schedules at work."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import stretto  # noqa: F401  (makes the backend's name known)
+from stretto.bench.harness import run_ranks
+from stretto.collectives import counts, install
+from stretto.collectives.algorithms import find
+
+RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).cuda()
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(mlp(), device_ids=[torch.cuda.current_device()], bucket_cap_mb=0.25)
+
+
+def fsdp2() -> nn.Module:
+    model = mlp()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+
+
+def dtensor() -> nn.Module:
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    return parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2, "dtensor": dtensor}
+
+
+def train(model: nn.Module, *, shares_batch: bool) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator("cuda").manual_seed(0 if shares_batch else dist.get_rank())
+    losses = []
+    for _ in range(5):
+        x = torch.randn(32, 256, device="cuda", generator=generator)
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_all(folder: Path, backend: str) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    found = {}
+    for name, make in MODELS.items():
+        before = dict(counts()) if backend == "stretto" else {}
+        losses = train(make(), shares_batch=name == "dtensor")
+        ran = {}
+        if backend == "stretto":
+            ran = {" ".join(key): number - before.get(key, 0) for key, number in counts().items()}
+        found[name] = {"losses": losses, "ran": ran}
+    (folder / f"{backend}-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def check_operations(folder: Path) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("stretto")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    install(find("ring-all-reduce").compile(ranks=size), max_bytes=4096, dtypes=[torch.int32])
+    for elements in (1, 3, 1000, 100_000):
+        ones = torch.full((elements,), rank + 1, dtype=torch.int32, device="cuda")
+        total = size * (size + 1) // 2
+        work = dist.all_reduce(ones, async_op=True)
+        work.wait()
+        if not (ones == total).all():
+            wrong.append(f"all_reduce of {elements}")
+        out = torch.empty(size * elements, dtype=torch.float32, device="cuda")
+        dist.all_gather_into_tensor(out, torch.full((elements,), float(rank), device="cuda"))
+        if not torch.equal(out.view(size, -1)[:, 0], torch.arange(size, device="cuda", dtype=torch.float32)):
+            wrong.append(f"all_gather of {elements}")
+        part = torch.empty(elements, device="cuda")
+        dist.reduce_scatter_tensor(part, torch.ones(size * elements, device="cuda"), op=dist.ReduceOp.AVG)
+        if not (part == 1).all():
+            wrong.append(f"reduce_scatter of {elements}")
+        listed = [torch.empty(elements, device="cuda") for _ in range(size)]
+        dist.all_gather(listed, torch.full((elements,), float(rank), device="cuda"))
+        if [float(one[0]) for one in listed] != [float(one) for one in range(size)]:
+            wrong.append(f"all_gather of {elements} into a list")
+        sent = torch.arange(size * elements, device="cuda", dtype=torch.float32)
+        taken = torch.empty_like(sent)
+        dist.all_to_all_single(taken, sent)
+        if not torch.equal(taken.view(size, -1), sent.view(size, -1)[rank].expand(size, -1)):
+            wrong.append(f"all_to_all of {elements}")
+    side = torch.cuda.Stream()
+    x = torch.ones(5000, device="cuda")
+    for call in range(50):  # on two streams in turn: they share a workspace
+        with torch.cuda.stream(side if call % 2 else torch.cuda.current_stream()):
+            side.wait_stream(torch.cuda.default_stream())
+            dist.all_reduce(x, op=dist.ReduceOp.AVG)
+            torch.cuda.default_stream().wait_stream(side)
+    if not (x == 1).all():
+        wrong.append("all_reduce on two streams")
+    found = {"wrong": wrong, "ran": {" ".join(key): number for key, number in counts().items()}}
+    (folder / f"operations-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    if RANKS < 2:
+        pytest.skip("one GPU has nobody to send to: this needs two")
+
+
+def test_frameworks_train_as_on_nccl_by_schedules(tmp_path: Path) -> None:
+    run_ranks(RANKS, train_all, tmp_path, "nccl")
+    run_ranks(RANKS, train_all, tmp_path, "stretto")
+    for rank in range(RANKS):
+        right, found = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("nccl", "stretto"))
+        for name in MODELS:
+            assert found[name]["losses"] == pytest.approx(right[name]["losses"], rel=1e-4), name
+            assert any("schedule" in key and number > 0 for key, number in found[name]["ran"].items()), name
+
+
+def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp_path: Path) -> None:
+    run_ranks(RANKS, check_operations, tmp_path)
+    for rank in range(RANKS):
+        found = json.loads((tmp_path / f"operations-{rank}.json").read_text())
+        assert found["wrong"] == []
+        ran = found["ran"]
+        assert ran["allreduce schedule ring-all-reduce"] == 3
+        for operation in ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"):
+            assert any(key.startswith(f"{operation} schedule") for key in ran), (operation, ran)
