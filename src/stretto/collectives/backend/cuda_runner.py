@@ -155,7 +155,7 @@ def _enqueued(call: Call) -> "Work":
     device = call.outputs[0].device
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
     future.set_result(list(call.outputs))
-    return c10d._create_work_from_future(future)  # type: ignore[attr-defined,no-any-return]
+    return c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 def _find_distance(group: dist.ProcessGroup) -> str | None:
