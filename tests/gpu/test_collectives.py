@@ -272,5 +272,5 @@ def test_a_peer_that_never_comes_is_named_after_the_time_limit(tmp_path: Path, p
     for rank in range(RANKS - 1):
         said = (tmp_path / f"lost-{protocol}-{rank}.txt").read_text()
         assert f"rank {rank} of {RANKS}: two-shot-all-reduce, call 3, thread block" in said
-        assert f"waited in vain for rank {RANKS - 1} for message" in said
+        assert f"waited in vain for rank {RANKS - 1}'s message" in said
         assert float(said.split(" s:")[0]) < 10

@@ -104,7 +104,7 @@ class InterpretedSchedule:
 
         ValueError for sizes that do not fit, PeerError if an earlier call was given up.
         """
-        self.workspace.check(self.name)
+        self.workspace.check(self.name, self._describe)
         self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         if sizes != self._last:
@@ -114,6 +114,18 @@ class InterpretedSchedule:
         for source, target, elements in self._copies:
             (input if output is None else output)[target : target + elements] = input[source : source + elements]
         self._function.launch(max(self._blocks, 1), self.threads, is_cooperative=True)
+
+    def _describe(self, at: int, number: int) -> str:
+        """What a wait of that step of that thread block was for: the kernel does not say which of these."""
+        blocks = self.schedule.ranks[self.workspace.rank].thread_blocks
+        if number >= len(blocks) or at >= len(blocks[number].steps):  # an earlier kernel's record
+            return f"step {at}"
+        block = blocks[number]
+        step = block.steps[at]
+        awaited = [f"rank {block.receive_peer}'s message"] if step.type.receives else []
+        awaited += [f"a free slot at rank {block.send_peer}"] if step.type.sends else []
+        awaited += [f"thread block {step.waits_for[0]}"] if step.waits_for is not None else []
+        return f"{' or '.join(awaited) or 'nothing'} (step {at}, {step.type.value}, channel {block.channel})"
 
     def _resize(self, input_elements: int | None, output_elements: int | None) -> None:
         variant = self.variant

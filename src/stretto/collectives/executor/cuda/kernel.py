@@ -76,7 +76,7 @@ class LaneKernel:
         What is larger than the mailboxes goes in pieces. ValueError for sizes that do not fit the collective,
         PeerError if an earlier call was given up.
         """
-        self.workspace.check(self.name, self._senders)
+        self.workspace.check(self.name, self._describe)
         self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         plan = self._plans.get(sizes) or self._plan(sizes)
@@ -100,6 +100,10 @@ class LaneKernel:
             raise ValueError(f"a kernel has 1 to {MAX_BLOCKS} blocks, not {max_blocks}")
         self.threads, self.max_blocks = threads, max_blocks
         self._plans.clear()
+
+    def _describe(self, level: int, message: int) -> str:
+        """What a wait was for."""
+        return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
 
     def _plan(self, sizes: tuple[int | None, int | None]) -> "_Launches":
         layout = self._layout(*sizes)

@@ -1,5 +1,6 @@
 """What the kernels of one group share on each GPU: mailboxes that peers write to, epochs, and a report of failures."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,17 +102,21 @@ class Workspace:
             stream.wait_stream(self._stream)
         self._raw_stream, self._stream = raw, stream
 
-    def check(self, name: str = "a collective", peers: dict[int, int] | None = None) -> None:
-        """Raise PeerError if a wait on the device was given up. peers: who sends each mailbox's message."""
+    def check(self, name: str = "a collective", describe: Callable[[int, int], str] | None = None) -> None:
+        """Raise PeerError if a wait on the device was given up.
+
+        describe: says what a wait was for, from the two numbers that the kernel wrote down about it.
+        """
         if not self._seen[0]:
             return
         _, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in self._seen)
-        peer = message if level == 0xFFFFFFFF else (peers or {}).get(message)
-        who = "a peer" if peer is None else f"rank {peer}"
-        what = "to begin" if level == 0xFFFFFFFF else f"for message {message} (level {level})"
+        if level == 0xFFFFFFFF:
+            what = f"rank {message} to begin"
+        else:
+            what = "a message" if describe is None else describe(level, message)
         raise PeerError(
             f"rank {self.rank} of {self.world_size}: {name}, call {epoch}, thread block {block} waited in vain for "
-            f"{who} {what}, {self.limit / 1e9:g} s: the group's kernels are broken from here on"
+            f"{what}, {self.limit / 1e9:g} s: the group's kernels are broken from here on"
         )
 
     def close(self) -> None:
