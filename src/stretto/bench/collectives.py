@@ -20,6 +20,7 @@ from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, NEVER, WAYS, s
 from stretto.parallel import Grid
 from stretto.tuning import Store
 
+MODES = ("graph", "eager")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COLLECTIVES = tuple(ALGORITHMS_OF)
 COLUMNS = (
@@ -41,7 +42,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured: replays of a graph (or runs of a row of calls), a third of them a round."""
+    """Rounds over everything, and in each so many replays of a graph (or rows of calls)."""
 
     rounds: int = 3
     replays: int = 7
@@ -54,18 +55,19 @@ def bench_collectives(
     collectives: Sequence[str] = COLLECTIVES,
     dtypes: Sequence[str] = tuple(DTYPES),
     sizes: Sequence[int],
-    modes: Sequence[str] = ("graph", "eager"),
+    modes: Sequence[str] = MODES,
     tunes: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure every collective, dtype and size (bytes of the whole array); print the table, write JSON and a picture.
 
     tunes: measure every way first, and keep in the store which is the fastest. ValueError for what is not there.
     """
-    for what, given, known in (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES)):
+    options = (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES), ("mode", modes, MODES))
+    for what, given, known in options:
         for name in given:
             if name not in known:
                 raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
-    rows = run_ranks(ranks, _measure_all, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes)
+    rows = run_ranks(ranks, _measure_all, ranks, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
     plot_collectives(path, path.with_suffix(".png"))
@@ -73,10 +75,14 @@ def bench_collectives(
 
 
 def _measure_all(
-    collectives: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...], modes: tuple[str, ...], tunes: bool
+    ranks: int,
+    collectives: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    modes: tuple[str, ...],
+    tunes: bool,
 ) -> list[dict[str, Any]]:
-    grid = Grid(data=dist.get_world_size() if dist.is_initialized() else _world_size())
-    device = grid.device
+    device = Grid(data=ranks).device
     communicator = CudaCommunicator()
     if tunes:
         _tune(communicator, collectives, dtypes, sizes, device)
@@ -96,15 +102,9 @@ def _measure_all(
     return rows
 
 
-def _world_size() -> int:
-    import os
-
-    return int(os.environ["WORLD_SIZE"])
-
-
 @dataclass(frozen=True)
 class _Buffers:
-    """A collective's ordinary tensors; `input` is kept small so that sums of sums stay finite."""
+    """A collective's ordinary tensors."""
 
     input: Tensor
     output: Tensor

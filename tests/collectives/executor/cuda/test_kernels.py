@@ -151,6 +151,13 @@ def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):
             kernels[0](torch.zeros(2000, dtype=torch.int32))
 
 
+def test_a_call_without_elements_does_not_count_as_one(folder):
+    workspaces = make_workspaces(2, folder)
+    kernels = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", "LL128"), True)
+    kernels[0](torch.zeros(0, dtype=torch.int16))  # nobody is waited for, so the mailboxes' halves must not turn
+    assert workspaces[0].state[0] == 0
+
+
 def test_a_schedule_for_other_ranks_is_refused(folder):
     workspaces = make_workspaces(2, folder)
     for kind in (LaneKernel, InterpretedSchedule):

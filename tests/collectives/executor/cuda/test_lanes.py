@@ -6,7 +6,7 @@ import pytest
 
 from stretto.collectives import AllReduce, Broadcast, algorithm, chunk
 from stretto.collectives.algorithms import ALGORITHMS
-from stretto.collectives.collective import Buffer
+from stretto.collectives.collective import Buffer, Collective
 from stretto.collectives.executor.cuda.lanes import Place, lower_to_lanes
 
 SIZES = [{"ranks": ranks} for ranks in (2, 3, 4, 5, 8)]
@@ -119,6 +119,22 @@ def test_a_broadcast_does_not_keep_its_root_until_all_have_begun():
             chunk(0, "in", 0).copy(rank, "out", 0)
 
     assert not lower_to_lanes(star.compile(), in_place=True).meets
+
+
+def test_a_send_is_not_held_up_by_what_its_rank_receives_before_it_in_the_program():
+    """Rounds of everyone's input to the next: in the schedule each rank has heard of all before its last send."""
+
+    def expected(rank, index):
+        return (((rank - 1) % 3, 0),)
+
+    @algorithm(lambda: Collective("custom", 3, 1, 4, expected))
+    def shift() -> None:
+        for index in range(4):
+            for rank in range(3):
+                chunk(rank, "in", 0).copy((rank + 1) % 3, "out", index)
+
+    # A lane sends all at once, and then waits for the rank before it alone.
+    assert not lower_to_lanes(shift.compile(), in_place=False).meets
 
 
 def test_a_program_that_is_too_long_for_a_thread_is_refused():

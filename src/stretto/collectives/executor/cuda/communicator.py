@@ -43,8 +43,14 @@ class CudaCommunicator:
         """Run it on the current stream, or return None where the library does it better or alone can.
 
         input, output: flat or not, contiguous, of one dtype; output None: in place, where `input` holds both buffers.
-        Returns the name of the way.
+        Returns the name of the way. ValueError for tensors of two dtypes, or that are not on this GPU.
         """
+        for tensor in (input,) if output is None else (input, output):
+            if tensor.dtype != input.dtype or tensor.device != self.workspace.device:
+                raise ValueError(
+                    f"{collective} takes tensors of one dtype on {self.workspace.device}: not {tensor.dtype} on "
+                    f"{tensor.device} beside {input.dtype} on {input.device}"
+                )
         call = (collective, input.dtype, input.numel(), -1 if output is None else output.numel(), reduction)
         known = self._calls.get(call)
         if known is None:

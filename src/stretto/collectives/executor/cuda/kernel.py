@@ -115,9 +115,10 @@ class LaneKernel:
             raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there is no memory for these")
         threads = self.threads or (SMALL_THREADS if slots <= SMALL_THREADS * self.max_blocks else MAX_THREADS)
         pieces = []
-        for start in range(0, max(slots, 1), most):
+        # Without lanes there is no launch: nobody would wait in it, and a call is what keeps the ranks together.
+        for start in range(0, slots, most):
             here = min(most, slots - start)
-            blocks = max(1, min(-(-here // (threads * self.variant.unroll)), self.max_blocks))
+            blocks = min(-(-here // (threads * self.variant.unroll)), self.max_blocks)
             pieces.append((start * DATA_BYTES[self.variant.protocol], here, blocks))
         parameters = {
             "block_bytes": layout.block_elements * self._itemsize,

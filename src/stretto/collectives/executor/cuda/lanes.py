@@ -137,7 +137,7 @@ def lower_to_lanes(schedule: Schedule, *, in_place: bool) -> Lanes:
             assert block.send_peer is not None
             posted[number] = makers[rank].post(values, makers[block.send_peer])
     rounds_all = collective.replicated and not _replicas_agree(makers, made)
-    meets = all(len(maker.entered) == collective.ranks for maker in makers)
+    meets = all(len(maker.entered()) == collective.ranks for maker in makers)
     return Lanes(collective, tuple(maker.finish(rounds_all) for maker in makers), meets)
 
 
@@ -168,7 +168,7 @@ class _Maker:
         self.rank = rank
         self.name = schedule.name
         self.collective = collective
-        self.entered = {rank}
+        self._entered_by: dict[int, set[int]] = {}
         self.mailboxes = 0
         self.sums_sent: set[int] = set()
         self._made = made
@@ -206,12 +206,19 @@ class _Maker:
             self._sends.append(Send(value, receiver.rank, receiver.mailboxes))
             if value in self._reduces:
                 self.sums_sent.add(value)
-            level = self._levels[value] + 1
-            messages.append(
-                _Message(receiver.mailboxes, self.rank, value, self._inputs[value], level, frozenset(self.entered))
-            )
+            level = self._levels[value]
+            entered = frozenset(self.entered(level))
+            messages.append(_Message(receiver.mailboxes, self.rank, value, self._inputs[value], level + 1, entered))
             receiver.mailboxes += 1
         return messages
+
+    def entered(self, level: int | None = None) -> set[int]:
+        """The ranks that have begun for certain once this one is in that level (None: at its end).
+
+        A send of a level is not held up by messages of later levels, even where the schedule's step was.
+        """
+        before = [ranks for at, ranks in self._entered_by.items() if level is None or at <= level]
+        return {self.rank}.union(*before)
 
     def outputs(self) -> list[int]:
         """For each output chunk the value that it holds in the end, -1 where nobody wrote it."""
@@ -275,7 +282,7 @@ class _Maker:
         return self._held[place]
 
     def _receive(self, message: _Message) -> int:
-        self.entered |= message.entered
+        self._entered_by.setdefault(message.level, set()).update(message.entered)
         value = self._value(message.level, message.inputs)
         self._made.append(_Made(self.rank, value, ((message.sender, message.value),)))
         self._receives.append(Receive(value, message.mailbox, message.sender))
