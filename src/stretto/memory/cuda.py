@@ -34,7 +34,7 @@ class CudaMemory(SymmetricMemory):
 
     @classmethod
     def allocate(cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float) -> "CudaMemory":
-        """See `stretto.memory.allocate`."""
+        """See `stretto.memory.allocate`; ranks that do not come are waited for as long as the group's own limit."""
         import torch.distributed._symmetric_memory as symmetric
 
         group = dist.group.WORLD if group is None else group
