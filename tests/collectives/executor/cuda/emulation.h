@@ -34,6 +34,10 @@ static bool __all_sync(unsigned, bool here) {
   misses = 0;  // the other one is used before this one is again
   return all;
 }
+// Whether the warp's threads are where they met last: a branch on the user's memory takes each its own way (`part`).
+static thread_local bool is_together;
+static void part() { is_together = false; }
+static void __syncwarp() { __syncthreads(); is_together = true; }
 static float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static float from_bf16(unsigned short bits) { return from_bits((u32)bits << 16); }
 static unsigned short to_bf16(float x) {
@@ -54,21 +58,24 @@ static void read(const char* from, u64& first, u64& second) {
   second = __atomic_load_n((const u64*)from + 1, __ATOMIC_ACQUIRE);
   first = __atomic_load_n((const u64*)from, __ATOMIC_ACQUIRE);
 }
-// A line of LL128 is whole: the flag's thread writes after the others, and reads before them.
+// A line of LL128 is whole for a warp that is together: the flag's thread writes after the others, and reads before them.
+// For one that is not, it is the other way round.
+template <typename Access> static void in_turn(bool is_first, Access access) {
+  if (!is_together && !is_first) std::this_thread::sleep_for(std::chrono::microseconds(300));
+  if (is_together && !is_first) __syncthreads();
+  access();
+  if (is_together && is_first) __syncthreads();
+}
 static void store_volatile(char* to, u64 first, u64 second) {
 #if PROTOCOL == LL128
-  if (threadIdx.x % 8 == 7) __syncthreads();
-  write(to, first, second);
-  if (threadIdx.x % 8 != 7) __syncthreads();
+  in_turn((threadIdx.x % 8 == 7) != is_together, [&] { write(to, first, second); });
 #else
   write(to, first, second);
 #endif
 }
 static void load_volatile(const char* from, u64& first, u64& second) {
 #if PROTOCOL == LL128
-  if (threadIdx.x % 8 != 7) __syncthreads();
-  read(from, first, second);
-  if (threadIdx.x % 8 == 7) __syncthreads();
+  in_turn((threadIdx.x % 8 == 7) == is_together, [&] { read(from, first, second); });
 #else
   read(from, first, second);
 #endif

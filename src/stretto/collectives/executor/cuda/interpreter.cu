@@ -58,9 +58,10 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
       width = valid(call.tile_bytes, in_tile, width);
       u64 at = tile * call.tile_bytes + in_tile;
       Pack pack;
-      if (step.kind & RECEIVES)
-        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag)) && wait.again(at_step, blockIdx.x)) {
-        }
+      if (step.kind & RECEIVES) {
+        do converge();
+        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag) || !wait.again(at_step, blockIdx.x)));
+      }
       if (step.kind & REDUCES) {
         Pack left = step.kind & RECEIVES ? pack : load(destination + at, valid(destination_length, at, width));
         Wide sum = combine(widen(left), widen(load(source + at, valid(source_length, at, width))));
@@ -69,7 +70,10 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
         pack = load(source + at, valid(source_length, at, width));
       }
       if (step.kind & WRITES) store(destination + at, pack, valid(destination_length, at, width));
-      if (step.kind & SENDS) put(outgoing, c * call.lanes + slot, pack, out_flag);
+      if (step.kind & SENDS) {
+        converge();
+        put(outgoing, c * call.lanes + slot, pack, out_flag);
+      }
     }
   }
 }

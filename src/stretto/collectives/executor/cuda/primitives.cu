@@ -4,7 +4,8 @@
 // A lane is PACK_BYTES of a chunk, and has a place of 16 bytes (`slot`) in a message.
 //
 // How data is published: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes
-// lines of 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole;
+// lines of 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole
+// (one store: the warp must have met again after any branch, `converge`, and so before it reads a line);
 // Simple writes data, then a barrier of the block, and one thread raises a flag (fence and release, system). The reader
 // of LL and LL128 reads data and flag together until the flag is right; that of Simple waits for the flag (acquire,
 // system), then a barrier of the block. Flags count up from call to call and are never reset.
@@ -144,20 +145,22 @@ struct Wait {
   u32 epoch;
   u32 polls = 0;
   u64 began = 0;
+  bool is_given_up = false;
 
   __device__ Wait(State* state, Report* report, u64 limit, u32 epoch)
       : state(state), report(report), limit(limit), epoch(epoch) {}
 
   // Whether to look again, after a look in vain. Once one wait was given up, all others are.
   __device__ __forceinline__ bool again(u32 level, u32 message) {
+    if (is_given_up) return false;
     return ++polls % POLLS_BETWEEN_LOOKS ? true : look_around(level, message);
   }
 
   __device__ __noinline__ bool look_around(u32 level, u32 message) {
     u64 now = nanoseconds();
     if (!began) began = now;
-    if (*(volatile u32*)&state->is_broken) return false;
-    if (now - began < limit) return true;
+    is_given_up = *(volatile u32*)&state->is_broken || now - began >= limit;
+    if (!is_given_up) return true;
     if (atomicExch(&state->is_broken, 1) == 0) {
       report->epoch = epoch;
       report->block = blockIdx.x;
@@ -196,11 +199,20 @@ __device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, 
 #endif
 }
 
+// A line comes to eight threads, and its flag to one of them: what that one knows all must know.
 __device__ __forceinline__ bool everywhere(bool here) {
 #if PROTOCOL == LL128
-  return __all_sync(0xffffffffu, here);  // a line comes to eight threads, and its flag to one of them
+  return __all_sync(0xffffffffu, here);
 #else
   return here;
+#endif
+}
+
+// Before lines are put or taken. The flag's thread has fewer bytes of the user's than the others and takes other
+// branches: by itself it could read a flag after the others have read what was there before the line.
+__device__ __forceinline__ void converge() {
+#if PROTOCOL == LL128
+  __syncwarp();
 #endif
 }
 

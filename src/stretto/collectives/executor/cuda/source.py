@@ -141,6 +141,8 @@ class _Writer:
             yield f"      w{reduce.value}[u] = {f'complete({total})' if reduce.completes else total};"
             yield f"      v{reduce.value}[u] = narrow(w{reduce.value}[u]);"
             yield "    }"
+        if level.sends:
+            yield "    converge();"
         for send in level.sends:
             mailbox = self._mailbox(send.peer, send.message)
             yield f"    EACH if (slot[u] < slots) put({mailbox}, slot[u], v{send.value}[u], flag);"
@@ -166,6 +168,7 @@ class _Writer:
             yield "    __syncthreads();"
         # All are asked for at once, so that their ways from memory overlap.
         yield "    while (true) {"
+        yield "      converge();"
         yield "      bool has_come = true; u32 missing = 0;"
         for receive in level.receives:
             mailbox = self._mailbox(self.program.rank, receive.message)
@@ -173,7 +176,7 @@ class _Writer:
                 f"      EACH if (slot[u] < slots && !take({mailbox}, slot[u], v{receive.value}[u], flag)) "
                 f"{{ has_come = false; missing = {receive.message}; }}"
             )
-        yield f"      if (everywhere(has_come) || !wait.again({number}, missing)) break;"
+        yield f"      if (everywhere(has_come || !wait.again({number}, missing))) break;"
         yield "    }"
 
     def _send_tokens(self) -> Iterator[str]:
