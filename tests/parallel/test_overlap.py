@@ -1,5 +1,6 @@
 """What overlap hides, it hides under computation; and whatever it does, results keep their bits."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
@@ -11,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Overlap, checkpoint_activations, deferred_reduction, gradients, parallelize
+from stretto.parallel import Grid, Overlap, checkpoint_activations, deferred_reduction, gradients, linear, parallelize
 from stretto.parallel.communication import Pending
 from tests.parallel.training import Sizes, my_rows
 
@@ -29,6 +30,17 @@ class How:
     checkpoints: bool = False
     micro_batches: int = 1
     bucket_bytes: int = 20_000
+    halves: bool = False  # outputs are summed in two halves, as large ones are
+
+
+def small_limits(how: How) -> ExitStack:
+    """Buckets and halves at the sizes of a small model."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(gradients, "BUCKET_BYTES", how.bucket_bytes))
+    if how.halves:
+        stack.enter_context(mock.patch.object(linear, "HALVED_BYTES", 0))
+        stack.enter_context(mock.patch.object(linear, "HALVED_INPUTS", 17))
+    return stack
 
 
 def make_model(sizes: Sizes, overlap: Overlap, how: How) -> tuple[Grid, torch.nn.Module, torch.Tensor]:
@@ -53,7 +65,7 @@ def backward(model: torch.nn.Module, text: torch.Tensor, micro_batches: int) -> 
 
 def weights_after_steps(sizes: Sizes, overlap: Overlap, how: How) -> list[torch.Tensor]:
     """This rank's shards after two steps of SGD: one that learns the order of things, and one that relies on it."""
-    with mock.patch.object(gradients, "BUCKET_BYTES", how.bucket_bytes):
+    with small_limits(how):
         _, model, text = make_model(sizes, overlap, how)
         for _ in range(2):
             backward(model, text, how.micro_batches)
@@ -78,6 +90,8 @@ def compare_with_nothing_hidden(sizes: Sizes, how: How) -> dict[str, bool]:
     ("sizes", "how"),
     [
         ((1, 2, 1, 2), How()),
+        ((1, 2, 2, 1), How(halves=True)),
+        ((2, 2, 1, 1), How(halves=True, checkpoints=True)),
         ((2, 1, 1, 2), How(keep_gathered=False)),
         ((2, 2, 1, 2), How(checkpoints=True, keep_gathered=False, micro_batches=2)),
         ((2, 1, 2, 2), How(checkpoints=True)),
@@ -125,7 +139,7 @@ class Log(TorchDispatchMode):
 def products_hidden_under(sizes: Sizes, overlap: Overlap, how: How) -> dict[tuple[str, str], list[int]]:
     """Of the third step: by (kind, axis), how many products ran between each collective's issue and its wait."""
     original = Pending.wait
-    with mock.patch.object(gradients, "BUCKET_BYTES", how.bucket_bytes):
+    with small_limits(how):
         grid, model, text = make_model(sizes, overlap, how)
         for _ in range(2):
             backward(model, text, how.micro_batches)
@@ -155,6 +169,16 @@ def test_an_input_gradients_sum_runs_beside_the_weight_gradients_product(ranks):
         assert seen["allreduce", "x"] == [1] * 2 * CONFIG.layers  # qkv and up; the others sum over y
     for seen in ranks(2).run(products_hidden_under, (1, 2, 1, 1), replace(Overlap(), all_reduce=False), How()):
         assert seen["allreduce", "x"] == [0] * 2 * CONFIG.layers
+
+
+def test_the_first_half_of_a_large_output_is_summed_beside_the_product_of_the_second(ranks):
+    forward = CONFIG.layers  # the outputs of down; out has 16 inputs here, which are too few
+    for seen in ranks(2).run(products_hidden_under, (1, 2, 1, 1), Overlap(), How(halves=True)):
+        assert seen["allreduce", "x"][: 2 * forward] == [1, 0] * forward
+    for seen in ranks(2).run(
+        products_hidden_under, (1, 2, 1, 1), replace(Overlap(), all_reduce=False), How(halves=True)
+    ):
+        assert seen["allreduce", "x"][: 2 * forward] == [0, 0] * forward
 
 
 def test_a_weight_is_gathered_beside_the_product_before_it(ranks):

@@ -164,22 +164,25 @@ def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Stretto's own clip sends one message too, so that none of the runs loses time here. Returns the norm.
     """
-    shards, squares = [], []
+    shards, replicas = [], []
     for parameter in model.parameters():
         gradient = parameter.grad
         assert isinstance(parameter, DTensor)
         assert isinstance(gradient, DTensor)
         if gradient.placements != parameter.placements:  # of a replicated norm: partial sums
             parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-        shard = gradient.to_local()
-        replicas = prod(
-            size
-            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-            if placement.is_replicate()
+        shards.append(gradient.to_local())
+        replicas.append(
+            prod(
+                size
+                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                if placement.is_replicate()
+            )
         )
-        shards.append(shard)
-        squares.append(torch.linalg.vector_norm(shard, dtype=torch.float32).square() / replicas)
-    total = torch.stack(squares).sum()
+    norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32))
+    counts = torch.tensor(replicas, dtype=torch.float32)
+    counts = counts.pin_memory() if norms.is_cuda else counts
+    total = (norms.square() / counts.to(norms.device, non_blocking=True)).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))

@@ -6,7 +6,7 @@
 from stretto.parallel.activation_checkpointing import checkpoint_activations
 from stretto.parallel.counting import Collective, CollectiveCounts, count_collectives
 from stretto.parallel.dropout import micro_batch_of
-from stretto.parallel.gradients import clip_grad_norm_, deferred_reduction
+from stretto.parallel.gradients import clip_grad_norm_, clip_scale, deferred_reduction, gradient_norm
 from stretto.parallel.grid import AXES, Grid
 from stretto.parallel.layout import Box, Layout, Split, gather, layout_of
 from stretto.parallel.loss import mean_over_batch
@@ -26,9 +26,11 @@ __all__ = [
     "Split",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "clip_scale",
     "count_collectives",
     "deferred_reduction",
     "gather",
+    "gradient_norm",
     "layout_of",
     "mean_over_batch",
     "micro_batch_of",

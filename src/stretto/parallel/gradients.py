@@ -59,6 +59,10 @@ class GradientSum:
             self._hooks[parameter] = []
             self.restore_hooks(parameter)
 
+    def is_summed(self, parameter: nn.Parameter) -> bool:
+        """Whether ranks along data, or another axis than z, have parts of this parameter's gradient."""
+        return bool(self._groups[parameter])
+
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Hook a watched parameter anew: converting a module (`.to`, `.double`) swaps its tensors and loses hooks."""
         if parameter not in self._hooks:
@@ -305,23 +309,55 @@ def deferred_reduction(model: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, grid: Grid) -> Tensor:
     """Scale the gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before that.
 
-    Every number is counted once, whatever the grid: a shard's squares are divided by the number of its replicas, and
-    summed over all ranks in fp64. `max_norm=None` only measures. The host never waits for the device.
+    `max_norm=None` only measures. `gradient_norm` and `clip_scale` are its two halves, for an optimizer that scales
+    as it goes (`stretto.optim.AdamW`). ValueError for a max_norm that is not positive.
     """
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}, but must be positive (None only measures)")
+    if max_norm is not None:
+        _check_max_norm(max_norm)
     with_gradient = [p for p in parameters if p.grad is not None]
-    squares = torch.zeros((), dtype=torch.float64, device=grid.device)
+    norm = gradient_norm(with_gradient, grid)
+    if max_norm is not None and with_gradient:
+        shards = [p.grad.to_local() for p in with_gradient if isinstance(p.grad, DTensor)]
+        torch._foreach_mul_(shards, clip_scale(norm, max_norm).to(shards[0].dtype))
+    return norm
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of the global norm `norm` (0-dim) are multiplied by so that it is at most `max_norm`.
+
+    0-dim, on norm's device. ValueError for a max_norm that is not positive.
+    """
+    _check_max_norm(max_norm)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _check_max_norm(max_norm: float) -> None:
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}, but must be positive (None only measures)")
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Tensor], grid: Grid) -> Tensor:
+    """The global 2-norm of the gradients, fp64, 0-dim. Collective.
+
+    Every number is counted once, whatever the grid: a shard's squares are divided by the number of its replicas, and
+    summed over all ranks in fp64. The host never waits for the device.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
     shards = [p.grad.to_local() for p in with_gradient if isinstance(p.grad, DTensor)]
     if len(shards) != len(with_gradient):
         raise ValueError("clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned")
+    squares = torch.zeros((), dtype=torch.float64, device=grid.device)
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
     for parameter, shard in zip(with_gradient, shards, strict=True):
-        square = torch.linalg.vector_norm(shard, dtype=_wide(shard)).double().square()
-        squares += square / layout_of(parameter).replicas(grid.sizes)
-    norm = all_reduce(squares, grid.group("world")).sqrt()
-    if max_norm is not None and shards:
-        torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
-    return norm
+        by_dtype.setdefault(_wide(shard), []).append((shard, layout_of(parameter).replicas(grid.sizes)))
+    for dtype, counted in by_dtype.items():
+        # A handful of kernels for all of them: a large model has hundreds of parameters.
+        norms = torch._foreach_norm([shard for shard, _ in counted], 2, dtype=dtype)
+        replicas = torch.tensor([count for _, count in counted], dtype=torch.float64)
+        replicas = replicas.pin_memory() if squares.is_cuda else replicas
+        squares += (torch.stack(norms).double().square() / replicas.to(grid.device, non_blocking=True)).sum()
+    return all_reduce(squares, grid.group("world")).sqrt()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

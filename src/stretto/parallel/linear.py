@@ -17,6 +17,11 @@ from stretto.parallel.overlap import GatherAhead
 from stretto.parallel.precision import Precision
 from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
+# An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
+# rows, if it has at least so many inputs: with fewer, the product hides less than a second message costs.
+HALVED_BYTES = 2 * 8 * 2**20
+HALVED_INPUTS = 2048
+
 
 @dataclass(frozen=True, eq=False)
 class WeightShard:
@@ -42,9 +47,17 @@ class WeightShard:
 
     def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Send the gradient of the whole rows on its way to the parameter; it arrives before `backward` returns."""
-        if self.precision.reduce is not None:
+        if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         self.gradients.scatter(parameter, partial(start_scatter_rows, gradient, self.local_rows, self.group))
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
+        """What the gradient of the whole rows is best made in: the parameter's own if it stays here (None: any)."""
+        return self.precision.reduce if self.is_sent(parameter) else parameter.dtype
+
+    def is_sent(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks have parts of the gradient."""
+        return self.group.size() > 1 or self.gradients.is_summed(parameter)
 
     def watch(self, parameter: Tensor) -> None:
         """Gather this parameter ahead from now on."""
@@ -75,10 +88,27 @@ class LinearPlan:
     matmuls: MatmulTuner
     place: int  # which of the model's linears this is
 
-    def multiply(self, role: str, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, one of this linear's three products; a may have leading dims."""
-        product = self.matmuls.multiply(self.place, role, a.flatten(0, -2), b)
+    def multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims."""
+        product = self.matmuls.multiply(self.place, role, a.flatten(0, -2), b, dtype=dtype)
         return product.view(*a.shape[:-1], b.shape[1])
+
+    def multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """The output x @ matrix, summed over the output's ranks."""
+        rows, (inputs, columns) = x.flatten(0, -2), matrix.shape
+        num_bytes = rows.shape[0] * columns * x.element_size()
+        if self.output_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
+            return all_reduce(self.multiply("output", x, matrix), self.output_group)
+        y = x.new_empty(rows.shape[0], columns)
+        pending = []
+        for some_rows, out in zip(rows.chunk(2), y.chunk(2), strict=True):
+            self.matmuls.multiply(self.place, "output", some_rows, matrix, out=out)
+            pending.append(start_all_reduce(out, self.output_group))
+            if not self.hides_all_reduce:
+                pending[-1].wait()
+        for half in pending:
+            half.wait()
+        return y.view(*x.shape[:-1], columns)
 
 
 class _Linear3D(torch.autograd.Function):
@@ -93,7 +123,7 @@ class _Linear3D(torch.autograd.Function):
         if bias is not None and not sums_output:
             y = F.linear(x, matrix.t(), bias)
         else:
-            y = all_reduce(plan.multiply("output", x, matrix), plan.output_group)
+            y = plan.multiply_and_sum(x, matrix)
             if bias is not None:
                 y += bias
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
@@ -114,7 +144,8 @@ class _Linear3D(torch.autograd.Function):
         rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             left, right = (columns, rows) if plan.is_transposed else (rows, columns)
-            plan.shard.deliver(ctx.parameter, plan.multiply("weight", left.t(), right))
+            dtype = plan.shard.gradient_dtype(ctx.parameter)
+            plan.shard.deliver(ctx.parameter, plan.multiply("weight", left.t(), right, dtype))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         if pending is not None:

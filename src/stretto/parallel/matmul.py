@@ -29,15 +29,28 @@ class Way:
     layout: str
     is_swapped: bool
 
-    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product [m, n], contiguous."""
+    def multiply(self, a: Tensor, b: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The product [m, n], contiguous; in `out` if that is given, in `dtype` if that is."""
         if self.layout:
             a, b = (_lie(tensor, kind == "T") for tensor, kind in zip((a, b), self.layout, strict=True))
-        return (b.t() @ a.t()).t().contiguous() if self.is_swapped else a @ b
+        if not self.is_swapped:
+            return _product(a, b, out, dtype)
+        product = _product(b.t(), a.t(), None, dtype).t()
+        return product.contiguous() if out is None else out.copy_(product)
 
 
 PLAIN = Way("", False)
 WAYS = (PLAIN, Way("", True), *(Way("".join(pair), False) for pair in itertools.product("NT", repeat=2)))
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    if out is not None:
+        return torch.mm(a, b, out=out)
+    if dtype is None or dtype == a.dtype:
+        return a @ b
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)  # straight from the sums, which are fp32
+    return (a @ b).to(dtype)
 
 
 def _lie(tensor: Tensor, by_columns: bool) -> Tensor:
@@ -85,16 +98,28 @@ class MatmulTuner:
         self._seen: dict[tuple[int, str], Product] | None = {} if is_on else None
         self._ways: dict[tuple[int, str], tuple[Product, Way]] = {}
 
-    def multiply(self, place: int, role: str, a: Tensor, b: Tensor) -> Tensor:
-        """a [m, k] @ b [k, n], one of the products (`role`) of the linear that has number `place`."""
-        if not self.is_on:
-            return a @ b
+    def multiply(
+        self,
+        place: int,
+        role: str,
+        a: Tensor,
+        b: Tensor,
+        *,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """a [m, k] @ b [k, n], one of the products (`role`) of the linear that has number `place`.
+
+        Contiguous; in `out` if that is given, or in `dtype`.
+        """
+        way = PLAIN
         if self._seen is not None:
             self._seen.setdefault((place, role), Product.of(a, b))
-            return a @ b
-        product, way = self._ways.get((place, role), (None, PLAIN))
-        # Another shape than the first step's (a last, smaller batch, say) was not timed.
-        return way.multiply(a, b) if product == Product.of(a, b) else a @ b
+        elif self.is_on:
+            product, way = self._ways.get((place, role), (None, PLAIN))
+            # Another shape than the first step's (a last, smaller batch, say) was not timed.
+            way = way if product == Product.of(a, b) else PLAIN
+        return way.multiply(a, b, out=out, dtype=dtype)
 
     def finish(self) -> None:
         """Time what the first step has multiplied. Collective, once; later calls do nothing."""

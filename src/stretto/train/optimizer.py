@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
+from stretto.optim import AdamW
 from stretto.train.options import RunConfig
 
 
@@ -37,13 +38,19 @@ class ShardOptimizer:
         """What configurations and checkpoints call it: "adamw" or "sgd"."""
         return type(self.inner).__name__.lower()
 
-    def step(self, lr: float) -> None:
-        """Update the parameters by their gradients, at learning rate `lr`, and drop the gradients."""
+    def step(self, lr: float, scale: Tensor | None = None) -> None:
+        """Update the parameters by their gradients times `scale` (0-dim), at learning rate `lr`, and drop these."""
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
             self._shards[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
-        self.inner.step()
+        if isinstance(self.inner, AdamW):
+            self.inner.step(scale=scale)
+        else:
+            if scale is not None:
+                gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            self.inner.step()
         self.inner.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -73,7 +80,7 @@ def build_optimizer(model: nn.Module, options: RunConfig) -> ShardOptimizer:
         if options.optimizer == "sgd":
             return SGD(groups, lr=options.lr, momentum=options.momentum, fused=is_cuda)
         betas = (options.beta1, options.beta2)
-        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=is_cuda)
+        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
 
     return ShardOptimizer(model, make, weight_decay=options.weight_decay)
 

@@ -17,9 +17,10 @@ from stretto.parallel import (
     Grid,
     Overlap,
     checkpoint_activations,
-    clip_grad_norm_,
+    clip_scale,
     count_collectives,
     deferred_reduction,
+    gradient_norm,
     micro_batch_of,
     parallelize,
 )
@@ -185,8 +186,8 @@ class _Run:
                 loss.backward()
             total += loss.detach()
             done += len(inputs)
-        grad_norm = clip_grad_norm_(self.model.parameters(), options.clip, self.grid)
-        self.optimizer.step(lr)
+        grad_norm = gradient_norm(self.model.parameters(), self.grid)
+        self.optimizer.step(lr, None if options.clip is None else clip_scale(grad_norm, options.clip))
         return total, grad_norm
 
     def save(self, step: int) -> None:

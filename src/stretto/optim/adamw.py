@@ -1,0 +1,90 @@
+"""AdamW that clips as it goes: one kernel reads and writes each number once."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW whose `step` takes the factor that gradients are scaled by, so that clipping costs no pass.
+
+    The state has torch's names and shapes, and may be loaded from either. On a GPU, for contiguous fp32 parameters, it
+    is a Triton kernel: 28 bytes a parameter are moved, where scaling first moves 36. Anything else is scaled by
+    `_foreach_mul_` and updated by torch.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        # Counts of steps live where parameters do, as torch's fused kernels keep theirs (`load_state_dict` asks).
+        is_cuda = all(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
+        for group in self.param_groups:
+            group["fused"] = is_cuda
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
+        """Update the parameters by their gradients times `scale` (0-dim, on the parameters' device; None: 1).
+
+        Gradients may be left scaled or as they were: drop them afterwards. Returns what `closure` does.
+        """
+        if closure is not None and scale is not None:
+            raise ValueError("a closure makes new gradients, for which no scale is known: give one of the two")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if parameters and all(_suits_kernel(t) for p in parameters for t in (p, p.grad)):
+            scale = None if scale is None else scale.float()
+            for group in self.param_groups:
+                self._update(group, scale)
+            return loss
+        if scale is not None and parameters:
+            gradients = [local(p.grad) for p in parameters]
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        super().step()
+        return loss
+
+    def _update(self, group: dict[str, Any], scale: Tensor | None) -> None:
+        from stretto.optim.adamw_kernel import launch  # Triton is there where GPUs are
+
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        states = [self.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        counts = torch.stack(steps).double()
+        rests = (1 - beta**counts for beta in group["betas"])
+        # By parameter: the step's size, and what the root of the second moment is multiplied by.
+        first_rest, second_rest = rests
+        corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt()), dim=1).float()
+        for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
+            first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            launch(local(parameter), local(parameter.grad), first, second, corrections[number], scale, group)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _suits_kernel(tensor: Tensor) -> bool:
+    mine = local(tensor)
+    return mine.is_cuda and mine.dtype == torch.float32 and mine.is_contiguous()

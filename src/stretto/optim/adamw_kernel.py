@@ -1,0 +1,80 @@
+"""The kernel of `AdamW` (Loshchilov and Hutter 2019, algorithm 2)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+
+
+@triton.jit
+def _adamw(  # type: ignore[no-untyped-def]
+    parameters,
+    gradients,
+    firsts,
+    seconds,
+    corrections,
+    scale,
+    numbers,
+    keep,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < numbers
+    gradient = tl.load(gradients + at, mask=there)
+    if HAS_SCALE:
+        gradient *= tl.load(scale)
+    first = beta1 * tl.load(firsts + at, mask=there) + rest1 * gradient
+    second = beta2 * tl.load(seconds + at, mask=there) + rest2 * gradient * gradient
+    step_size, root_scale = tl.load(corrections), tl.load(corrections + 1)
+    parameter = tl.load(parameters + at, mask=there) * keep
+    parameter -= step_size * first / (tl.sqrt(second) * root_scale + eps)
+    tl.store(parameters + at, parameter, mask=there)
+    tl.store(firsts + at, first, mask=there)
+    tl.store(seconds + at, second, mask=there)
+
+
+def launch(
+    parameter: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    corrections: Tensor,
+    scale: Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Update one parameter, fp32 and contiguous as are its gradient and both moments, all in place.
+
+    corrections: fp32 [2], lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t). scale: 0-dim or None. options: a group's lr,
+    betas, eps and weight_decay.
+    """
+    numbers = parameter.numel()
+    if not numbers:
+        return
+    beta1, beta2 = options["betas"]
+    _adamw[(triton.cdiv(numbers, BLOCK),)](
+        parameter,
+        gradient,
+        first,
+        second,
+        corrections,
+        corrections if scale is None else scale,
+        numbers,
+        1 - options["lr"] * options["weight_decay"],
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        options["eps"],
+        HAS_SCALE=scale is not None,
+        BLOCK=BLOCK,
+    )

@@ -1,0 +1,117 @@
+"""stretto.optim.AdamW against torch's, with and without the clip's factor; its kernel in Triton's interpreter."""
+
+import copy
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.optim import AdamW
+
+SEED = random.randrange(2**31)
+OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7}
+SHAPES = ((3, 5), (1,), (0, 4), (64, 33))
+
+
+def train(make, dtype, scales, clips_first):
+    """Weights after a few steps; a scale for each (None: none), by the optimizer or by hand before it."""
+    torch.manual_seed(SEED)
+    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+    unused = nn.Parameter(torch.ones(2, dtype=dtype))
+    groups = [
+        {"params": [*parameters[:2], unused], "weight_decay": 0.1},
+        {"params": parameters[2:], "weight_decay": 0.0},
+    ]
+    optimizer = make(groups, **OPTIONS)
+    for scale in scales:
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        if clips_first:
+            for parameter in parameters:
+                parameter.grad.mul_(1 if scale is None else scale)
+            optimizer.step()
+        else:
+            optimizer.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
+    assert torch.equal(unused, torch.ones(2, dtype=dtype))
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_it_is_torchs_adamw_after_scaling(dtype):
+    scales = (None, 0.3, 1.0, 1e-3)
+    ours, _ = train(AdamW, dtype, scales, clips_first=False)
+    theirs, _ = train(torch.optim.AdamW, dtype, scales, clips_first=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_its_state_is_torchs():
+    ours, optimizer = train(AdamW, torch.float32, (0.5, 0.5), clips_first=False)
+    theirs = torch.optim.AdamW(copy.deepcopy(ours), **OPTIONS)
+    theirs.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    state = optimizer.state_dict()["state"]
+    _, other = train(torch.optim.AdamW, torch.float32, (0.5, 0.5), clips_first=True)
+    expected = other.state_dict()["state"]
+    assert state.keys() == expected.keys()
+    for number, values in expected.items():
+        assert state[number].keys() == values.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(state[number][name], value)
+
+
+def test_a_closure_goes_without_a_scale():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], lr=0.1)
+
+    def closure():
+        parameter.grad = torch.ones(3)
+        return 5.0
+
+    assert optimizer.step(closure) == 5.0
+    assert (parameter < 1).all()
+    with pytest.raises(ValueError, match="a closure makes new gradients"):
+        optimizer.step(closure, scale=torch.ones(()))
+
+
+KERNEL = """
+import torch
+from torch import nn
+import stretto.optim.adamw as adamw
+adamw._suits_kernel = lambda tensor: True
+torch.manual_seed({seed})
+for scale in (None, 0.3):
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((70, 65), (3,), (0,))]
+    theirs = [nn.Parameter(one.detach().clone()) for one in ours]
+    one = adamw.AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+    other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+    for step in range(3):
+        for mine, its in zip(ours, theirs):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad * (scale or 1)
+        one.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
+        other.step()
+    for mine, its in zip(ours, theirs):
+        torch.testing.assert_close(mine, its, rtol=2e-6, atol=2e-6)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(one.state[mine][name], other.state[its][name], rtol=2e-6, atol=1e-7)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_the_kernel_is_torchs_adamw(tmp_path: Path):
+    print(f"seed {SEED}")
+    code = tmp_path / "kernel.py"
+    code.write_text(KERNEL.format(seed=SEED))
+    # Whether a kernel is interpreted is decided when it is made: this needs a process of its own.
+    ran = subprocess.run(
+        [sys.executable, code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.strip() == "equal", (SEED, ran.stderr[-3000:])
