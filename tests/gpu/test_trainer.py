@@ -25,7 +25,9 @@ RUNS = {
     "other": "train.resume=whole/checkpoints/step-00000003 {second}",
     "bf16": "train.dtype=bf16 {first}",
     "sgd": "train.optimizer=sgd train.lr=0.1 train.momentum=0.9 train.micro_batch=1 {second}",
+    "graph": "train.cuda_graph=true train.checkpoint_every=3 {first}",
 }
+RUNS["sgd graph"] = "train.cuda_graph=true " + RUNS["sgd"]
 
 
 def train_all(folder: Path) -> None:
@@ -36,7 +38,8 @@ def train_all(folder: Path) -> None:
     step = _Run.step
 
     def step_without_waiting(run: _Run, number: int, lr: float) -> Any:
-        if number == 1 or (run.config.train.resume and number == 4):  # first steps set things up
+        # First steps set things up, and a graph is captured after three.
+        if number == 1 or (number == 4 and (run.config.train.resume or run.config.train.cuda_graph)):
             return step(run, number, lr)
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
@@ -90,6 +93,12 @@ def test_a_resumed_run_continues_bit_by_bit_on_the_same_grid(folder: Path) -> No
 
 def test_a_resumed_run_continues_on_another_grid(folder: Path) -> None:
     assert losses(folder, "other") == pytest.approx(losses(folder, "whole")[3:], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["whole", "sgd"])
+def test_a_captured_run_is_the_run_itself(folder: Path, name: str) -> None:
+    captured = {"whole": "graph", "sgd": "sgd graph"}[name]
+    assert losses(folder, captured) == pytest.approx(losses(folder, name), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["whole", "bf16", "sgd"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.models import GPTConfig
 from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_config, make_config
+from stretto.train.launch import resolve_device
 from stretto.train.options import GridConfig, TrainConfig, nearest_grid
 
 SMALLEST: dict[str, Any] = {
@@ -128,6 +129,24 @@ def test_ranks_are_the_grids_product_unless_said() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_key_value_rule_and_what_would_do(override: str, words: str) -> None:
     assert words in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.trace=true", "train.cuda_graph and train.trace are both on"),
+        ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
+        ("train.checkpoint_activations=true", "train.cuda_graph and train.checkpoint_activations are both on"),
+    ],
+)
+def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str) -> None:
+    assert words in refusal("train.cuda_graph=true", override)
+
+
+def test_a_graph_is_refused_on_a_cpu() -> None:
+    config = make_config(SMALLEST, ["train.cuda_graph=true", "device=cpu"])
+    with pytest.raises(ValueError, match=r"train\.cuda_graph is on, but this run's device is the CPU"):
+        resolve_device(config)
 
 
 def test_a_batch_that_data_and_z_do_not_divide_names_the_nearest_that_they_do() -> None:

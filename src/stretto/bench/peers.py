@@ -2,7 +2,8 @@
 
 Everyone trains `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clip: first
 loss, gradient norm and last loss show it. FSDP2 is measured with its weights kept and freed, with gradients reduced in
-fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not.
+fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not. Compiled ones are also measured as one
+CUDA graph a step ("captured"): with a small batch the host is the limit otherwise.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from stretto.bench.training_runs import (
     Run,
     Step,
     Workload,
+    captured,
     grid_name,
     grids_of,
     make_grid,
@@ -151,7 +153,8 @@ def _stretto_runs(
         for is_compiled in (False, True):
             name = f"Stretto {grid_name(sizes)}" + (", compiled" if is_compiled else "")
             options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls}
-            runs.append(stretto_run(workload, grid, name, **options))
+            run = stretto_run(workload, grid, name, **options)
+            runs += [run, captured(run)] if is_compiled and device.type == "cuda" else [run]
     return runs
 
 
@@ -165,7 +168,8 @@ def _torch_runs(workload: Workload, ranks: int, device: torch.device) -> list[Ru
             for is_compiled in (False, True):
                 name = label + (", compiled" if is_compiled else "")
                 build = partial(_build, workload, mesh, device, replace(setup, is_compiled=is_compiled))
-                runs.append(Run(name, build, is_peer=True, is_compiled=is_compiled))
+                run = Run(name, build, is_peer=True, is_compiled=is_compiled)
+                runs += [run, captured(run)] if is_compiled and device.type == "cuda" else [run]
     return runs
 
 

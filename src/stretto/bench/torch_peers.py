@@ -67,8 +67,8 @@ def build_torch(workload: Workload, model: GPT, mesh: DeviceMesh, device: torch.
         torch.manual_seed(0)
         with torch.no_grad():
             model.apply(model._init_weights)
-    make_optimizer = _MasterWeights if setup.precision == "masters" else fused_adamw
-    optimizer = make_optimizer(model, workload)
+    is_master = setup.precision == "masters"
+    optimizer = _MasterWeights(model, workload) if is_master else fused_adamw(model.parameters(), workload)
 
     def step() -> Stepped:
         with loss_parallel() if is_tensor_parallel else nullcontext():
@@ -137,7 +137,7 @@ class _MasterWeights:
         self._parameters = list(model.parameters())
         self._shards = [_local(parameter.detach()) for parameter in self._parameters]
         self._masters = [nn.Parameter(shard.float()) for shard in self._shards]
-        self._optimizer = torch.optim.AdamW(self._masters, lr=workload.learning_rate, fused=True)
+        self._optimizer = fused_adamw(self._masters, workload)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -164,26 +164,26 @@ def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Stretto's own clip sends one message too, so that none of the runs loses time here. Returns the norm.
     """
-    shards, replicas = [], []
+    alike: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
         gradient = parameter.grad
         assert isinstance(parameter, DTensor)
         assert isinstance(gradient, DTensor)
         if gradient.placements != parameter.placements:  # of a replicated norm: partial sums
             parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-        shards.append(gradient.to_local())
-        replicas.append(
-            prod(
-                size
-                for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-                if placement.is_replicate()
-            )
+        replicas = prod(
+            size
+            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            if placement.is_replicate()
         )
-    norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32))
-    counts = torch.tensor(replicas, dtype=torch.float32)
-    counts = counts.pin_memory() if norms.is_cuda else counts
-    total = (norms.square() / counts.to(norms.device, non_blocking=True)).sum()
+        alike.setdefault(replicas, []).append(gradient.to_local())
+    parts = [
+        torch.stack(torch._foreach_norm(some, 2, dtype=torch.float32)).square().sum() / replicas
+        for replicas, some in alike.items()
+    ]
+    total = torch.stack(parts).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
+    shards = [shard for some in alike.values() for shard in some]
     torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
     return norm

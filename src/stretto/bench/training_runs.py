@@ -7,8 +7,8 @@ Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf
 import gc
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from stretto.bench.harness import time_steps
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
-from stretto.parallel import AXES, Grid, Overlap, checkpoint_activations, clip_scale, gradient_norm, parallelize
+from stretto.parallel import (
+    AXES,
+    CapturedStep,
+    Grid,
+    Overlap,
+    checkpoint_activations,
+    clip_scale,
+    gradient_norm,
+    parallelize,
+)
 from stretto.planner.grids import every_grid
 
 MAX_NORM = 1.0
@@ -70,6 +79,16 @@ class Run:
     build: Callable[[], Step]
     is_peer: bool = False
     is_compiled: bool = False
+
+
+def captured(run: Run) -> Run:
+    """The same run as one CUDA graph a step."""
+
+    def build() -> Step:
+        step = CapturedStep(run.build())
+        return lambda: Stepped(*step())
+
+    return replace(run, name=f"{run.name}, captured", build=build)
 
 
 def grids_of(ranks: int) -> list[dict[str, int]]:
@@ -226,8 +245,10 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile()
 
 
-def fused_adamw(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, fused=True)
+def fused_adamw(parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
+    """Torch's fused AdamW, fit for a CUDA graph where there is a GPU."""
+    capturable = torch.cuda.is_available()
+    return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True, capturable=capturable)
 
 
 def build_stretto(

@@ -19,7 +19,7 @@ class AdamW(torch.optim.AdamW):
     def __init__(
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -71,10 +71,11 @@ class AdamW(torch.optim.AdamW):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         counts = torch.stack(steps).double()
-        rests = (1 - beta**counts for beta in group["betas"])
-        # By parameter: the step's size, and what the root of the second moment is multiplied by.
-        first_rest, second_rest = rests
-        corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt()), dim=1).float()
+        first_rest, second_rest = (1 - beta**counts for beta in group["betas"])
+        # By parameter: the step's size, what the root of the second moment is multiplied by, and what decay leaves. The
+        # learning rate may be a tensor on the GPU, as a captured step's is.
+        left = torch.ones_like(counts) - group["lr"] * group["weight_decay"]
+        corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt(), left), dim=1).float()
         for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
             launch(local(parameter), local(parameter.grad), first, second, corrections[number], scale, group)

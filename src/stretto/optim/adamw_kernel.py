@@ -19,7 +19,6 @@ def _adamw(  # type: ignore[no-untyped-def]
     corrections,
     scale,
     numbers,
-    keep,
     beta1,
     rest1,
     beta2,
@@ -35,7 +34,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         gradient *= tl.load(scale)
     first = beta1 * tl.load(firsts + at, mask=there) + rest1 * gradient
     second = beta2 * tl.load(seconds + at, mask=there) + rest2 * gradient * gradient
-    step_size, root_scale = tl.load(corrections), tl.load(corrections + 1)
+    step_size, root_scale, keep = tl.load(corrections), tl.load(corrections + 1), tl.load(corrections + 2)
     parameter = tl.load(parameters + at, mask=there) * keep
     parameter -= step_size * first / (tl.sqrt(second) * root_scale + eps)
     tl.store(parameters + at, parameter, mask=there)
@@ -54,8 +53,8 @@ def launch(
 ) -> None:
     """Update one parameter, fp32 and contiguous as are its gradient and both moments, all in place.
 
-    corrections: fp32 [2], lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t). scale: 0-dim or None. options: a group's lr,
-    betas, eps and weight_decay.
+    corrections: fp32 [3], lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and 1 - lr x decay. scale: fp32, 0-dim, or None.
+    options: a group's betas and eps.
     """
     numbers = parameter.numel()
     if not numbers:
@@ -69,7 +68,6 @@ def launch(
         corrections,
         corrections if scale is None else scale,
         numbers,
-        1 - options["lr"] * options["weight_decay"],
         beta1,
         1 - beta1,
         beta2,

@@ -4,6 +4,7 @@
 """
 
 from stretto.parallel.activation_checkpointing import checkpoint_activations
+from stretto.parallel.capture import CapturedStep
 from stretto.parallel.counting import Collective, CollectiveCounts, count_collectives
 from stretto.parallel.dropout import micro_batch_of
 from stretto.parallel.gradients import clip_grad_norm_, clip_scale, deferred_reduction, gradient_norm
@@ -17,6 +18,7 @@ from stretto.parallel.plan import Role
 __all__ = [
     "AXES",
     "Box",
+    "CapturedStep",
     "Collective",
     "CollectiveCounts",
     "Grid",

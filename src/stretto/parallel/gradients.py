@@ -347,16 +347,14 @@ def gradient_norm(parameters: Iterable[Tensor], grid: Grid) -> Tensor:
     shards = [p.grad.to_local() for p in with_gradient if isinstance(p.grad, DTensor)]
     if len(shards) != len(with_gradient):
         raise ValueError("clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned")
-    squares = torch.zeros((), dtype=torch.float64, device=grid.device)
-    by_dtype: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
+    # A handful of kernels for all of them: a large model has hundreds of parameters.
+    alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
     for parameter, shard in zip(with_gradient, shards, strict=True):
-        by_dtype.setdefault(_wide(shard), []).append((shard, layout_of(parameter).replicas(grid.sizes)))
-    for dtype, counted in by_dtype.items():
-        # A handful of kernels for all of them: a large model has hundreds of parameters.
-        norms = torch._foreach_norm([shard for shard, _ in counted], 2, dtype=dtype)
-        replicas = torch.tensor([count for _, count in counted], dtype=torch.float64)
-        replicas = replicas.pin_memory() if squares.is_cuda else replicas
-        squares += (torch.stack(norms).double().square() / replicas.to(grid.device, non_blocking=True)).sum()
+        alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.sizes)), []).append(shard)
+    squares = torch.zeros((), dtype=torch.float64, device=grid.device)
+    for (dtype, replicas), some in alike.items():
+        norms = torch.stack(torch._foreach_norm(some, 2, dtype=dtype))
+        squares += norms.double().square().sum() / replicas
     return all_reduce(squares, grid.group("world")).sqrt()
 
 

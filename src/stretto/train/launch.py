@@ -86,7 +86,7 @@ def check_started_ranks(config: TrainConfig) -> None:
 def resolve_device(config: TrainConfig) -> TrainConfig:
     """The configuration with device "cuda" or "cpu" in place of "auto": cuda where there is a GPU for each rank.
 
-    Raises ValueError when cuda is asked for and there are too few GPUs.
+    Raises ValueError when cuda is asked for and there are too few GPUs, or a CUDA graph and there is no cuda.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     gpus = torch.cuda.device_count()
@@ -96,9 +96,10 @@ def resolve_device(config: TrainConfig) -> TrainConfig:
             f"device is 'cuda', which needs a GPU for each of {ranks_here} ranks, but there are {gpus}; "
             f"{remedy} would do"
         )
-    if config.device != "auto":
-        return config
-    return config.model_copy(update={"device": "cuda" if gpus >= ranks_here else "cpu"})
+    device = config.device if config.device != "auto" else "cuda" if gpus >= ranks_here else "cpu"
+    if config.train.cuda_graph and device != "cuda":
+        raise ValueError("train.cuda_graph is on, but this run's device is the CPU; train.cuda_graph=false would do")
+    return config.model_copy(update={"device": device})
 
 
 def remove_traces(out: Path) -> None:

@@ -38,8 +38,11 @@ class ShardOptimizer:
         """What configurations and checkpoints call it: "adamw" or "sgd"."""
         return type(self.inner).__name__.lower()
 
-    def step(self, lr: float, scale: Tensor | None = None) -> None:
-        """Update the parameters by their gradients times `scale` (0-dim), at learning rate `lr`, and drop these."""
+    def step(self, lr: float | Tensor, scale: Tensor | None = None) -> None:
+        """Update the parameters by their gradients times `scale`, at learning rate `lr`, and drop the gradients.
+
+        Both may be 0-dim tensors on the parameters' device.
+        """
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():

@@ -227,6 +227,9 @@ class RunConfig(Section):
     tune_matmuls: bool = option(
         False, "time each linear's products in every layout in the first step, and take the fastest from then on"
     )
+    cuda_graph: bool = option(
+        False, "replay each step as one CUDA graph: faster where a step is so short that the host cannot keep up"
+    )
     checkpoint_every: Annotated[int | None, CanBeNone] = option(
         None, "how often to write a checkpoint, besides when training ends or is stopped", unit="steps", ge=1
     )
@@ -294,6 +297,21 @@ def _contradictions(config: TrainConfig) -> list[str]:
         problems.append(
             f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
             "or take train.optimizer='sgd'"
+        )
+    if run.cuda_graph and run.trace:
+        problems.append(
+            "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
+            "train.cuda_graph=false would do"
+        )
+    if run.cuda_graph and run.checkpoint_activations:
+        problems.append(
+            "train.cuda_graph and train.checkpoint_activations are both on, but a block that is run again asks for the "
+            "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
+        )
+    if run.cuda_graph and config.model.dropout:
+        problems.append(
+            f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
+            "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
         )
     if isinstance(config.data.path, list) and not config.data.path:
         problems.append("data.path is [], but must name at least one file or folder")

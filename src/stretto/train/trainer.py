@@ -14,6 +14,7 @@ from torch import Tensor
 from stretto.models import GPT
 from stretto.parallel import (
     AXES,
+    CapturedStep,
     Grid,
     Overlap,
     checkpoint_activations,
@@ -147,6 +148,7 @@ class _Run:
         if options.checkpoint_activations:
             checkpoint_activations(self.model)
         self.optimizer = build_optimizer(self.model, options)
+        self._captured = CapturedStep(self._compute) if options.cuda_graph else None
 
     def resume(self, checkpoint: Any) -> int:
         """Load a checkpoint. Returns its step."""
@@ -166,8 +168,19 @@ class _Run:
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Step `step` (1 is the first): the global mean loss and the gradient's norm, 0-dim, on the device."""
         options = self.config.train
-        dropout_seed = int(np.random.SeedSequence((options.seed, step)).generate_state(1, np.uint64)[0] >> 1)
         tokens, targets = self._batch(step)
+        if self._captured is not None:
+            rate = torch.tensor(lr, dtype=torch.float32).pin_memory().to(self.grid.device, non_blocking=True)
+            loss, grad_norm = self._captured(tokens, targets, rate)
+            return loss, grad_norm
+        dropout_seed = int(np.random.SeedSequence((options.seed, step)).generate_state(1, np.uint64)[0] >> 1)
+        return self._compute(tokens, targets, lr, dropout_seed)
+
+    def _compute(
+        self, tokens: Tensor, targets: Tensor, lr: float | Tensor, dropout_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A step on this rank's rows of the batch. `dropout_seed=None`: nothing is drawn."""
+        options = self.config.train
         micro_batches = list(zip(*(t.split(options.micro_batch or len(t)) for t in (tokens, targets)), strict=True))
         # All targets of a token stream are valid, so their number needs no counting.
         num_targets = options.batch * options.seq_len
@@ -177,7 +190,8 @@ class _Run:
             is_last = done + len(inputs) == len(tokens)
             # Every rank draws the same dropout seeds for each micro-batch, and a resumed run those that it would have
             # drawn: masks are told apart by the rows of the global batch.
-            torch.manual_seed(dropout_seed)
+            if dropout_seed is not None:
+                torch.manual_seed(dropout_seed)
             with (
                 nullcontext() if is_last else deferred_reduction(self.model),
                 micro_batch_of(self.model, len(tokens), done),

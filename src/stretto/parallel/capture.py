@@ -1,0 +1,74 @@
+"""A training step as one CUDA graph: with a small batch, the host takes longer to launch it than GPUs to run it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
+
+
+class CapturedStep:
+    """Calls `step(*tensors)`; after a few calls, replays what they did to the GPU as one graph.
+
+    `step` takes tensors and returns a tuple of tensors, does the same work whatever is in them, never waits for the
+    GPU, and holds every number that changes from step to step in a tensor, the learning rate too. Every call is a step,
+    those before the graph and the one that captures it included. All ranks call it equally often.
+
+    Results are the caller's: the next call does not change them.
+    """
+
+    def __init__(self, step: Callable[..., tuple[Tensor, ...]], *, warm_up: int = WARM_UP) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("a CUDA graph needs a GPU, and there is none")
+        self._step = step
+        self._remaining = warm_up
+        # One stream from the first step on: autograd sums a parameter's gradients where it first met the parameter.
+        self._stream = torch.cuda.Stream()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._outputs: tuple[Tensor, ...] = ()
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """One step. ValueError for tensors of other shapes or dtypes than the graph was captured with."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            results = self._run(tensors)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        for tensor in (*tensors, *results):
+            tensor.record_stream(self._stream)
+        return results
+
+    def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._remaining:
+            self._remaining -= 1
+            return self._step(*tensors)
+        if self._graph is None:
+            self._capture(tensors)
+        assert self._graph is not None
+        for kept, given in zip(self._inputs, tensors, strict=True):
+            if (kept.shape, kept.dtype) != (given.shape, given.dtype):
+                raise ValueError(
+                    f"the step was captured with {_describe(self._inputs)} and cannot run with {_describe(tensors)}"
+                )
+            kept.copy_(given)
+        self._graph.replay()
+        return tuple(output.clone() for output in self._outputs)
+
+    def _capture(self, tensors: tuple[Tensor, ...]) -> None:
+        self._inputs = tuple(tensor.clone() for tensor in tensors)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other threads (NCCL's watchdog) may talk to the GPU meanwhile.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._outputs = self._step(*self._inputs)
+        self._graph = graph
+
+
+def _describe(tensors: tuple[Any, ...]) -> str:
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in tensors)
