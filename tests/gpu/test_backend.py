@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto  # noqa: F401  (makes the backend's name known)
-from stretto.bench.harness import run_ranks
 from stretto.collectives import counts, install
 from stretto.collectives.algorithms import find
+from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 
@@ -126,8 +126,8 @@ def two_gpus() -> None:
 
 
 def test_frameworks_train_as_on_nccl_by_schedules(tmp_path: Path) -> None:
-    run_ranks(RANKS, train_all, tmp_path, "nccl")
-    run_ranks(RANKS, train_all, tmp_path, "stretto")
+    run_watched(RANKS, train_all, tmp_path, "nccl")
+    run_watched(RANKS, train_all, tmp_path, "stretto")
     for rank in range(RANKS):
         right, found = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("nccl", "stretto"))
         for name in MODELS:
@@ -136,7 +136,7 @@ def test_frameworks_train_as_on_nccl_by_schedules(tmp_path: Path) -> None:
 
 
 def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp_path: Path) -> None:
-    run_ranks(RANKS, check_operations, tmp_path)
+    run_watched(RANKS, check_operations, tmp_path)
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"operations-{rank}.json").read_text())
         assert found["wrong"] == []

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.bench.harness import run_ranks
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
@@ -19,6 +18,7 @@ from stretto.collectives.executor.cuda.source import Variant
 from stretto.collectives.selection import Table, Way
 from stretto.memory import PeerError
 from stretto.parallel import Grid
+from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 SEED = random.randrange(2**31)
@@ -136,9 +136,16 @@ def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_pla
     for found, right in zip(result.view(out_blocks, -1), expected, strict=True):
         if right is None:
             continue
-        error = (found.to(right.dtype) - right.to(kind).to(right.dtype)).abs().max()
-        if float(error) > TOLERANCE.get(dtype, 0) * max(float(right.abs().max()), 1):
-            return f"{elements} elements from {offset}, off by {float(error)}"
+        error = (found.to(right.dtype) - right.to(kind).to(right.dtype)).abs()
+        is_wrong = error > TOLERANCE.get(dtype, 0) * max(float(right.abs().max()), 1)
+        if is_wrong.any():
+            places = is_wrong.nonzero().flatten()
+            shown = [(at, found[at].item(), right[at].item()) for at in (*places[:6].tolist(), *places[-2:].tolist())]
+            return (
+                f"{elements} elements from {offset}: {len(places)} are wrong, from {int(places[0])} to "
+                f"{int(places[-1])} of {len(found)}, rank {late} was late by {cycles} cycles, call "
+                f"{int(kernel.workspace.state[0])}; place, found, right: {shown}"
+            )
     return None
 
 
@@ -246,20 +253,21 @@ def two_gpus() -> None:
 
 def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(tmp_path: Path) -> None:
     print(f"seed {SEED}")
-    run_ranks(RANKS, check_everything, tmp_path, SEED)
+    run_watched(RANKS, check_everything, tmp_path, SEED)
     found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
-    assert [one for each in found for one in each["wrong"]] == [], SEED
+    wrong = [one for each in found for one in each["wrong"]]
+    assert not wrong, "\n".join([f"seed {SEED}, {len(wrong)} wrong", *wrong[:40]])
     assert found[0]["runs"] >= 200
 
 
 def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(tmp_path: Path) -> None:
-    run_ranks(RANKS, same_bits_and_graphs, tmp_path, SEED)
+    run_watched(RANKS, same_bits_and_graphs, tmp_path, SEED)
     assert [json.loads((tmp_path / f"bits-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
 
 
 def test_ten_thousand_calls_with_stragglers_are_all_right(tmp_path: Path) -> None:
     print(f"seed {SEED}")
-    run_ranks(RANKS, stress, tmp_path, SEED)
+    run_watched(RANKS, stress, tmp_path, SEED)
     found = [json.loads((tmp_path / f"stress-{rank}.json").read_text()) for rank in range(RANKS)]
     assert [one["wrong"] for one in found] == [0] * RANKS, SEED
     assert sum(found[0]["ran"].values()) == 10_000
@@ -268,7 +276,7 @@ def test_ten_thousand_calls_with_stragglers_are_all_right(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_never_comes_is_named_after_the_time_limit(tmp_path: Path, protocol: str) -> None:
-    run_ranks(RANKS, lose_a_peer, tmp_path, protocol)
+    run_watched(RANKS, lose_a_peer, tmp_path, protocol)
     for rank in range(RANKS - 1):
         said = (tmp_path / f"lost-{protocol}-{rank}.txt").read_text()
         assert f"rank {rank} of {RANKS}: two-shot-all-reduce, call 3, thread block" in said

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.bench.harness import run_ranks
 from stretto.parallel import Grid, Overlap
 from stretto.report import Timeline, plot_timeline, read_timeline
 from stretto.train.config import make_config
 from stretto.train.trainer import train
+from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 OFF = [f"overlap.{field.name}=false" for field in fields(Overlap)]
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("one GPU has nobody to send to: this needs two")
     folder = tmp_path_factory.mktemp("trace")
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 40_000)
-    run_ranks(RANKS, train_all, folder)
+    run_watched(RANKS, train_all, folder)
     return folder
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.bench.harness import run_ranks
 from stretto.parallel import Grid
 from stretto.train.checkpoint_metadata import read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import make_config
 from stretto.train.trainer import _Run, train
+from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 GRIDS = {1: ["", ""], 2: ["grid.x=2", "grid.z=2"], 4: ["grid.x=2 grid.z=2", "grid.data=2 grid.y=2"]}
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if RANKS == 0:
         pytest.fail("these tests need a GPU: run `make test` on a machine without one")
     folder = tmp_path_factory.mktemp("trainer")
-    run_ranks(RANKS, train_all, folder)
+    run_watched(RANKS, train_all, folder)
     return folder
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import run_ranks
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import AXES, Grid, clip_grad_norm_, gather, parallelize
+from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 CONFIG = GPTConfig(
@@ -82,7 +82,7 @@ def train_on_all_grids() -> dict[str, Any]:
 def trained() -> dict[str, Any]:
     if RANKS == 0:
         pytest.fail("these tests need a GPU: run `make test` on a machine without one")
-    return run_ranks(RANKS, train_on_all_grids)
+    return run_watched(RANKS, train_on_all_grids)
 
 
 @pytest.mark.parametrize("sizes", grids(), ids=str)

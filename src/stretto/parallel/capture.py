@@ -16,13 +16,14 @@ class CapturedStep:
     GPU, and holds every number that changes from step to step in a tensor, the learning rate too. Every call is a step,
     those before the graph and the one that captures it included. All ranks call it equally often.
 
-    Results are the caller's: the next call does not change them.
+    Results are the caller's: the next call does not change them. `close` it, or drop it, before the process group is
+    destroyed: NCCL waits for the graphs that hold its collectives.
     """
 
     def __init__(self, step: Callable[..., tuple[Tensor, ...]], *, warm_up: int = WARM_UP) -> None:
         if not torch.cuda.is_available():
             raise ValueError("a CUDA graph needs a GPU, and there is none")
-        self._step = step
+        self._step: Callable[..., tuple[Tensor, ...]] | None = step
         self._remaining = warm_up
         # One stream from the first step on: autograd sums a parameter's gradients where it first met the parameter.
         self._stream = torch.cuda.Stream()
@@ -35,18 +36,32 @@ class CapturedStep:
         return self._graph is not None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One step. ValueError for tensors of other shapes or dtypes than the graph was captured with."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's."""
+        if self._step is None:
+            raise ValueError("this captured step was closed")
+        callers = torch.cuda.current_stream()
+        self._stream.wait_stream(callers)
         with torch.cuda.stream(self._stream):
             results = self._run(tensors)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        for tensor in (*tensors, *results):
+        callers.wait_stream(self._stream)
+        for tensor in tensors:
             tensor.record_stream(self._stream)
+        for tensor in results:
+            tensor.record_stream(callers)
         return results
+
+    def close(self) -> None:
+        """Give the graph and its memory back."""
+        if self._graph is not None:
+            self._stream.synchronize()
+            self._graph.reset()
+        self._graph = self._step = None
+        self._inputs = self._outputs = ()
 
     def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._remaining:
             self._remaining -= 1
+            assert self._step is not None
             return self._step(*tensors)
         if self._graph is None:
             self._capture(tensors)
@@ -61,6 +76,7 @@ class CapturedStep:
         return tuple(output.clone() for output in self._outputs)
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
+        assert self._step is not None
         self._inputs = tuple(tensor.clone() for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -96,6 +96,7 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
             )
         return
     with ExitStack() as stack:
+        stack.callback(run.close)
         log, reporter = None, Reporter()
         if is_first:
             prepare_folder(config.out, start)
@@ -203,6 +204,11 @@ class _Run:
         grad_norm = gradient_norm(self.model.parameters(), self.grid)
         self.optimizer.step(lr, None if options.clip is None else clip_scale(grad_norm, options.clip))
         return total, grad_norm
+
+    def close(self) -> None:
+        """Let go of what would outlive the process group."""
+        if self._captured is not None:
+            self._captured.close()
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`."""

@@ -1,0 +1,22 @@
+"""Ranks that end with every thread's traceback when they hang, so that a lost test says where."""
+
+import faulthandler
+from collections.abc import Callable
+from typing import Any
+
+from stretto.bench.harness import run_ranks
+
+SECONDS = 90
+
+
+def run_watched(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
+    """`run_ranks`, each of whose ranks may take 90 seconds."""
+    return run_ranks(ranks, _watched, entry, *args)
+
+
+def _watched(entry: Callable[..., Any], *args: Any) -> Any:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    try:
+        return entry(*args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,12 @@
+"""What can be said of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
+
+import pytest
+import torch
+
+from stretto.parallel import CapturedStep
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_captured_step_says_that_it_needs_a_gpu():
+    with pytest.raises(ValueError, match="a CUDA graph needs a GPU, and there is none"):
+        CapturedStep(lambda: ())
