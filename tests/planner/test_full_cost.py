@@ -10,7 +10,8 @@ import stretto
 from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, NodeLink, Transfer
 from stretto.models import GPTConfig
-from stretto.planner import predict
+from stretto.parallel import linear
+from stretto.planner import cost, predict
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
 
@@ -63,6 +64,23 @@ def test_recomputation_costs_a_forward_pass_and_freed_weights_a_gathering():
     extra = freed.communication["all_gather_z"] - plain.communication["all_gather_z"]
     # Of 40 more gatherings, each starts with three hops of 3 us where the cluster does not say otherwise.
     assert extra == pytest.approx(blocks + 40 * 3 * 3e-6)
+
+
+def test_half_of_a_large_output_is_summed_under_the_product_of_the_other_half():
+    assert (cost.HALVED_BYTES, cost.HALVED_INPUTS) == (linear.HALVED_BYTES, linear.HALVED_INPUTS)
+    # On x=2 a block sums over x in the forward pass the outputs of `out` (512 inputs a rank) and `down` (2048).
+    sequences = 16  # of 1024 tokens with 1024 numbers of 2 bytes: 32 MiB an output
+    plain, hidden = (step(cluster(), {"x": 2}, batch=sequences, overlaps=overlaps) for overlaps in (False, True))
+    product = 2 * sequences * 1024 * 2048 * 1024 / 75e12  # at three quarters of the peak
+    # The sums of input gradients, of qkv and up, hide under products of their own.
+    gradients = [2 * sequences * 1024 * n * 1024 / 75e12 for n in (3 * 1024 // 2, 4096 // 2)]
+    # 2 x 3 us to start, two sends of half of it
+    whole, half = (2 * 3e-6 + sequences * 1024 * 1024 * 2 / parts / 100e9 for parts in (1, 2))
+    saved = min(2 * half, product) / 2 + sum(min(whole, gradient) for gradient in gradients)
+    assert plain.exposed["x"] - hidden.exposed["x"] == pytest.approx(10 * saved, rel=1e-3)
+    small = [step(cluster(), {"x": 2}, batch=4, overlaps=overlaps) for overlaps in (False, True)]  # 8 MiB: in one
+    saved = sum(min(2 * 3e-6 + 4 * 1024 * 1024 * 2 / 100e9, gradient / 4) for gradient in gradients)
+    assert small[0].exposed["x"] - small[1].exposed["x"] == pytest.approx(10 * saved, rel=1e-3)
 
 
 def test_smaller_micro_batches_send_weights_more_often_and_gradients_over_data_once():

@@ -21,11 +21,13 @@ ELEMENT_WISE_EFFICIENCY = 0.8
 class Compute:
     """Seconds that a rank computes in a step, nothing waited for: all micro-batches and all blocks together.
 
-    `weight_gradients`, one for each of a block's linears, are in `backward` too: an all-reduce hides under them.
+    `outputs` and `weight_gradients`, one for each of a block's linears, are in `forward` and `backward` too: what sums
+    hide under.
     """
 
     forward: float
     backward: float
+    outputs: tuple[float, ...]
     weight_gradients: tuple[float, ...]
     head: float
     optimizer: float
@@ -99,30 +101,32 @@ def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
     model, grid = workload.model, choice.grid
     micro_batches = choice.micro_batches(workload)
     tokens = choice.micro_batch * workload.seq_len
-    products, backward_products, gradients = 0.0, 0.0, []
+    outputs, gradients, backward_products = [], [], 0.0
     for linear in model.linears:
         over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
         k, n = linear.inputs / into, linear.outputs / over
-        products += device.matmul(tokens, n, k, "NT")
+        outputs.append(device.matmul(tokens, n, k, "NT"))
         backward_products += device.matmul(tokens, k, n, "NN")
         gradients.append(device.matmul(n, k, tokens, "TN"))
     # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
     scores = device.attention(2 * tokens * workload.seq_len * model.queries / grid.x)
     forward_bytes, backward_bytes = _element_wise(workload, grid)
-    forward = products + scores + device.traffic(forward_bytes * tokens)
+    forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = backward_products + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
-    casts = _casts(workload, choice)
+    casts, casts_back = _casts(workload, choice)
     layers = model.layers * micro_batches
     if choice.checkpoint_activations:
         backward += forward
     parameters = _parameters(workload, grid)
     return Compute(
         forward=layers * forward + device.traffic(casts * micro_batches),
-        backward=layers * backward + device.traffic(casts * micro_batches),
+        backward=layers * backward + device.traffic(casts_back * micro_batches),
+        outputs=tuple(layers * output for output in outputs),
         weight_gradients=tuple(layers * gradient for gradient in gradients),
         head=micro_batches * _head(workload, grid, tokens, device),
-        # AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads and scales.
-        optimizer=device.traffic(parameters * workload.master * ({"adamw": 7, "sgd": 3}[workload.optimizer] + 3)),
+        # The norm reads gradients. AdamW scales them as it reads parameter, gradient and both moments and writes all
+        # but the gradient; SGD reads two, writes one, and has them scaled first.
+        optimizer=device.traffic(parameters * workload.master * {"adamw": 1 + 7, "sgd": 1 + 3 + 2}[workload.optimizer]),
     )
 
 
@@ -136,8 +140,8 @@ def _element_wise(workload: Workload, grid: GridSizes) -> tuple[float, float]:
     hidden, ffn = model.hidden / grid.y, model.ffn / grid.x
     qkv = (model.queries + 2 * model.keys) / grid.x
     gates = 2 if model.is_gated else 1
-    # A norm over y is made of plain operations in fp32: about five times the traffic of one kernel.
-    norm = 2 if grid.y == 1 else 12
+    # A norm over y is made of plain operations in fp32, each of which reads and writes all: so much was measured.
+    norm = 2 if grid.y == 1 else 35
     forward = 2 * norm * hidden + 2 * 3 * hidden + 3 * gates * ffn + (2 * qkv if model.is_rotary else 0)
     backward = 2 * 2 * norm * hidden + 2 * 3 * hidden + (3 * gates + 1) * ffn + (4 if model.is_rotary else 3) * qkv
     if model.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
@@ -146,11 +150,15 @@ def _element_wise(workload: Workload, grid: GridSizes) -> tuple[float, float]:
     return forward * workload.element, backward * workload.element
 
 
-def _casts(workload: Workload, choice: Choice) -> float:
-    """Bytes of turning a rank's weights into dtype before they are used, or its gradients back."""
+def _casts(workload: Workload, choice: Choice) -> tuple[float, float]:
+    """Bytes of turning a rank's weights into dtype before they are used, and its gradients back."""
     if workload.element == workload.master:
-        return 0.0
-    return _parameters(workload, choice.grid) * (workload.master + workload.element)
+        return 0.0, 0.0
+    parameters, grid = _parameters(workload, choice.grid), choice.grid
+    cast = parameters * (workload.master + workload.element)
+    # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
+    is_summed = grid.z * grid.data > 1
+    return cast, cast if is_summed else parameters * (workload.master - workload.element)
 
 
 def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) -> float:

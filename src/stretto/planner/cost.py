@@ -11,13 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.cluster import Cluster, Transfer
+from stretto.planner.architecture import Linear
 from stretto.planner.communication import AXIS_OF, KINDS, Volume, bandwidths, linear_traffic, linears_volume, seconds
 from stretto.planner.compute import Compute, Device, compute
+from stretto.planner.grids import GridSizes
 from stretto.planner.workload import Choice, Workload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
+# From which size and width on a linear's output is summed in two halves, as in stretto.parallel.linear.
+HALVED_BYTES = 2 * 8 * 2**20
+HALVED_INPUTS = 2048
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
 IN_NODE_LATENCY = 3e-6
 BETWEEN_NODES_LATENCY = 6e-6
@@ -73,31 +78,33 @@ class _Step:
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
         self.forward_passes = 2 if choice.checkpoint_activations else 1
         self.gathers = 2 if choice.checkpoint_activations or not choice.keep_gathered else 1
-        self.forward_sums, self.backward_sums = [], []
+        self.forward_sums, self.forward_left, self.backward_sums = [], [], []
         self.all_gather = self.reduce_scatter = self.data = 0.0
-        for linear in workload.model.linears:
+        for linear, product in zip(workload.model.linears, work.outputs, strict=True):
             traffic = linear_traffic(linear, grid, tokens)
             self.all_gather += self.calls * self._collective("all_gather", "z", traffic.all_gather * element)
             self.reduce_scatter += self.calls * self._collective(
                 "reduce_scatter", "z", traffic.reduce_scatter * gradient
             )
             self.data += layers * self._collective("all_reduce", "data", traffic.data * gradient)
-            forward = (
-                self.calls
-                * self.forward_passes
-                * self._collective("all_reduce", traffic.output_axis, traffic.output * element)
-            )
+            parts = 2 if _is_halved(linear, grid, tokens * element) else 1
+            each = self._collective("all_reduce", traffic.output_axis, traffic.output * element / parts)
+            forward = self.calls * self.forward_passes * parts * each
+            hidden = min(forward, self.forward_passes * product) / 2 if parts == 2 else 0.0
+            self.forward_left.append((traffic.output_axis, forward - hidden))
             backward = self.calls * self._collective("all_reduce", traffic.input_axis, traffic.gradient * element)
             self.forward_sums.append((traffic.output_axis, forward))
             self.backward_sums.append((traffic.input_axis, backward))
 
     def communication(self) -> Volume:
         """All of it, hidden or not."""
-        return self._volume(self.all_gather * self.gathers, self.reduce_scatter, self.data, self.backward_sums)
+        sums = self.forward_sums + self.backward_sums
+        return self._volume(self.all_gather * self.gathers, self.reduce_scatter, self.data, sums)
 
     def exposed(self) -> dict[str, float]:
-        """What is left when the next weight is gathered under this linear, an input's gradient is summed under the
-        weight's gradient, and weights' gradients travel under the rest of the backward pass."""
+        """What is left when the next weight is gathered under this linear, half of a large output is summed under the
+        product of the other half, an input's gradient is summed under the weight's, and weights' gradients travel under
+        the rest of the backward pass."""
         work, parts = self.work, self.calls * len(self.workload.model.linears)
         sums = [
             (axis, max(0.0, time - hiding))
@@ -114,7 +121,7 @@ class _Step:
         # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
         room_for_data = max(0.0, room - in_backward) / self.micro_batches
         data = self._left(self.data, room_for_data, self.workload.model.layers)
-        volume = self._volume(gathered_forward + left * (1 - share), left * share, data, sums)
+        volume = self._volume(gathered_forward + left * (1 - share), left * share, data, self.forward_left + sums)
         return {kind: getattr(volume, kind) for kind in KINDS}
 
     @staticmethod
@@ -122,11 +129,11 @@ class _Step:
         """What does not fit into `room`; at least one of its parts, the first gathered or the last to be scattered."""
         return max(time - room, time / parts) if time else 0.0
 
-    def _volume(self, gather: float, scatter: float, data: float, backward: list[tuple[str, float]]) -> Volume:
-        sums = {"x": 0.0, "y": 0.0}
-        for axis, time in (*self.forward_sums, *backward):
-            sums[axis] += time
-        return Volume(gather, scatter, sums["y"], sums["x"], data) + self._outside_blocks()
+    def _volume(self, gather: float, scatter: float, data: float, sums: list[tuple[str, float]]) -> Volume:
+        over = {"x": 0.0, "y": 0.0}
+        for axis, time in sums:
+            over[axis] += time
+        return Volume(gather, scatter, over["y"], over["x"], data) + self._outside_blocks()
 
     def _outside_blocks(self) -> Volume:
         """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
@@ -168,6 +175,13 @@ class _Step:
         assert rate is not None
         trips = 2 if kind == "all_reduce" else 1  # around the ring
         return trips * (size - 1) * latency + num_bytes / rate
+
+
+def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
+    """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
+    over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
+    is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES
+    return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
 
 
 def _interpolate(measured: Sequence[Transfer], num_bytes: float) -> float:
