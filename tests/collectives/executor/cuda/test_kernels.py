@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tests.collectives.executor.cuda import emulated
 from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, run_all
 
 from stretto.collectives.algorithms import ALGORITHMS
@@ -137,6 +138,22 @@ def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
             LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", protocol), True
         )
         check(kernels, torch.int16, "sum", True, 9001, 1, rng)
+        assert len(kernels[0]._current.pieces) > 2
+
+
+def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
+    """A block of 24 threads goes beyond the end of a piece of 32 lanes, where it must not write.
+
+    LL128's threads all meet for a line here, so that its blocks end with a piece.
+    """
+    monkeypatch.setattr(emulated, "THREADS", 24)
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder, bytes_each=8192)
+    for protocol in ("LL", "Simple"):
+        kernels = make(
+            LaneKernel, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True
+        )
+        check(kernels, torch.int32, "sum", True, 3001, 0, rng)
         assert len(kernels[0]._current.pieces) > 2
 
 

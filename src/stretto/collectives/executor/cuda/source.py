@@ -108,14 +108,14 @@ class _Writer:
         yield "  u32 turn = 0;"
         yield "  for (u64 start = (u64)blockIdx.x * blockDim.x * UNROLL; start < slots; start += span) {"
         yield "    u64 slot[UNROLL], at[UNROLL]; int width[UNROLL];"
-        yield "    EACH {"
+        yield "    EACH {"  # what lies behind a piece is the next one's
         yield "      slot[u] = start + u * blockDim.x + threadIdx.x;"
         if self.is_line:
             yield "      at[u] = begin + slot[u] / 8 * 120 + slot[u] % 8 * 16;"
-            yield "      width[u] = slot[u] % 8 == 7 ? 8 : 16;"
+            yield "      width[u] = slot[u] >= slots ? 0 : slot[u] % 8 == 7 ? 8 : 16;"
         else:
             yield "      at[u] = begin + slot[u] * PACK_BYTES;"
-            yield "      width[u] = PACK_BYTES;"
+            yield "      width[u] = slot[u] < slots ? PACK_BYTES : 0;"
         yield "    }"
         yield "    ++turn;"
         for number, level in enumerate(self.program.levels):

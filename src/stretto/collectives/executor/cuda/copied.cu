@@ -1,0 +1,25 @@
+// What stands beside copy engines: who may be written to, and what a rank is done with. `base` counts the pieces of all
+// calls before this one; a piece's tick is its number among all.
+
+// Before a piece is pushed: all peers are done with what its slot held before. Then its tick lies ready to be sent.
+extern "C" __global__ void begin(State* state, Report* report, u64 limit, const u64* base, u64 index, u64 behind, u64 rank,
+                                 u64 world, u64* done, u64* word) {
+  u64 tick = *base + index + 1, wanted = behind < index + 1 ? tick - behind : *base;
+  Wait wait(state, report, limit, (u32)tick);
+  for (u64 peer = threadIdx.x; peer < world; peer += blockDim.x)
+    if (peer != rank) await_flag(done + peer, wanted, wait, ~0u, (u32)peer);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *word = tick;
+    __threadfence_system();
+  }
+}
+
+// After a piece: whoever pushes here may use its slot again. The last piece of a call ends it.
+extern "C" __global__ void finish(u64* base, u64 index, u64 is_last, u64 rank, u64 world, u64* const* peers, u64 done) {
+  u64 tick = *base + index + 1;
+  for (u64 peer = threadIdx.x; peer < world; peer += blockDim.x)
+    if (peer != rank) raise_flag((u64*)((char*)peers[peer] + done) + rank, tick);
+  __syncthreads();
+  if (threadIdx.x == 0 && is_last) *base = tick;
+}
