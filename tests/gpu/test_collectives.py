@@ -23,6 +23,7 @@ from tests.gpu.watched import run_watched
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 SEED = random.randrange(2**31)
 PROTOCOLS = ("LL", "LL128", "Simple")
+BY_COPIES = ("direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two-shot-all-reduce")
 DTYPES = ("bfloat16", "float32", "float16", "float64", "int32", "int64", "uint8", "int8", "int16")
 SIZES = (1, 2, 3, 7, 31, 64, 255, 1000, 4097, 30_011, 100_003, 1_500_000)
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-5, "float64": 1e-13}
@@ -79,7 +80,8 @@ def check_everything(folder: Path, seed: int) -> None:
     torch.manual_seed(seed + rank)
     wrong: list[str] = []
     runs = 0
-    for name, protocol in ((name, protocol) for name in ALGORITHMS for protocol in PROTOCOLS):
+    cases = [(name, protocol) for name in ALGORITHMS for protocol in PROTOCOLS]
+    for name, protocol in cases + [(name, "Copy") for name in BY_COPIES]:
         for size in sizes_of(name, RANKS):
             in_place = name != "all-to-next" and rng.random() < 0.5
             options = size if name == "all-to-next" else {**size, "in_place": in_place}
@@ -87,7 +89,7 @@ def check_everything(folder: Path, seed: int) -> None:
             dtype = rng.choice(DTYPES)
             reduction = rng.choice(["sum", "max", "min"] + (["avg"] if getattr(torch, dtype).is_floating_point else []))
             variant = Variant(dtype, reduction, protocol, rng.choice([1, 2, 4]))
-            if rng.random() < 0.5:
+            if protocol == "Copy" or rng.random() < 0.5:
                 kernel = communicator.load(schedule, variant, in_place=in_place)
             else:
                 options = {"tile_bytes": rng.choice([480, 4096, 65536]), "threads": rng.choice([128, 512])}
@@ -156,9 +158,9 @@ def same_bits_and_graphs(folder: Path, seed: int) -> None:
     torch.manual_seed(seed + rank)
     differ: list[str] = []
     for algorithm in ("one-shot-all-reduce", "two-shot-all-reduce", "ring-all-reduce"):
-        for protocol in PROTOCOLS:
+        for protocol in (*PROTOCOLS, "Copy") if algorithm in BY_COPIES else PROTOCOLS:
             kernel = communicator.kernel(Way(algorithm, protocol), "bfloat16", in_place=False)
-            x = torch.randn(100_003, device="cuda").bfloat16()
+            x = torch.randn(100_003 if protocol != "Copy" else 10_000_003, device="cuda").bfloat16()
             outputs = [torch.empty_like(x) for _ in range(3)]
             for output in outputs:
                 kernel(x, output)

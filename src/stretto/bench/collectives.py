@@ -16,7 +16,7 @@ from stretto.bench.collectives_plot import plot_collectives
 from stretto.bench.handwritten import HandwrittenAllReduce
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
-from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, NEVER, WAYS, store_key
+from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, NEVER, WAYS, Way, store_key
 from stretto.parallel import Grid
 from stretto.tuning import Store
 
@@ -142,7 +142,7 @@ class _TorchPeers:
     def __init__(self, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self._storage = symmetric.empty(16 << 20, dtype=torch.uint8, device=device)
+        self._storage = symmetric.empty(1 << 30, dtype=torch.uint8, device=device)
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD.group_name
         symmetric.rendezvous(self._storage, dist.group.WORLD)
@@ -229,7 +229,7 @@ def _tune(
                 buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
                 runs: dict[str, Callable[[], Any]] = {LIBRARY.name: _nccl(collective, buffers)}
                 for way, kernel in kernels.items():
-                    if not (way.algorithm == "one-shot-all-reduce" and size > 8 << 20):  # never, and it takes long
+                    if not _is_hopeless(way, size):
                         runs[way.name] = partial(kernel, buffers.input, buffers.output)
                 found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=1))
                 measured[store_key(collective, name, communicator.world_size, size)] = [
@@ -238,6 +238,11 @@ def _tune(
     if dist.get_rank() == 0:
         Store().add(machine_name(), measured)
     dist.barrier()
+
+
+def _is_hopeless(way: Way, size: int) -> bool:
+    """Whether a way is never the fastest at that size, and takes long to find out."""
+    return size > 8 << 20 if way.algorithm == "one-shot-all-reduce" else way.protocol == "Copy" and size < 4 << 20
 
 
 @dataclass(frozen=True)

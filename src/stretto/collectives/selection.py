@@ -34,8 +34,10 @@ ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
     "reducescatter": ("direct-reduce-scatter",),
     "alltoall": ("direct-all-to-all",),
 }
+# Copy engines are for arrays so large that what is sent counts alone: two shots, not one.
+_BY_COPIES: Mapping[str, Way] = {collective: Way(names[-1], "Copy", 4) for collective, names in ALGORITHMS_OF.items()}
 WAYS: Mapping[str, tuple[Way, ...]] = {
-    collective: (LIBRARY, *(Way(name, *variant) for name in names for variant in _VARIANTS))
+    collective: (LIBRARY, *(Way(name, *variant) for name in names for variant in _VARIANTS), _BY_COPIES[collective])
     for collective, names in ALGORITHMS_OF.items()
 }
 """All ways of each collective; a table's seconds are in this order."""

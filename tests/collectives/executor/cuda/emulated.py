@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
-from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, PAD, Region
+from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, PAD, CopyArea, Region
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -24,7 +25,7 @@ extern "C" void launch(u32 blocks, u32 threads, u64* a) {
     for (u32 t = 0; t < threads; ++t)
       all.emplace_back([=, &states] {
         blockIdx.x = b; threadIdx.x = t; blockDim.x = threads; gridDim.x = blocks; block_state = states[b].get();
-        run(%s);
+        %s(%s);
       });
   for (auto& one : all) one.join();
 }
@@ -34,13 +35,13 @@ extern "C" void launch(u32 blocks, u32 threads, u64* a) {
 class EmulatedFunction:
     """A kernel whose launch runs all its threads to their end."""
 
-    def __init__(self, source, names, folder):
-        signature = re.search(r"\brun\((.*?)\)\s*\{", source, re.S).group(1)
+    def __init__(self, source, names, folder, entry="run"):
+        signature = re.search(rf"\b{entry}\((.*?)\)\s*\{{", source, re.S).group(1)
         kinds = _spread(signature)
         arguments = ", ".join(f"({kind})a[{index}]" for index, kind in enumerate(kinds))
         assert len(kinds) == len(names)
         own = (source[: source.index("// What has no words")], source[source.index("// What kernels of") :])
-        text = own[0] + '#include "emulation.h"\n' + own[1] + LAUNCH % arguments
+        text = own[0] + '#include "emulation.h"\n' + own[1] + LAUNCH % (entry, arguments)
         text = text.replace('extern "C" __global__ void', "static void")
         text, count = re.subn(r"((?:Pack load|void store)\(.*\) \{)", r"\1 part();", text)
         assert count == 2
@@ -85,8 +86,14 @@ class EmulatedWorkspace:
         self.ended = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
         self.report = torch.zeros(5, dtype=torch.int32)
 
-    def load(self, source, names):
-        return EmulatedFunction(source, names, self.folder)
+    def load(self, source, names, entry="run"):
+        return EmulatedFunction(source, names, self.folder, entry)
+
+    def copy_area(self):
+        return self.area
+
+    def queues(self):
+        return EmulatedQueues()
 
     def follow_stream(self):
         pass  # there is one
@@ -94,6 +101,33 @@ class EmulatedWorkspace:
     def check(self, name="", describe=None):
         is_broken, _, _, level, message = self.report.tolist()
         assert not is_broken, describe(level, message) if level >= 0 else f"rank {message} to begin"
+
+
+class EmulatedQueues:
+    """Everything is done at once, in the order in which it is issued."""
+
+    def fork(self):
+        pass
+
+    join = fork
+
+    def on(self, queue):
+        return nullcontext()
+
+    def mark(self, event):
+        pass
+
+    follow = mark
+
+    def copy(self, target, source, num_bytes):
+        ctypes.memmove(target, source, num_bytes)
+
+
+def add_copy_areas(workspaces, size):
+    memories = [torch.zeros(size, dtype=torch.uint8) for _ in workspaces]
+    for workspace in workspaces:
+        workspace.area = CopyArea(size, [memory.data_ptr() for memory in memories], torch.device("cpu"))
+        workspace.area_memories = memories
 
 
 def make_workspaces(ranks, folder, bytes_each=1 << 20, **options):

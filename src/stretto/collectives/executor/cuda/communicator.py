@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.algorithms import find
+from stretto.collectives.executor.cuda.copied import PROTOCOL, CopiedSchedule
 from stretto.collectives.executor.cuda.kernel import MAX_PLANS, LaneKernel
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import DEFAULT_TIMEOUT, Workspace
@@ -15,6 +16,8 @@ from stretto.collectives.selection import LIBRARY, Table, Way
 from stretto.collectives.verifier import verify
 
 logger = logging.getLogger("stretto.collectives")
+
+Kernel = LaneKernel | CopiedSchedule
 
 
 def machine_name() -> str:
@@ -36,8 +39,8 @@ class CudaCommunicator:
         root = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(tables, src=root, group=group, device=self.workspace.device)
         self.table = tables[0]
-        self._kernels: dict[tuple[Way, str, str, bool], LaneKernel] = {}
-        self._calls: dict[tuple[object, ...], tuple[LaneKernel, str] | Way] = {}
+        self._kernels: dict[tuple[Way, str, str, bool], Kernel] = {}
+        self._calls: dict[tuple[object, ...], tuple[Kernel, str] | Way] = {}
 
     def run(self, collective: str, input: Tensor, output: Tensor | None = None, reduction: str = "sum") -> str | None:
         """Run it on the current stream, or return None where the library does it better or alone can.
@@ -71,7 +74,7 @@ class CudaCommunicator:
 
     def _find(
         self, collective: str, input: Tensor, output: Tensor | None, reduction: str
-    ) -> tuple[LaneKernel, str] | Way | None:
+    ) -> tuple[Kernel, str] | Way | None:
         """The kernel of such calls, LIBRARY, or None where it cannot be said for good."""
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = str(larger.dtype).removeprefix("torch.")
@@ -89,18 +92,19 @@ class CudaCommunicator:
             kernel = self._kernels[key] = self.kernel(way, dtype, reduction, in_place=output is None)
         return kernel, way.name
 
-    def kernel(self, way: Way, dtype: str, reduction: str = "sum", *, in_place: bool) -> LaneKernel:
+    def kernel(self, way: Way, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
         """The kernel of a way. ValueError for one that does not exist for this group."""
         assert way.algorithm is not None
         schedule = find(way.algorithm).compile(ranks=self.world_size, in_place=in_place)
         return self.load(schedule, Variant(dtype, reduction, way.protocol, way.unroll), in_place=in_place)
 
-    def load(self, schedule: Schedule, variant: Variant, *, in_place: bool) -> LaneKernel:
+    def load(self, schedule: Schedule, variant: Variant, *, in_place: bool) -> Kernel:
         """The kernel of any schedule, once it is verified. ValueError with what is wrong with it."""
         found = verify(schedule)
         if not found.ok:
             raise ValueError(f"the schedule {schedule.name} is not safe to run: {found.errors[0]}")
-        return LaneKernel(schedule, self.workspace, variant, in_place=in_place)
+        kind = CopiedSchedule if variant.protocol == PROTOCOL else LaneKernel
+        return kind(schedule, self.workspace, variant, in_place=in_place)
 
     def close(self) -> None:
         """Give the memory back."""

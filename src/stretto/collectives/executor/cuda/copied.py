@@ -5,23 +5,23 @@ these to others. Messages are then chunks that lie in memory, so this takes sche
 stored: `lower_to_copies` says which cannot.
 
 A call goes in pieces of its chunks. For each piece and level (see `lanes`) one kernel waits for the messages before it,
-sums and stores, and copies push what the level sends, each followed by a copy of the piece's tick, eight bytes, into the
-receiver's flag: copies of one stream arrive in order. Streams: kernels on the caller's, pushes on one of their own, and
-on a third who waits until the peers are done with the slot that a piece is to use. Pieces overlap: while one is summed,
-the next is pushed.
+sums and stores, and copies push what the level sends, each followed by a copy of the piece's tick, eight bytes, into
+the receiver's flag: copies of one stream arrive in order. Kernels are on the caller's stream, pushes on one of their
+own, and on a third is who waits until the peers are done with the slot that a piece will use. Pieces overlap: while one
+is summed, the next is pushed.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.function import Launchable
 from stretto.collectives.executor.cuda.kernel import find_sizes, moves_chunks
 from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Send, lower_to_lanes
+from stretto.collectives.executor.cuda.queues import Queues
 from stretto.collectives.executor.cuda.source import (
     LEVEL_PARAMETERS,
     MAX_THREADS,
@@ -30,7 +30,7 @@ from stretto.collectives.executor.cuda.source import (
     write_level_source,
     write_macros,
 )
-from stretto.collectives.executor.cuda.workspace import Workspace
+from stretto.collectives.executor.cuda.workspace import COPY_SLOTS, Workspace
 from stretto.collectives.executor.plan import find_layout
 from stretto.collectives.schedule import Schedule
 
@@ -38,16 +38,12 @@ PROTOCOL = "Copy"
 SLOTS = 4  # pieces that a peer may be ahead by
 LARGEST_PIECE = 16 << 20  # bytes of a chunk: large enough for a link's speed, small enough that the last one is short
 SMALLEST_PIECE = 1 << 20
-HEAD = 64 << 10
-"""Bytes before the mailboxes: what each peer is done with, 64 bits a rank, and from FLAGS on a flag for each message."""
 FLAGS = 16 << 10
+HEAD = 64 << 10
+"""Bytes before the mailboxes: what each peer is done with, 64 bits a rank, and from FLAGS on a flag a message."""
 KERNEL_BLOCKS = 64
 BEGIN_PARAMETERS = ("state", "report", "limit", "base", "index", "behind", "rank", "world", "done", "word")
 FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
-
-
-class Push(Protocol):
-    pass
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,9 @@ class CopiedLevel:
 def lower_to_copies(program: LaneProgram, name: str) -> tuple[CopiedLevel, ...]:
     """A rank's lane program by levels. ValueError for a schedule whose messages are not chunks of its buffers."""
     loads = {load.value: load.place for level in program.levels for load in level.loads}
-    stored = {store.value: (store.place, number) for number, level in enumerate(program.levels) for store in level.stores}
+    stored = {
+        store.value: (store.place, number) for number, level in enumerate(program.levels) for store in level.stores
+    }
     overwritten: dict[Place, int] = {}
     for number, level in enumerate(program.levels):
         for store in level.stores:
@@ -135,28 +133,6 @@ def _is_exact(value: int, program: LaneProgram) -> bool:
     return not is_sum or value in program.rounded
 
 
-class Queues(Protocol):
-    """Where copies and kernels are put in order: the caller's stream, "push" and "watch"."""
-
-    def fork(self) -> None:
-        """The other queues go on after what the caller's has."""
-
-    def on(self, queue: str) -> AbstractContextManager[object]:
-        """Launch and copy on that queue."""
-
-    def mark(self, event: object) -> None:
-        """Name this place of the current queue."""
-
-    def follow(self, event: object) -> None:
-        """The current queue goes on after a marked place."""
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between addresses, on the current queue."""
-
-    def join(self) -> None:
-        """The caller's queue goes on after the others."""
-
-
 class CopiedSchedule:
     """Runs a schedule on one rank by copy engines. All ranks make and call it in the same order.
 
@@ -182,6 +158,8 @@ class CopiedSchedule:
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = moves_chunks(self.collective, self.block_chunks)
         self._slots = max(SLOTS, self._depth + 1)
+        if self._slots > COPY_SLOTS:
+            raise ValueError(f"{self.name} has {self._depth} levels: copy engines take up to {COPY_SLOTS - 1}")
         self._area = workspace.copy_area()
         messages = self._slots * self.lanes.mailboxes
         if FLAGS + 8 * messages > HEAD:
@@ -292,7 +270,7 @@ class CopiedSchedule:
     def _push(self, queues: Queues, piece: int, push: PushedChunk) -> None:
         slot, begin = piece % self._slots, piece * self._piece
         mailbox = slot * self.lanes.mailboxes + push.message
-        peer, base = self._area.addresses[push.peer], self._buffers[push.place.buffer.value == "o"]
+        peer, base = self._area.addresses[push.peer], self._buffers[push.place.buffer is Buffer.OUT]
         block, chunk = divmod(push.place.chunk, self.block_chunks)
         start = chunk * self._chunk_bytes
         there = min(max(self._block_bytes - start, 0), self._chunk_bytes)

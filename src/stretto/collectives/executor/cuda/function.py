@@ -19,12 +19,12 @@ class Launchable(Protocol):
 class Function:
     """A kernel whose parameters, all of 8 bytes, are kept between launches: only what changes is written."""
 
-    def __init__(self, cubin: bytes, names: list[str]) -> None:
+    def __init__(self, cubin: bytes, names: list[str], entry: str = "run") -> None:
         from cuda.core import Device, ObjectCode
 
         Device(torch.cuda.current_device()).set_current()
         self._code = ObjectCode.from_cubin(cubin)
-        self._kernel = self._code.get_kernel("run")
+        self._kernel = self._code.get_kernel(entry)
         self._handle = int(self._kernel.handle)
         self._device = torch.cuda.current_device()
         # By ctypes: a launch through cuda.bindings takes the host three times as long.

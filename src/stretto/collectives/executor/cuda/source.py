@@ -19,7 +19,7 @@ ELEMENTS = {
     "uint8": "unsigned char",
 }
 OPERATIONS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
-PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE"}
+PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE", "Copy": "SIMPLE"}
 MAX_THREADS = 512
 PARAMETERS = (
     ("char*", "input"),
@@ -36,6 +36,23 @@ PARAMETERS = (
     ("u64", "slots"),  # lanes of the piece, in places of 16 bytes of a mailbox
 )
 
+LEVEL_PARAMETERS = (
+    ("char*", "input"),
+    ("char*", "output"),
+    ("State*", "state"),
+    ("Report*", "report"),
+    ("u64", "limit"),
+    ("const u64*", "base"),  # the pieces of all calls before this one
+    ("u64", "index"),  # which piece of this call it is
+    ("char*", "mail"),  # the mailboxes of the piece's slot
+    ("u64*", "flags"),  # and their flags
+    ("u64", "stride"),
+    ("u64", "block_bytes"),
+    ("u64", "chunk_bytes"),
+    ("u64", "begin"),
+    ("u64", "slots"),
+)
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -49,7 +66,24 @@ class Variant:
 
 def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -> str:
     """The kernel `run` of that rank. block_chunks: the chunks of a block (see `Layout`)."""
-    program = lanes.ranks[rank]
+    writer = _Writer(lanes, lanes.ranks[rank], block_chunks, variant)
+    return write_macros(lanes, rank, variant) + "\n".join(
+        [read_sources("ptx.cu", "primitives.cu"), *writer.kernel(), ""]
+    )
+
+
+def write_level_source(
+    lanes: Lanes, program: LaneProgram, number: int, level: Level, block_chunks: int, variant: Variant
+) -> str:
+    """The kernel `run` of one level that sends nothing: its messages lie in mailboxes, or come by copy engines."""
+    writer = _LevelWriter(lanes, program, block_chunks, variant)
+    return write_macros(lanes, program.rank, variant) + "\n".join(
+        [read_sources("ptx.cu", "primitives.cu"), *writer.level_kernel(number, level), ""]
+    )
+
+
+def write_macros(lanes: Lanes, rank: int, variant: Variant) -> str:
+    """What the sources of a variant expect to be defined."""
     macros = {
         "ELEMENT": ELEMENTS[variant.dtype],
         "OPERATION": OPERATIONS[variant.reduction],
@@ -59,15 +93,7 @@ def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -
         "RANK": rank,
         "UNROLL": variant.unroll,
     }
-    writer = _Writer(lanes, program, block_chunks, variant)
-    return "\n".join(
-        [
-            *(f"#define {name} {value}" for name, value in macros.items()),
-            read_sources("ptx.cu", "primitives.cu"),
-            *writer.kernel(),
-            "",
-        ]
-    )
+    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
 def read_sources(*names: str) -> str:
@@ -89,7 +115,7 @@ class _Writer:
         self.meets = lanes.meets
         self.in_place = lanes.collective.in_place
         self.block_chunks = block_chunks
-        self.is_simple = variant.protocol == "Simple"
+        self.is_simple = PROTOCOLS[variant.protocol] == "SIMPLE"
         self.is_line = variant.protocol == "LL128"
         self.completes = {reduce.value for level in program.levels for reduce in level.reduces if reduce.completes}
         self.sums = {reduce.value for level in program.levels for reduce in level.reduces}
@@ -104,8 +130,21 @@ class _Writer:
         yield "  Wait wait(state, report, limit, epoch);"
         if not self.meets:
             yield from self._send_tokens()
-        yield "  const u64 span = (u64)gridDim.x * blockDim.x * UNROLL;"
         yield "  u32 turn = 0;"
+        yield from self._each_lane()
+        yield "    ++turn;"
+        for number, level in enumerate(self.program.levels):
+            yield f"    // level {number}"
+            yield from self._level(number, level)
+        yield "  }"
+        if not self.meets:
+            yield from self._await_tokens()
+        yield "  end_call(state, epoch);"
+        yield "}"
+
+    def _each_lane(self) -> Iterator[str]:
+        """The head of the loop over this thread's lanes."""
+        yield "  const u64 span = (u64)gridDim.x * blockDim.x * UNROLL;"
         yield "  for (u64 start = (u64)blockIdx.x * blockDim.x * UNROLL; start < slots; start += span) {"
         yield "    u64 slot[UNROLL], at[UNROLL]; int width[UNROLL];"
         yield "    EACH {"  # what lies behind a piece is the next one's
@@ -117,15 +156,6 @@ class _Writer:
             yield "      at[u] = begin + slot[u] * PACK_BYTES;"
             yield "      width[u] = slot[u] < slots ? PACK_BYTES : 0;"
         yield "    }"
-        yield "    ++turn;"
-        for number, level in enumerate(self.program.levels):
-            yield f"    // level {number}"
-            yield from self._level(number, level)
-        yield "  }"
-        if not self.meets:
-            yield from self._await_tokens()
-        yield "  end_call(state, epoch);"
-        yield "}"
 
     def _level(self, number: int, level: Level) -> Iterator[str]:
         if level.receives:
@@ -215,3 +245,30 @@ class _Writer:
 
     def _flag(self, base: str, message: int) -> str:
         return f"(u64*)({base} + FLAGS) + {message} * MAX_BLOCKS + blockIdx.x"
+
+
+class _LevelWriter(_Writer):
+    """Writes the kernel of one level. A message is there once its flag has the piece's tick."""
+
+    def level_kernel(self, number: int, level: Level) -> Iterator[str]:
+        parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
+        yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}) {{'
+        yield "  const u64 tick = *base + index + 1;"
+        yield "  Wait wait(state, report, limit, (u32)tick);"
+        for thread, receive in enumerate(level.receives):
+            yield (
+                f"  if (threadIdx.x == {thread % MAX_THREADS}) "
+                f"await_flag(flags + {receive.message}, tick, wait, {number}, {receive.message});"
+            )
+        yield "  __syncthreads();"
+        yield from self._each_lane()
+        yield from self._level(number, level)
+        yield "  }"
+        yield "}"
+
+    def _receive(self, number: int, level: Level) -> Iterator[str]:
+        names = ", ".join(f"v{receive.value}[UNROLL]" for receive in level.receives)
+        yield f"    Pack {names};"
+        for receive in level.receives:
+            mailbox = f"mail + {receive.message} * stride"
+            yield f"    EACH if (slot[u] < slots) take({mailbox}, slot[u], v{receive.value}[u], 0);"

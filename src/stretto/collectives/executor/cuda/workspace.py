@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stretto.collectives.executor.cuda.function import Function, Launchable
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
+from stretto.collectives.executor.cuda.queues import CudaQueues, Queues
 from stretto.memory import PeerError
 from stretto.memory.cuda import CudaMemory
 
@@ -21,6 +22,8 @@ by Simple, from COUNTS on the interpreter's counts of its connections."""
 MAX_SIMPLE_MAILBOXES = (COUNTS - FLAGS) // (8 * MAX_BLOCKS)
 MAX_COUNTS = (PAD - COUNTS) // 8
 DEFAULT_REGIONS = {"LL": 32 << 20, "LL128": 128 << 20, "Simple": 64 << 20}
+COPY_BYTES = 256 << 20
+COPY_SLOTS = 8  # pieces of a call that may be on their way at once
 DEFAULT_TIMEOUT = 30.0
 
 
@@ -37,6 +40,34 @@ class Region:
         return self.size // 2 & ~127
 
 
+class CopyArea:
+    """Memory that copy engines push into, alike on all ranks: its size, and every rank's address.
+
+    On this GPU besides: base, how many pieces all calls have had, the peers' addresses in a table, and for each slot a
+    word that holds the tick of the piece in it.
+    """
+
+    def __init__(self, size: int, addresses: list[int], device: torch.device) -> None:
+        self.size = size
+        self.addresses = addresses
+        self._counts = torch.zeros(1 + COPY_SLOTS, dtype=torch.int64, device=device)
+        self._table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    @property
+    def base(self) -> int:
+        return self._counts.data_ptr()
+
+    @property
+    def table(self) -> int:
+        return self._table.data_ptr()
+
+    def word(self, slot: int) -> int:
+        """The address of a slot's word."""
+        return self._counts.data_ptr() + 8 * (1 + slot)
+
+
 class Workspace:
     """One group's, for one stream: its kernels run one after another, in the same order on all ranks.
 
@@ -50,6 +81,10 @@ class Workspace:
         regions: dict[str, int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
+        self._group = group
+        self._queues: CudaQueues | None = None
+        self._copy_area: CopyArea | None = None
+        self._copy_memory: CudaMemory | None = None
         sizes = DEFAULT_REGIONS | (regions or {})
         self.regions: dict[str, Region] = {}
         start = PAD
@@ -74,10 +109,25 @@ class Workspace:
         """How many blocks run at once for certain."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    def load(self, source: str, names: list[str]) -> Launchable:
-        """The kernel `run` of CUDA C++, compiled for this GPU. names: its parameters in order."""
+    def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:
+        """The kernel `entry` of CUDA C++, compiled for this GPU. names: its parameters in order."""
         major, minor = torch.cuda.get_device_capability(self.device)
-        return Function(load_or_compile(source, f"sm_{major}{minor}"), names)
+        return Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
+
+    def queues(self) -> Queues:
+        """The streams of copies."""
+        if self._queues is None:
+            self._queues = CudaQueues(self.device)
+        return self._queues
+
+    def copy_area(self) -> "CopyArea":
+        """The memory of copies; collective at its first use, for most groups never make large calls."""
+        if self._copy_area is None:
+            memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, 60.0)
+            self._copy_area = CopyArea(COPY_BYTES, memory.addresses, self.device)
+            self._copy_memory = memory
+            memory.meet()
+        return self._copy_area
 
     @property
     def peers(self) -> list[int]:
@@ -122,3 +172,5 @@ class Workspace:
     def close(self) -> None:
         """Give the memory back."""
         self.memory.close()
+        if self._copy_memory is not None:
+            self._copy_memory.close()

@@ -1,0 +1,89 @@
+"""Schedules by copy engines: their kernels' own source on CPU threads, and copies by memmove."""
+
+import random
+
+import pytest
+import torch
+from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces
+from tests.collectives.executor.cuda.test_kernels import check, make
+
+from stretto.collectives.algorithms import ALGORITHMS
+from stretto.collectives.executor.cuda import copied
+from stretto.collectives.executor.cuda.copied import CopiedSchedule, lower_to_copies
+from stretto.collectives.executor.cuda.kernel import LaneKernel
+from stretto.collectives.executor.cuda.lanes import lower_to_lanes
+from stretto.collectives.executor.cuda.source import Variant
+
+SEED = random.randrange(2**31)
+NAMES = ["direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two-shot-all-reduce"]
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("copied")
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(copied, "SMALLEST_PIECE", 64)
+    monkeypatch.setattr(copied, "LARGEST_PIECE", 256)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [*NAMES, "ring-all-gather"])
+def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder, small_pieces):
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    ranks = rng.choice([2, 3])
+    workspaces = make_workspaces(ranks, folder)
+    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    reduction, in_place = rng.choice(["sum", "max"]), rng.random() < 0.5
+    kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", reduction, "Copy"), in_place)
+    for elements in (1, rng.choice([7, 64]), rng.choice([1000, 1300]), 2):
+        check(kernels, torch.int32, reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
+
+
+@needs_compiler
+def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder)
+    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    lanes = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("bfloat16", "sum", "LL"), True)
+    kernels = make(
+        CopiedSchedule, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("bfloat16", "avg", "Copy"), True
+    )
+    for elements in (3001, 3001, 40):
+        check(kernels, torch.bfloat16, "avg", True, elements, rng.choice([0, 1]), rng)
+        check(lanes, torch.bfloat16, "sum", True, 100, 0, rng)
+    assert kernels[0]._pieces == 1
+    check(kernels, torch.bfloat16, "avg", True, 9001, 0, rng)
+    assert kernels[0]._pieces > 2 * copied.SLOTS
+
+
+@needs_compiler
+def test_a_peer_that_never_comes_is_named(folder, small_pieces):
+    workspaces = make_workspaces(2, folder, limit=0.3)
+    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
+    kernels[0](torch.zeros(200, dtype=torch.int32))
+    with pytest.raises(AssertionError, match=r"rank 1's message 0 \(level 1\)"):
+        kernels[0](torch.zeros(200, dtype=torch.int32))
+
+
+def test_every_direct_algorithm_can_go_by_copies():
+    for name in NAMES:
+        for ranks in (2, 3, 4, 8):
+            for in_place in (False, True):
+                lanes = lower_to_lanes(ALGORITHMS[name].compile(ranks=ranks, in_place=in_place), in_place=in_place)
+                for program in lanes.ranks:
+                    levels = lower_to_copies(program, name)
+                    sent = sum(len(level.pushes) for level in levels)
+                    assert sent == sum(len(level.sends) for level in program.levels) > 0
+
+
+def test_a_message_that_lies_in_no_buffer_is_refused():
+    # A ring's partial sums are nobody's output in a reduce-scatter: they travel on without being stored.
+    lanes = lower_to_lanes(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
+    with pytest.raises(ValueError, match="ring cannot go by copy engines: it sends what is in none of its buffers"):
+        lower_to_copies(lanes.ranks[0], "ring")
