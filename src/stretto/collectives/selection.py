@@ -27,7 +27,7 @@ class Way:
 
 
 LIBRARY = Way()
-_VARIANTS = (("LL", 1), ("LL", 2), ("LL128", 1), ("Simple", 1), ("Simple", 4))
+_VARIANTS = (("LL", 1), ("LL", 2), ("LL128", 1), ("LL128", 2), ("Simple", 1), ("Simple", 4))
 ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
     "allreduce": ("one-shot-all-reduce", "two-shot-all-reduce"),
     "allgather": ("direct-all-gather",),

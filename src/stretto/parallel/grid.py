@@ -113,9 +113,6 @@ def _initialize(ranks: int, device: torch.device | None) -> torch.device:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    if device.type == "cuda":
-        # A product's blocks fill the GPU for as long as it has any: a collective's must go before those that wait.
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if is_launched:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
