@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +17,8 @@ from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, PAD, CopyAre
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
 THREADS = 8
+STANDARD = ("atomic", "barrier", "chrono", "cmath", "cstring", "memory", "thread", "vector")
+OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
 LAUNCH = """
 extern "C" void launch(u32 blocks, u32 threads, u64* a) {
   std::vector<std::unique_ptr<Block>> states;
@@ -30,6 +33,9 @@ extern "C" void launch(u32 blocks, u32 threads, u64* a) {
   for (auto& one : all) one.join();
 }
 """
+
+
+LOCK = threading.Lock()
 
 
 class EmulatedFunction:
@@ -49,7 +55,7 @@ class EmulatedFunction:
         library = folder / f"{key}.so"
         if not library.exists():
             (folder / f"{key}.cpp").write_text(text)
-            command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}"]
+            command = [COMPILER, *OPTIONS, "-shared", f"-I{HERE}", "-include", _precompile(folder)]
             subprocess.run([*command, folder / f"{key}.cpp", "-o", library], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
         self._at = {name: index for index, name in enumerate(names)}
@@ -60,6 +66,18 @@ class EmulatedFunction:
 
     def launch(self, blocks, threads, *, is_cooperative=False):
         self._launch(blocks, THREADS, self._values)
+
+
+def _precompile(folder):
+    """A header of all that the emulation takes from the library: most of a compiler's time goes there."""
+    header = folder / "standard.h"
+    with LOCK:
+        if not header.exists():
+            (folder / "standard.tmp").write_text("".join(f"#include <{name}>\n" for name in STANDARD))
+            command = [COMPILER, *OPTIONS, "-x", "c++-header", folder / "standard.tmp", "-o", folder / "standard.h.gch"]
+            subprocess.run(command, check=True)
+            (folder / "standard.tmp").rename(header)
+    return header
 
 
 def _spread(signature):

@@ -1,13 +1,5 @@
 // CUDA's words in C++ threads, and what ptx.cu has, so that the kernels' own source runs on a CPU. One thread a CUDA
 // thread; a warp is a block of eight, which is what a line of LL128 needs.
-#include <atomic>
-#include <barrier>
-#include <chrono>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
 #define LL128 1
 #define __device__
 #define __global__
