@@ -279,6 +279,8 @@ def test_ten_thousand_calls_with_stragglers_are_all_right(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if RANKS < 2:
+        pytest.skip("one GPU has nobody to lose: this needs two")
     folder = tmp_path_factory.mktemp("lost")
     run_watched(RANKS, lose_peers, folder)
     return folder
