@@ -16,9 +16,9 @@ from stretto.bench.collectives_plot import plot_collectives
 from stretto.bench.handwritten import HandwrittenAllReduce
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
-from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, NEVER, WAYS, store_key
+from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, Table, find_ways, time_key
 from stretto.parallel import Grid
-from stretto.tuning import Store
+from stretto.tuning import Store, read_times
 
 MODES = ("graph", "eager")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,17 +57,23 @@ def bench_collectives(
     sizes: Sequence[int],
     modes: Sequence[str] = MODES,
     tunes: bool = False,
+    table: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every collective, dtype and size (bytes of the whole array); print the table, write JSON and a picture.
 
-    tunes: measure every way first, and keep in the store which is the fastest. ValueError for what is not there.
+    tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
+    times choose (None: the store's). ValueError for what is not there.
     """
     options = (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES), ("mode", modes, MODES))
     for what, given, known in options:
         for name in given:
             if name not in known:
                 raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
-    rows = run_ranks(ranks, _measure_all, ranks, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes)
+    if table is not None and (table.exists() or not tunes):
+        read_times(table)  # what is no such file is neither used nor overwritten
+    rows = run_ranks(
+        ranks, _measure_all, ranks, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes, table
+    )
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
     plot_collectives(path, path.with_suffix(".png"))
@@ -81,13 +87,14 @@ def _measure_all(
     sizes: tuple[int, ...],
     modes: tuple[str, ...],
     tunes: bool,
+    table: Path | None,
 ) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
-    communicator = CudaCommunicator()
     if tunes:
-        _tune(communicator, collectives, dtypes, sizes, device)
+        communicator = CudaCommunicator(table=Table())
+        _tune(communicator, collectives, dtypes, sizes, device, Store(table))
         communicator.close()
-        communicator = CudaCommunicator()  # reads the table
+    communicator = CudaCommunicator(table=table)
     peers = _TorchPeers(device)
     rows = []
     for collective in collectives:
@@ -216,15 +223,16 @@ def _tune(
     dtypes: Sequence[str],
     sizes: Sequence[int],
     device: torch.device,
+    store: Store,
 ) -> None:
     """Time every way in graphs, and keep the seconds in the store."""
     measured: dict[str, list[float]] = {}
+    has_nvlink = communicator.workspace.has_nvlink
     for collective in collectives:
         for dtype in dtypes:
             name = str(DTYPES[dtype]).removeprefix("torch.")
-            kernels = {
-                way: communicator.kernel(way, name, in_place=False) for way in WAYS[collective] if way != LIBRARY
-            }
+            ways = find_ways(collective, has_nvlink=has_nvlink)
+            kernels = {way: communicator.kernel(way, name, in_place=False) for way in ways if way != LIBRARY}
             for size in sizes:
                 buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
                 runs: dict[str, Callable[[], Any]] = {LIBRARY.name: _nccl(collective, buffers)}
@@ -232,11 +240,12 @@ def _tune(
                     if not (way.algorithm == "one-shot-all-reduce" and size > 8 << 20):  # never, and it takes long
                         runs[way.name] = partial(kernel, buffers.input, buffers.output)
                 found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=1))
-                measured[store_key(collective, name, communicator.world_size, size)] = [
-                    found[way.name].seconds if way.name in found else NEVER for way in WAYS[collective]
-                ]
+                for way in ways:
+                    if way.name in found:
+                        key = time_key(collective, name, communicator.world_size, size, way)
+                        measured[key] = [found[way.name].seconds]
     if dist.get_rank() == 0:
-        Store().add(machine_name(), measured)
+        store.add(machine_name(has_nvlink), measured)
     dist.barrier()
 
 

@@ -243,8 +243,12 @@ def collectives(
     step: Annotated[int, typer.Option(help="A size is this many times the one before it.")] = 4,
     modes: Annotated[str, typer.Option(help="graph, eager, with commas.")] = "graph,eager",
     tune: Annotated[
-        bool, typer.Option(help="Measure every way first, and keep the fastest for runs on this machine.")
+        bool, typer.Option(help="Measure every way first, and keep the times for runs on this machine.")
     ] = False,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where --tune keeps the times, and whose times choose (default: the cache)."),
+    ] = None,
     out: Out = Path("results/collectives"),
     json: Json = False,
 ) -> None:
@@ -266,6 +270,7 @@ def collectives(
             sizes=sizes,
             modes=modes.split(","),
             tunes=tune,
+            table=table,
         )
     if json:
         print_json({"rows": rows})

@@ -27,8 +27,9 @@ PARAMETERS = (
     ("State*", "state"),
     ("Report*", "report"),
     ("u64", "limit"),  # nanoseconds that a wait may take
-    ("u64", "region"),  # where the mailboxes of this protocol begin in each rank's memory
-    ("u64", "half"),  # the bytes of one of their two halves
+    ("u64", "kernel"),  # the workspace's number of this kernel, for the report
+    ("u64", "region"),  # where the mailboxes of this protocol begin in each half of a rank's memory
+    ("u64", "half"),  # the bytes of such a half
     ("u64", "stride"),  # the bytes of one mailbox
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
@@ -98,10 +99,10 @@ class _Writer:
         peers = ", ".join(f"char* peer_{rank}" for rank in range(self.world))
         parameters = ", ".join(f"{kind} {name}" for kind, name in PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}, {peers}) {{'
-        yield "  const u32 epoch = state->epochs[blockIdx.x] + 1;"
+        yield "  const u32 epoch = next_epoch(state);"
         yield "  const u64 flag = (u64)epoch << 32 | epoch;"
-        yield "  const u64 mail = region + (epoch & 1) * half;"
-        yield "  Wait wait(state, report, limit, epoch);"
+        yield "  const u64 side = (epoch & 1) * half, mail = side + region;"
+        yield "  Wait wait(state, report, limit, kernel, epoch);"
         if not self.meets:
             yield from self._send_tokens()
         yield "  const u64 span = (u64)gridDim.x * blockDim.x * UNROLL;"
@@ -124,7 +125,7 @@ class _Writer:
         yield "  }"
         if not self.meets:
             yield from self._await_tokens()
-        yield "  end_call(state, epoch);"
+        yield f"  end_call(state, epoch, peer_{self.program.rank} + side, half);"
         yield "}"
 
     def _level(self, number: int, level: Level) -> Iterator[str]:
@@ -185,7 +186,7 @@ class _Writer:
             if peer != self.program.rank:
                 yield (
                     f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
-                    f"raise_flag((u64*)peer_{peer} + {self.program.rank}, (u64)epoch << 32);"
+                    f"raise_flag((u64*)(peer_{peer} + side) + {self.program.rank}, (u64)epoch << 32);"
                 )
 
     def _await_tokens(self) -> Iterator[str]:
@@ -194,7 +195,8 @@ class _Writer:
             if peer != self.program.rank:
                 yield (
                     f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
-                    f"await_flag((u64*)peer_{self.program.rank} + {peer}, (u64)epoch << 32, wait, ~0u, {peer});"
+                    f"await_flag((u64*)(peer_{self.program.rank} + side) + {peer}, "
+                    f"(u64)epoch << 32, wait, TO_BEGIN, {peer});"
                 )
 
     def _chunk(self, place: Place) -> tuple[str, str]:
@@ -214,4 +216,4 @@ class _Writer:
         return f"peer_{rank} + mail + {message} * stride"
 
     def _flag(self, base: str, message: int) -> str:
-        return f"(u64*)({base} + FLAGS) + {message} * MAX_BLOCKS + blockIdx.x"
+        return f"(u64*)({base} + side + FLAGS) + {message} * MAX_BLOCKS + blockIdx.x"
