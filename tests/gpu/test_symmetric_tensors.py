@@ -23,6 +23,7 @@ def meet() -> None:
 
 def free_bytes() -> int:
     meet()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
@@ -45,7 +46,7 @@ def write_to_peers(folder: Path) -> None:
     held = before - free_bytes()
     del mine
     left = before - free_bytes()
-    if held < RANKS << 22 or left > 0:
+    if held < RANKS << 22 or left > RANKS << 20:
         wrong.append(f"{held} bytes were taken and {left} not given back")
     for round in range(20):  # ranks let go in different orders
         first, second = empty((1000,), device="cuda"), empty((1000,), device="cuda")

@@ -118,7 +118,7 @@ class Table:
     """
 
     rows: Mapping[tuple[str, str], Sequence[tuple[int, Way]]] = field(default_factory=dict)
-    has_nvlink: bool = True
+    has_nvlink: bool = False
     source: str = "here"
 
     @classmethod
