@@ -19,6 +19,7 @@ from stretto.bench.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllTo
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
+from stretto.collectives.executor.cuda.function import LaunchError
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import DATA_BYTES, LaneKernel
 from stretto.collectives.executor.cuda.source import PROTOCOLS, Variant
@@ -136,7 +137,7 @@ def pipelining_row(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def composition_row(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the second table; a time that there is not (a graph that could not be captured) is absent."""
+    """A row of the second table; a time that there is not (it could not be captured, or launched) is absent."""
     times: Mapping[str, float] = measured["microseconds"]
     kernels = [times[name] for name in ("kernel", "interpreted") if name in times]
     composed = times.get("composed")
@@ -196,6 +197,7 @@ def _measure(ranks: int, setting: Setting) -> list[dict[str, Any]]:
                         runs = _pipelining_runs(pipelined[algorithm], workspace, setting, size, input, output)
                     else:
                         runs = _composition_runs(algorithm, workspace, setting, input, output)
+                    runs = {name: run for name, run in runs.items() if _is_launched(name, run)}
                     if mode == "graph":
                         runs = {name: run for name, run in runs.items() if _can_be_captured(run)}
                     found = time_interleaved(runs, size, is_graph=mode == "graph") if runs else {}
@@ -253,6 +255,17 @@ def _composition_runs(
         "interpreted": partial(interpreted, input, output),
         "library": partial(dist.all_reduce, output) if is_reduction else partial(dist.all_to_all_single, output, input),
     }
+
+
+def _is_launched(name: str, run: Run) -> bool:
+    """Whether it runs, the same on all ranks: a schedule may have more thread blocks than the GPU holds at once."""
+    try:
+        run()
+    except LaunchError as error:
+        if dist.get_rank() == 0:
+            print(f"{name} is left out: {error}", flush=True)
+        return False
+    return True
 
 
 def _can_be_captured(run: Run) -> bool:

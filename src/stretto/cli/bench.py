@@ -247,7 +247,11 @@ def collectives(
     ] = False,
     table: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where --tune keeps the times, and whose times choose (default: the cache)."),
+        typer.Option(
+            metavar="FILE",
+            envvar="STRETTO_COLLECTIVES_TABLE",
+            help="Where --tune keeps the times, and whose times choose (default: the cache).",
+        ),
     ] = None,
     out: Out = Path("results/collectives"),
     json: Json = False,
