@@ -14,7 +14,10 @@ def bench(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", ["train", "parity", "peers", "overlap", "plan", "two-level"])
+COMMANDS = ("train", "parity", "peers", "overlap", "plan", "two-level", "collectives", "ablations")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_bench_has_help(command):
     status, text = bench(command, "--help")
     assert (status, "Usage: " in text) == (0, True)
@@ -29,6 +32,10 @@ def test_every_bench_has_help(command):
         (["peers", "--ranks", 2, "--batches", "1,two"], "--batches has 'two', but takes whole numbers"),
         (["plan", "--ranks", 2, "--predict", "somewhere.json"], "--predict FILE and --cluster go together"),
         (["plan", "--ranks", 2, "--predictions", "nowhere.json"], "there is no file of predictions at nowhere.json"),
+        (["ablations", "--ranks", 2, "--tiles", "many"], "--tiles has 'many'"),
+        (["ablations", "--ranks", 2, "--protocol", "LL64"], "there is no protocol 'LL64'"),
+        (["ablations", "--ranks", 2, "--step", 1], "by a factor of 1 (at least 2)"),
+        (["collectives", "--ranks", 2, "--largest", 16], "sizes go from 1024 (at least 64) to 16"),
         (["plan", "--ranks", 2, "--models", "gpt-5b:few"], "the layers in --models has 'few'"),
     ],
 )

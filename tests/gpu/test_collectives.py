@@ -186,7 +186,8 @@ def stress(folder: Path, seed: int) -> None:
     """Thousands of calls without a pause, of random collectives and sizes; integers, so that every bit is known."""
     Grid(data=RANKS, device="cuda")
     communicator = CudaCommunicator(timeout=20.0)
-    communicator.table = Table()  # the default choice, whatever was measured here
+    # The default choice, whatever was measured here.
+    communicator.table = Table(has_nvlink=communicator.workspace.has_nvlink)
     rng, rank = random.Random(seed), dist.get_rank()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     ran: dict[str, int] = {}

@@ -1,8 +1,6 @@
 """Collectives by Stretto's kernels beside NCCL and torch's symmetric-memory operators, interleaved, size by size."""
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +13,11 @@ from torch import Tensor
 from stretto.bench.collectives_plot import plot_collectives
 from stretto.bench.handwritten import HandwrittenAllReduce
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.interleaved import Effort, name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
-from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, NEVER, WAYS, Way, store_key
+from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, Table, Way, find_ways, time_key
 from stretto.parallel import Grid
-from stretto.tuning import Store
+from stretto.tuning import Store, read_times
 
 MODES = ("graph", "eager")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,14 +39,6 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Rounds over everything, and in each so many replays of a graph (or rows of calls)."""
-
-    rounds: int = 3
-    replays: int = 7
-
-
 def bench_collectives(
     ranks: int,
     out: Path,
@@ -57,17 +48,23 @@ def bench_collectives(
     sizes: Sequence[int],
     modes: Sequence[str] = MODES,
     tunes: bool = False,
+    table: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every collective, dtype and size (bytes of the whole array); print the table, write JSON and a picture.
 
-    tunes: measure every way first, and keep in the store which is the fastest. ValueError for what is not there.
+    tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
+    times choose (None: the store's). ValueError for what is not there.
     """
     options = (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES), ("mode", modes, MODES))
     for what, given, known in options:
         for name in given:
             if name not in known:
                 raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
-    rows = run_ranks(ranks, _measure_all, ranks, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes)
+    if table is not None and (table.exists() or not tunes):
+        read_times(table)  # what is no such file is neither used nor overwritten
+    rows = run_ranks(
+        ranks, _measure_all, ranks, tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes, table
+    )
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
     plot_collectives(path, path.with_suffix(".png"))
@@ -81,13 +78,14 @@ def _measure_all(
     sizes: tuple[int, ...],
     modes: tuple[str, ...],
     tunes: bool,
+    table: Path | None,
 ) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
-    communicator = CudaCommunicator()
     if tunes:
-        _tune(communicator, collectives, dtypes, sizes, device)
+        communicator = CudaCommunicator(table=Table())
+        _tune(communicator, collectives, dtypes, sizes, device, Store(table))
         communicator.close()
-        communicator = CudaCommunicator()  # reads the table
+    communicator = CudaCommunicator(table=table)
     peers = _TorchPeers(device)
     rows = []
     for collective in collectives:
@@ -188,7 +186,7 @@ def _measure(
         "dtype": dtype,
         "mode": mode,
         "bytes": size,
-        "size": _name_size(size),
+        "size": name_size(size),
         "nccl": seconds["nccl"],
         "torch": min((value for name, value in seconds.items() if name.startswith("torch")), default=None),
         "handwritten": min((value for name, value in seconds.items() if name.startswith("hand")), default=None),
@@ -216,15 +214,16 @@ def _tune(
     dtypes: Sequence[str],
     sizes: Sequence[int],
     device: torch.device,
+    store: Store,
 ) -> None:
     """Time every way in graphs, and keep the seconds in the store."""
     measured: dict[str, list[float]] = {}
+    has_nvlink = communicator.workspace.has_nvlink
     for collective in collectives:
         for dtype in dtypes:
             name = str(DTYPES[dtype]).removeprefix("torch.")
-            kernels = {
-                way: communicator.kernel(way, name, in_place=False) for way in WAYS[collective] if way != LIBRARY
-            }
+            ways = find_ways(collective, has_nvlink=has_nvlink)
+            kernels = {way: communicator.kernel(way, name, in_place=False) for way in ways if way != LIBRARY}
             for size in sizes:
                 buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
                 runs: dict[str, Callable[[], Any]] = {LIBRARY.name: _nccl(collective, buffers)}
@@ -232,77 +231,15 @@ def _tune(
                     if not _is_hopeless(way, size):
                         runs[way.name] = partial(kernel, buffers.input, buffers.output)
                 found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=1))
-                measured[store_key(collective, name, communicator.world_size, size)] = [
-                    found[way.name].seconds if way.name in found else NEVER for way in WAYS[collective]
-                ]
+                for way in ways:
+                    if way.name in found:
+                        key = time_key(collective, name, communicator.world_size, size, way)
+                        measured[key] = [found[way.name].seconds]
     if dist.get_rank() == 0:
-        Store().add(machine_name(), measured)
+        store.add(machine_name(has_nvlink), measured)
     dist.barrier()
 
 
 def _is_hopeless(way: Way, size: int) -> bool:
     """Whether a way is never the fastest at that size, and takes long to find out."""
     return size > 8 << 20 if way.algorithm == "one-shot-all-reduce" else way.protocol == "Copy" and size < 4 << 20
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Median seconds of a call on the slowest rank's GPU, and of its host."""
-
-    seconds: float
-    host: float
-
-
-def time_interleaved(
-    runs: Mapping[str, Callable[[], Any]], size: int, *, is_graph: bool, effort: Effort | None = None
-) -> dict[str, Timed]:
-    """Time all runs in turn, several rounds of them, in CUDA graphs of ten calls (one from 64 MB) or as plain calls."""
-    effort = effort or Effort()
-    calls = 10 if size < 64 << 20 else 1
-    rows: dict[str, Callable[[], Any]] = {}
-    for name, run in runs.items():
-        for _ in range(3):
-            run()
-        rows[name] = _capture(run, calls) if is_graph else partial(_repeat, run, calls)
-    device_times: dict[str, list[float]] = {name: [] for name in runs}
-    host_times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(effort.rounds):
-        for name, row in rows.items():
-            row()
-            torch.cuda.synchronize()
-            dist.barrier()
-            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays)]
-            for start, end in events:
-                began = time.perf_counter()
-                start.record()
-                row()
-                end.record()
-                host_times[name].append((time.perf_counter() - began) / calls)
-            torch.cuda.synchronize()
-            device_times[name] += [start.elapsed_time(end) / 1e3 / calls for start, end in events]
-    medians = torch.tensor(
-        [[statistics.median(device_times[name]), statistics.median(host_times[name])] for name in runs], device="cuda"
-    )
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return {name: Timed(*row) for name, row in zip(runs, medians.tolist(), strict=True)}
-
-
-def _capture(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _repeat(run, calls)
-    return graph.replay
-
-
-def _repeat(run: Callable[[], Any], calls: int) -> None:
-    for _ in range(calls):
-        run()
-
-
-def _name_size(size: int) -> str:
-    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
-        if size >= unit:
-            return f"{size / unit:g} {name}"
-    return f"{size} B"

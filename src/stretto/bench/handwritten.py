@@ -27,9 +27,9 @@ class HandwrittenAllReduce:
         )
         self._function = workspace.load(source, ["input", "output", "epochs", "count", "half", *names])
         region = workspace.regions["LL"]
-        self._half, self._shots, self._world = region.half, shots, world
+        self._capacity, self._shots, self._world = region.size, shots, world
         self._function.set("epochs", workspace.state.data_ptr())
-        self._function.set("half", region.half)
+        self._function.set("half", workspace.half)
         for name, address in zip(names, workspace.peers, strict=True):
             self._function.set(name, address + region.start)
 
@@ -37,7 +37,7 @@ class HandwrittenAllReduce:
         """Whether the mailboxes are large enough."""
         return (
             num_bytes % (8 * self._world) == 0
-            and 2 * num_bytes * (self._world if self._shots == 1 else 2) <= self._half
+            and 2 * num_bytes * (self._world if self._shots == 1 else 2) <= self._capacity
         )
 
     def __call__(self, input: Tensor, output: Tensor) -> None:

@@ -243,8 +243,16 @@ def collectives(
     step: Annotated[int, typer.Option(help="A size is this many times the one before it.")] = 4,
     modes: Annotated[str, typer.Option(help="graph, eager, with commas.")] = "graph,eager",
     tune: Annotated[
-        bool, typer.Option(help="Measure every way first, and keep the fastest for runs on this machine.")
+        bool, typer.Option(help="Measure every way first, and keep the times for runs on this machine.")
     ] = False,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="STRETTO_COLLECTIVES_TABLE",
+            help="Where --tune keeps the times, and whose times choose (default: the cache).",
+        ),
+    ] = None,
     out: Out = Path("results/collectives"),
     json: Json = False,
 ) -> None:
@@ -252,12 +260,7 @@ def collectives(
     from stretto.bench.collectives import bench_collectives
 
     with refusing_bad_input():
-        if step < 2 or smallest < 64 or largest < smallest:
-            raise ValueError(f"sizes go from {smallest} (at least 64) to {largest} by a factor of {step} (at least 2)")
-        sizes = []
-        while smallest <= largest:
-            sizes.append(smallest)
-            smallest *= step
+        sizes = _sizes(smallest, largest, step)
         rows = bench_collectives(
             _gpus(ranks),
             out,
@@ -266,9 +269,54 @@ def collectives(
             sizes=sizes,
             modes=modes.split(","),
             tunes=tune,
+            table=table,
         )
     if json:
         print_json({"rows": rows})
+
+
+@app.command()
+def ablations(
+    ranks: Ranks = None,
+    only: Annotated[str, typer.Option(help="pipelining, composition, with commas.")] = "pipelining,composition",
+    protocol: Annotated[str, typer.Option(help="Simple, LL or LL128.")] = "LL128",
+    instances: Annotated[
+        int, typer.Option(help="Of the interpreted schedules; each has thread blocks of its own.")
+    ] = 16,
+    tiles: Annotated[str, typer.Option(help="Bytes of tiles, with commas.")] = "16384,65536,262144",
+    smallest: Annotated[int, typer.Option(help="Bytes of the whole array; sizes are multiples of it.")] = 1 << 20,
+    largest: Annotated[int, typer.Option(help="Bytes of the whole array.")] = 256 << 20,
+    step: Annotated[int, typer.Option(help="A size is this many times the one before it.")] = 4,
+    modes: Annotated[str, typer.Option(help="graph, eager, with commas.")] = "graph,eager",
+    out: Out = Path("results/ablations"),
+    as_json: Json = False,
+) -> None:
+    """MSCCLang's ablations: pipelining over tiles on and off; one kernel against the algorithm made of NCCL calls."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.ablations import Setting, bench_ablations
+
+        setting = Setting(
+            sizes=tuple(_sizes(smallest, largest, step)),
+            tiles=tuple(_numbers(tiles, "--tiles")),
+            protocol=protocol,
+            instances=instances,
+            modes=tuple(modes.split(",")),
+            ablations=tuple(only.split(",")),
+        )
+        rows = bench_ablations(_gpus(ranks), out, setting)
+        if as_json:
+            print_json(rows)
+
+
+def _sizes(smallest: int, largest: int, step: int) -> list[int]:
+    """Sizes in bytes, each `step` times the one before it."""
+    if step < 2 or smallest < 64 or largest < smallest:
+        raise ValueError(f"sizes go from {smallest} (at least 64) to {largest} by a factor of {step} (at least 2)")
+    sizes = []
+    while smallest <= largest:
+        sizes.append(smallest)
+        smallest *= step
+    return sizes
 
 
 def _gpus(ranks: int | None) -> int:

@@ -1,13 +1,22 @@
 """Which way to run a collective: the fastest of the verified schedules and the library, by what was measured once."""
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
-from stretto.tuning import Store
+import torch
 
-NEVER = 1e9
-"""Stands in a table of seconds for a way that does not exist at that size."""
+from stretto.collectives.algorithms import find
+from stretto.collectives.schedule import PROTOCOLS
+from stretto.collectives.verifier import verify
+from stretto.tuning import Store, read_times
+
+TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
+"""Names the file of measured times that communicators read where they are given none."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For tables and logs."""
+        """For tables, logs and files."""
         if self.algorithm is None:
             return "library"
         return f"{self.algorithm} {self.protocol}" + (f" x{self.unroll}" if self.unroll > 1 else "")
@@ -40,16 +49,33 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     collective: (LIBRARY, *(Way(name, *variant) for name in names for variant in _VARIANTS), _BY_COPIES[collective])
     for collective, names in ALGORITHMS_OF.items()
 }
-"""All ways of each collective; a table's seconds are in this order."""
+"""All ways of each collective."""
 
 # Of GPUs that are linked directly: what a message costs besides its bytes, and what a GPU sends (docs/decisions/005).
 _LATENCY = 1.3e-6
 _BANDWIDTH = 300e9
 _LARGEST = 16 << 20
+_LARGEST_LL = 64 << 10
+_KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
 
 
-def default_way(collective: str, num_bytes: int, world_size: int) -> Way:
-    """A sound choice where nothing was measured. num_bytes: of the whole array, a rank's largest buffer."""
+class Choice(NamedTuple):
+    """A way, and why it was taken, for people."""
+
+    way: Way
+    why: str
+
+
+def find_ways(collective: str, *, has_nvlink: bool) -> tuple[Way, ...]:
+    """The ways that are safe on these links: LL128 needs lines of 128 bytes that stay whole, as NVLink keeps them."""
+    return tuple(way for way in WAYS[collective] if has_nvlink or way.protocol != "LL128")
+
+
+def default_way(collective: str, num_bytes: int, world_size: int, *, has_nvlink: bool) -> Way:
+    """A sound choice where nothing was measured. num_bytes: of the whole array, a rank's largest buffer.
+
+    Without NVLink only what is smaller than LL's limit runs by a schedule: the costs above are those of NVLink.
+    """
     if collective not in WAYS or num_bytes > _LARGEST or world_size < 2:
         return LIBRARY
     part = num_bytes / world_size
@@ -64,40 +90,150 @@ def default_way(collective: str, num_bytes: int, world_size: int) -> Way:
             sent = part * (world_size - 1)
             (algorithm,) = ALGORITHMS_OF[collective]
     # LL sends every byte twice over, LL128 15 of 16; below some size that is less than what LL128's warps wait.
-    return Way(algorithm, "LL" if sent < 64 << 10 else "LL128")
+    if sent < _LARGEST_LL:
+        return Way(algorithm, "LL")
+    return Way(algorithm, "LL128") if has_nvlink else LIBRARY
 
 
-def store_key(collective: str, dtype: str, world_size: int, num_bytes: int) -> str:
-    """The name of a measured row in the store."""
-    return f"collective {collective} {dtype} {world_size} ranks {num_bytes} bytes {len(WAYS[collective])} ways"
+def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, way: Way) -> str:
+    """The name in the store of the seconds of one way."""
+    return f"collective {collective} {dtype} {world_size} ranks {num_bytes} bytes by {way.name}"
+
+
+class _Timed(NamedTuple):
+    """What a key of the store names, with its seconds."""
+
+    collective: str
+    dtype: str
+    world_size: int
+    num_bytes: int
+    way: Way
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Table:
-    """The fastest way at measured sizes: {(collective, dtype): ((bytes, way), ...) by size}."""
+    """The fastest way at measured sizes: {(collective, dtype): ((bytes, way), ...) by size}.
+
+    has_nvlink: whether all ranks' GPUs are linked by NVLink, for what was not measured; source: where the times are
+    from, for people.
+    """
 
     rows: Mapping[tuple[str, str], Sequence[tuple[int, Way]]] = field(default_factory=dict)
+    has_nvlink: bool = False
+    source: str = "here"
 
     @classmethod
-    def read(cls, machine: str, world_size: int, store: Store | None = None) -> "Table":
-        """What the store knows of this machine and number of ranks."""
-        rows: dict[tuple[str, str], list[tuple[int, Way]]] = {}
+    def read(cls, machine: str, world_size: int, *, has_nvlink: bool, store: Store | None = None) -> "Table":
+        """What the store knows of this machine and number of ranks; whatever else it holds is left out."""
+        timed = []
         for key, seconds in (store or Store()).read(machine).items():
-            fields = key.split()
-            if len(fields) != 9 or fields[0] != "collective" or fields[1] not in WAYS or fields[3] != str(world_size):
+            try:
+                timed.append(_parse(key, seconds, has_nvlink=has_nvlink))
+            except ValueError:  # measured by another version of Stretto, perhaps
                 continue
-            ways = WAYS[fields[1]]
-            if len(seconds) == len(ways) and fields[5].isdigit():
-                fastest = min(range(len(ways)), key=lambda way: seconds[way])
-                rows.setdefault((fields[1], fields[2]), []).append((int(fields[5]), ways[fastest]))
-        return cls({key: tuple(sorted(row, key=lambda entry: entry[0])) for key, row in rows.items()})
+        return cls(_find_fastest(one for one in timed if one.world_size == world_size), has_nvlink)
 
-    def choose(self, collective: str, dtype: str, num_bytes: int, world_size: int) -> Way:
+    @classmethod
+    def load(cls, path: Path, machine: str, world_size: int, *, has_nvlink: bool) -> "Table":
+        """The table of a file that somebody has named, as `stretto bench collectives --tune --table FILE` writes it.
+
+        ValueError, which names the file, for one that is no such file, that was measured on another machine or number
+        of ranks, or that names what there is not or what is not safe here.
+        """
+        measured = read_times(path)
+        remedy = f"measure here with `stretto bench collectives --tune --table {path} --ranks {world_size}`"
+        if machine not in measured:
+            others = "; ".join(measured) or "nothing"
+            raise ValueError(f"{path} was measured on {others}, and this is {machine}: {remedy}")
+        timed = []
+        for key, seconds in measured[machine].items():
+            if not key.startswith("collective "):
+                continue  # the store holds other measured choices too
+            try:
+                timed.append(_parse(key, seconds, has_nvlink=has_nvlink))
+            except ValueError as error:
+                raise ValueError(f"{path} has a row {key!r}: {error}") from error
+        sizes = sorted({one.world_size for one in timed})
+        if world_size not in sizes:
+            known = ", ".join(map(str, sizes)) or "no"
+            raise ValueError(f"{path} was measured on {known} ranks, and this group has {world_size}: {remedy}")
+        rows = _find_fastest(one for one in timed if one.world_size == world_size)
+        try:
+            for way in {way for row in rows.values() for _, way in row}:
+                _require_runnable(way, world_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return cls(rows, has_nvlink, str(path))
+
+    def choose(self, collective: str, dtype: str, num_bytes: int, world_size: int) -> Choice:
         """The way that was fastest at the nearest size (by ratio), or of another dtype; else the default."""
+        measured = dtype
         rows = self.rows.get((collective, dtype))
         if rows is None:
-            rows = next((row for (name, _), row in self.rows.items() if name == collective), None)
+            found = ((other, row) for (name, other), row in self.rows.items() if name == collective)
+            measured, rows = next(found, (dtype, None))
         if not rows:
-            return default_way(collective, num_bytes, world_size)
+            way = default_way(collective, num_bytes, world_size, has_nvlink=self.has_nvlink)
+            links = "NVLink" if self.has_nvlink else "links other than NVLink"
+            return Choice(way, f"nothing was measured for it, and it is the default on {world_size} ranks over {links}")
         size = math.log2(max(num_bytes, 1))
-        return min(rows, key=lambda entry: abs(math.log2(entry[0]) - size))[1]
+        nearest, way = min(rows, key=lambda entry: abs(math.log2(entry[0]) - size))
+        return Choice(way, f"it was the fastest at {nearest} bytes of {measured}, measured {self.source}")
+
+
+def find_table_file(given: Path | str | None) -> Path | None:
+    """The file of measured times that was asked for, by argument or else by the environment; None for the store's."""
+    named = given if given is not None else os.environ.get(TABLE_VARIABLE)
+    return Path(named) if named else None
+
+
+def _find_fastest(timed: Iterable[_Timed]) -> dict[tuple[str, str], tuple[tuple[int, Way], ...]]:
+    best: dict[tuple[str, str], dict[int, _Timed]] = {}
+    for one in timed:
+        sizes = best.setdefault((one.collective, one.dtype), {})
+        if one.num_bytes not in sizes or one.seconds < sizes[one.num_bytes].seconds:
+            sizes[one.num_bytes] = one
+    return {key: tuple((size, sizes[size].way) for size in sorted(sizes)) for key, sizes in best.items()}
+
+
+def _parse(key: str, seconds: Sequence[float], *, has_nvlink: bool) -> _Timed:
+    """ValueError with what is wrong with a row."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError("a row is `collective NAME DTYPE N ranks N bytes by WAY`")
+    collective, dtype, world_size, num_bytes = match[1], match[2], int(match[3]), int(match[4])
+    if collective not in WAYS:
+        raise ValueError(f"there is no collective {collective!r}: there are {', '.join(WAYS)}")
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"there is no dtype {dtype!r}")
+    if world_size < 1 or num_bytes < 1:
+        raise ValueError("it has at least one rank and one byte")
+    if len(seconds) != 1:
+        raise ValueError(f"a way has one time, not {len(seconds)}")
+    return _Timed(collective, dtype, world_size, num_bytes, _parse_way(collective, match[5], has_nvlink), seconds[0])
+
+
+def _parse_way(collective: str, name: str, has_nvlink: bool) -> Way:
+    ways = {way.name: way for way in WAYS[collective]}
+    if name not in ways:
+        algorithm, _, protocol = name.partition(" ")
+        protocol = protocol.partition(" ")[0]
+        if algorithm not in ALGORITHMS_OF[collective]:
+            known = ", ".join(ALGORITHMS_OF[collective])
+            raise ValueError(f"{collective} is run by library, {known}: not by {algorithm!r}")
+        if protocol not in PROTOCOLS:
+            raise ValueError(f"there is no protocol {protocol!r}: there are {', '.join(PROTOCOLS)}")
+        raise ValueError(f"there is no way {name!r}: there are {', '.join(ways)}")
+    if ways[name] not in find_ways(collective, has_nvlink=has_nvlink):
+        raise ValueError("LL128 needs NVLink between all ranks' GPUs, which these have not")
+    return ways[name]
+
+
+def _require_runnable(way: Way, world_size: int) -> None:
+    """ValueError for an algorithm that does not compile for so many ranks, or is not verified."""
+    if way.algorithm is None:
+        return
+    found = verify(find(way.algorithm).compile(ranks=world_size, in_place=False))
+    if not found.ok:
+        raise ValueError(f"{way.algorithm} is not safe to run on {world_size} ranks: {found.errors[0]}")

@@ -4,6 +4,7 @@ from stretto.memory.allocation import allocate
 from stretto.memory.exchange import exchange, find_own_rank
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
+from stretto.memory.tensors import empty, peer_tensor
 from stretto.memory.waiting import Backoff, PeerError
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "SymmetricMemory",
     "allocate",
     "allocate_in_process",
+    "empty",
     "exchange",
     "find_own_rank",
+    "peer_tensor",
 ]

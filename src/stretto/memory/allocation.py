@@ -31,3 +31,9 @@ def allocate(
         raise ValueError(f"a pair of ranks has 0 to {MAX_SIGNALS} signals, not {signals}")
     kind = HostMemory if backend == "host" else CudaMemory
     return kind.allocate(size, signals, group, timeout)
+
+
+def allocate_as(what: str, size: int, group: dist.ProcessGroup | None, backend: str, timeout: float) -> SymmetricMemory:
+    """As `allocate`, without signals, for `what`, which is the same on all ranks too. ValueError where it differs."""
+    kind = HostMemory if backend == "host" else CudaMemory
+    return kind.allocate(size, 0, group, timeout, what)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory.exchange import find_own_rank
+from stretto.memory.exchange import find_own_rank, require_same
 from stretto.memory.symmetric import SymmetricMemory
 from stretto.memory.waiting import MASK, PeerError, has_reached
 
@@ -33,8 +33,13 @@ class CudaMemory(SymmetricMemory):
         self.addresses = [int(address) + self._start for address in handle.buffer_ptrs]  # type: ignore[attr-defined]
 
     @classmethod
-    def allocate(cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float) -> "CudaMemory":
-        """See `stretto.memory.allocate`; ranks that do not come are waited for as long as the group's own limit."""
+    def allocate(
+        cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float, what: str = ""
+    ) -> "CudaMemory":
+        """See `stretto.memory.allocate`; ranks that do not come are waited for as long as the group's own limit.
+
+        what: for people, and the same on all ranks.
+        """
         import torch.distributed._symmetric_memory as symmetric
 
         group = dist.group.WORLD if group is None else group
@@ -44,16 +49,13 @@ class CudaMemory(SymmetricMemory):
             raise ValueError("symmetric memory on GPUs needs GPUs, and this process sees none")
         device = torch.device("cuda", torch.cuda.current_device())
         rank, world_size = find_own_rank(group)
-        asked: list[tuple[int, int]] = [(0, 0)] * world_size
-        dist.all_gather_object(asked, (size, signals), group=group)
+        own = size, signals, what
+        asked = [own] * world_size
+        dist.all_gather_object(asked, own, group=group)
         for peer, other in enumerate(asked):
-            if other != (size, signals):
-                raise ValueError(
-                    f"all ranks must allocate the same: rank {rank} asks for {size} bytes and {signals} signals, "
-                    f"rank {peer} for {other[0]} and {other[1]}"
-                )
+            require_same(own, other, rank, peer)
         total = _pad_bytes(world_size, signals) + max(size, 1)
-        storage = symmetric.empty(total, dtype=torch.uint8, device=device)
+        storage = _allocate(total, device)
         storage.zero_()
         torch.cuda.synchronize(device)
         memory = cls(storage, symmetric.rendezvous(storage, group), size, signals, group)
@@ -96,6 +98,21 @@ class CudaMemory(SymmetricMemory):
         if rank == self.rank:
             return self._storage
         return self._handle.get_buffer(rank, [self._storage.numel()], torch.uint8)  # type: ignore[attr-defined]
+
+
+def _allocate(total: int, device: torch.device) -> Tensor:
+    """uint8 [total], freed when it dies, on this rank by itself.
+
+    torch's own `empty` takes it from a pool (since 2.11): a block of it that one rank has freed and another has not
+    would be another one on each rank at the next allocation, and its old handle would be taken for the new one's.
+    ValueError for NVSHMEM and NCCL as symmetric memory's backend, where freeing is a collective call.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    backend = symmetric.get_backend(device)
+    if backend != "CUDA":
+        raise ValueError(f'Stretto takes the backend "CUDA" of torch\'s symmetric memory, and {backend!r} was chosen')
+    return symmetric._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
 
 
 def _pad_bytes(world_size: int, signals: int) -> int:

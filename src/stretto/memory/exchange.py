@@ -22,6 +22,14 @@ def find_own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
+def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: int, peer: int) -> None:
+    """ValueError where two ranks allocate other things: (bytes, signals, what it is for people)."""
+    if own == other:
+        return
+    asked = [what or f"{size} bytes and {signals} signals" for size, signals, what in (own, other)]
+    raise ValueError(f"all ranks must allocate the same: rank {rank} asks for {asked[0]}, rank {peer} for {asked[1]}")
+
+
 def meet(group: dist.ProcessGroup | None, timeout: float) -> None:
     """Wait for all ranks of the group, which all call it, for so many seconds; raises as `exchange`."""
     rank, size = find_own_rank(group)

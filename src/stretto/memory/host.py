@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory.exchange import exchange, find_own_rank, meet
+from stretto.memory.exchange import exchange, find_own_rank, meet, require_same
 from stretto.memory.ordering import find_fence
 from stretto.memory.symmetric import SymmetricMemory
 from stretto.memory.waiting import MASK, Backoff, PeerError, has_reached
@@ -50,6 +50,7 @@ class _Offer(NamedTuple):
     name: str
     size: int
     signals: int
+    what: str
 
 
 class HostMemory(SymmetricMemory):
@@ -73,8 +74,10 @@ class HostMemory(SymmetricMemory):
         self._fence = find_fence()
 
     @classmethod
-    def allocate(cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float) -> "HostMemory":
-        """See `stretto.memory.allocate`."""
+    def allocate(
+        cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float, what: str = ""
+    ) -> "HostMemory":
+        """See `stretto.memory.allocate`; what: for people, and the same on all ranks."""
         if platform.system() != "Linux":
             raise OSError(f"shared memory between processes needs Linux, not {platform.system()}")
         find_fence()
@@ -85,7 +88,7 @@ class HostMemory(SymmetricMemory):
         descriptor = os.memfd_create(name)
         try:
             os.posix_fallocate(descriptor, 0, total)  # now, not as a SIGBUS at the first store
-            offer = _Offer(Process(os.getpid(), _started(os.getpid())), descriptor, name, size, signals)
+            offer = _Offer(Process(os.getpid(), _started(os.getpid())), descriptor, name, size, signals, what)
             offers = exchange(offer, group, timeout)
             _require_same(offers, rank)
             regions = [_map(offer, total, rank, peer) for peer, offer in enumerate(offers)]
@@ -170,11 +173,7 @@ def _require_available(total: int, world_size: int) -> None:
 def _require_same(offers: list[_Offer], rank: int) -> None:
     own = offers[rank]
     for peer, offer in enumerate(offers):
-        if (offer.size, offer.signals) != (own.size, own.signals):
-            raise ValueError(
-                f"all ranks must allocate the same: rank {rank} asks for {own.size} bytes and {own.signals} signals, "
-                f"rank {peer} for {offer.size} and {offer.signals}"
-            )
+        require_same((own.size, own.signals, own.what), (offer.size, offer.signals, offer.what), rank, peer)
 
 
 def _map(offer: _Offer, total: int, rank: int, peer: int) -> Tensor:

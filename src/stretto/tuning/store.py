@@ -47,17 +47,32 @@ class Store:
 
     def _load(self) -> dict[str, Any]:
         try:
-            if self.path.stat().st_size > MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            if not isinstance(content, dict):
-                raise ValueError("it holds no table")
-            return content
+            return _read_json(self.path)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s cannot be read, so its times are measured again: %s", self.path, error)
             return {}
+
+
+def read_times(path: Path) -> dict[str, dict[str, tuple[float, ...]]]:
+    """All that a file of a store holds, by machine and key, for one that somebody has named.
+
+    ValueError, which names the file, where it cannot be read or holds anything but times.
+    """
+    try:
+        content = _read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no file of measured times: {error}") from error
+    for machine, known in content.items():
+        if not isinstance(known, dict):
+            raise ValueError(f"{path} is no file of measured times: {machine!r} has no table")
+        for key, times in known.items():
+            if not _are_times(times):
+                raise ValueError(f"{path} has no seconds above 0 for {key!r}: {str(times)[:80]}")
+    return {machine: {key: tuple(times) for key, times in known.items()} for machine, known in content.items()}
 
 
 def cache_folder() -> Path:
@@ -68,5 +83,17 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "stretto"
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """The file's object; OSError, ValueError or RecursionError for what has none."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no table")
+    return content
+
+
 def _are_times(times: Any) -> bool:
-    return isinstance(times, list) and all(isinstance(t, int | float) and 0 < t < math.inf for t in times)
+    return isinstance(times, list) and all(
+        isinstance(t, int | float) and not isinstance(t, bool) and 0 < t < math.inf for t in times
+    )

@@ -1,12 +1,10 @@
 """What each call ran as: counted, and said at debug level."""
 
-import logging
 import threading
 from collections import Counter
 
 from stretto.collectives.backend.calls import Call
-
-logger = logging.getLogger("stretto.collectives")
+from stretto.collectives.said import SaidOnce
 
 
 class CallCounter:
@@ -16,13 +14,14 @@ class CallCounter:
         self._group = group
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
+        self._said = SaidOnce()
 
     def count(self, call: Call, ran_as: str, why: str) -> None:
-        """Count a call, and say so at debug level."""
+        """Count a call, and say what ran it at debug level, once for calls that are alike."""
         with self._lock:
             self._counts[call.operation, ran_as] += 1
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("group %s: %s runs as %s: %s", self._group, call.describe(), ran_as, why)
+        if self._said.is_heard:
+            self._said.say(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
 
     def read(self) -> dict[tuple[str, str], int]:
         """The counts so far."""

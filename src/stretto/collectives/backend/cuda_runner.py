@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.calls import Call
-from stretto.collectives.backend.runner import Member
+from stretto.collectives.backend.runner import Best, Member
 from stretto.collectives.backend.staging import run_staged, runs_in_place
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
@@ -46,8 +46,10 @@ class CudaRunner:
 
     def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
         """See `Runner`."""
-        if self._meet() is None:
+        communicator = self._meet()
+        if communicator is None:
             raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
+        communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
         self._schedules[id(schedule)] = schedule
 
     def start(self, schedule: Schedule, call: Call) -> "Work":
@@ -63,24 +65,26 @@ class CudaRunner:
             run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
         return _enqueued(call)
 
-    def start_best(self, call: Call) -> "tuple[Work, str] | None":
+    def start_best(self, call: Call) -> Best:
         """See `Runner`."""
-        if call.note or len(call.inputs) != 1 or len(call.outputs) != 1:
-            return None
-        (given,), (taken) = call.inputs, call.outputs[0]
+        if call.note:
+            return _left("the sizes of its parts are given" if call.note.endswith("sizes") else f"it is {call.note}")
+        if len(call.inputs) != 1 or len(call.outputs) != 1:
+            return _left("it has several tensors")
+        (given,), (taken,) = call.inputs, call.outputs
         if not given.is_contiguous() or not taken.is_contiguous():
-            return None
+            return _left("its tensors are not contiguous")
         if self._communicator is None and torch.cuda.is_current_stream_capturing():
-            return None
+            return _left("the group's first call cannot be set up while a graph is captured")
         communicator = self._meet()
         if communicator is None:
-            return None
+            return _left(self._obstacle or "")
         assert call.collective is not None
         buffers = _find_buffers(call.collective, given, taken, self._member.rank)
         if buffers is None:
-            return None
-        way = communicator.run(call.collective, *buffers, call.reduction or "sum")
-        return None if way is None else (_enqueued(call), way)
+            return _left("its output overlaps its input")
+        name, why = communicator.run_and_explain(call.collective, *buffers, call.reduction or "sum")
+        return _left(why) if name is None else Best(_enqueued(call), name, why)
 
     def discard(self, schedule: Schedule) -> None:
         """See `Runner`."""
@@ -126,6 +130,11 @@ class CudaRunner:
                 logger.debug("%s runs by the interpreter: %s", schedule.name, error)
                 self._kernels[key] = InterpretedSchedule(schedule, workspace, variant, in_place=in_place)
         return self._kernels[key]
+
+
+def _left(why: str) -> Best:
+    """A call that NCCL is to run."""
+    return Best(None, "", why)
 
 
 def _own_output(kernel: LaneKernel | InterpretedSchedule, rank: int, whole: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from stretto.collectives.backend.calls import Call, find_obstacle
 from stretto.collectives.backend.counting import CallCounter
 from stretto.collectives.backend.installed import Installed
-from stretto.collectives.backend.runner import Member, Runner, runner_for
+from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -49,14 +49,15 @@ class Dispatcher:
         if self._is_resting:
             return None
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
-        chosen, why = self._choose(call)
+        obstacle = find_obstacle(call, self.member.size)
+        chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None:
-            best = self._start_best(call)
-            if best is not None:
-                work, way = best
-                self.counter.count(call, f"schedule {way}", "it is the fastest known for such calls")
-                return work
-            self.counter.count(call, self.inner.get(call.device_type, "nothing"), why)
+            best = self._start_best(call) if obstacle is None else None
+            if best is not None and best.work is not None:
+                self.counter.count(call, f"schedule {best.name}", best.why)
+                return best.work
+            reason = why if best is None else f"{why}; {best.why}"
+            self.counter.count(call, self.inner.get(call.device_type, "nothing"), reason)
             return None
         runner = self.runner(call.device_type)
         assert runner is not None
@@ -87,10 +88,8 @@ class Dispatcher:
             if runner is not None:
                 runner.close(seconds)
 
-    def _start_best(self, call: Call) -> "tuple[Work, str] | None":
+    def _start_best(self, call: Call) -> Best | None:
         """Have the device's runner choose, where nothing that was installed is for this call."""
-        if find_obstacle(call, self.member.size) is not None:
-            return None
         runner = self.runner(call.device_type)
         if runner is None:
             return None
@@ -101,9 +100,6 @@ class Dispatcher:
         """The schedule for a call and why; the one that was installed last, where several would do."""
         if not self.installed:
             return None, "no schedule is installed"
-        obstacle = find_obstacle(call, self.member.size)
-        if obstacle is not None:
-            return None, obstacle
         runner = self.runner(call.device_type)
         if runner is None:
             return None, f"Stretto has no executor for {call.device_type} tensors"

@@ -1,7 +1,7 @@
 """What runs schedules on a kind of device, behind one interface."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,14 @@ class Member:
     rank: int
     size: int
     name: str
+
+
+class Best(NamedTuple):
+    """What the fastest known way made of a call: its Work, or None for what the backend inside is to run; why."""
+
+    work: "Work | None"
+    name: str
+    why: str
 
 
 class Runner(Protocol):
@@ -47,10 +55,10 @@ class Runner(Protocol):
         call of this group raises.
         """
 
-    def start_best(self, call: Call) -> "tuple[Work, str] | None":
-        """Begin to run a call for which nothing was installed by the fastest way that is known; returns its name too.
+    def start_best(self, call: Call) -> Best | None:
+        """Begin to run a call for which nothing was installed by the fastest way that is known; None: there is none.
 
-        None where the backend inside is the fastest, or alone can do it.
+        Its work is None where the backend inside is the fastest, or alone can do it.
         """
 
     def discard(self, schedule: Schedule) -> None:

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import torch
 
-from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, PAD, CopyArea, Region
+from stretto.collectives.executor.cuda.workspace import (
+    MAX_BLOCKS,
+    REPORT_WORDS,
+    STATE_WORDS,
+    CopyArea,
+    describe_report,
+    lay_out,
+    require_lines,
+)
+from stretto.memory import PeerError
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -90,22 +99,30 @@ def _spread(signature):
 
 
 class EmulatedWorkspace:
-    """A rank's workspace in this process's memory."""
+    """A rank's workspace in this process's memory. check raises the words of a real one."""
 
-    def __init__(self, rank, memories, regions, folder, limit=60.0):
+    def __init__(self, rank, memories, regions, half, folder, limit=60.0, has_nvlink=True, macros=""):
         self.rank, self.world_size = rank, len(memories)
         self.memories = memories  # kept as long as peers may write there
         self.device = torch.device("cpu")
         self.multiprocessors = 2
         self.limit = int(limit * 1e9)
-        self.regions, self.folder = regions, folder
+        self.regions, self.half, self.folder, self.macros = regions, half, folder, macros
+        self.has_nvlink = has_nvlink
         self.peers = [memory.data_ptr() for memory in memories]
-        self.state = torch.zeros(MAX_BLOCKS + 1, dtype=torch.int32)
-        self.ended = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
-        self.report = torch.zeros(5, dtype=torch.int32)
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32)
+        self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32)
+        self.kernels = {}
 
     def load(self, source, names, entry="run"):
-        return EmulatedFunction(source, names, self.folder, entry)
+        return EmulatedFunction(self.macros + source, names, self.folder, entry)
+
+    def register(self, kernel):
+        self.kernels[len(self.kernels) + 1] = kernel
+        return len(self.kernels)
+
+    def require_lines_for(self, protocol, name):
+        require_lines(protocol, name, has_nvlink=self.has_nvlink)
 
     def copy_area(self):
         return self.area
@@ -116,9 +133,19 @@ class EmulatedWorkspace:
     def follow_stream(self):
         pass  # there is one
 
-    def check(self, name="", describe=None):
-        is_broken, _, _, level, message = self.report.tolist()
-        assert not is_broken, describe(level, message) if level >= 0 else f"rank {message} to begin"
+    def check(self):
+        said = describe_report(self.report.tolist(), self.kernels)
+        if said is not None:
+            raise PeerError(said)
+
+    def set_calls(self, count):
+        """As if there had been so many calls."""
+        self.state[:MAX_BLOCKS] = torch.tensor(count, dtype=torch.uint32).view(torch.int32)
+
+    def mend(self):
+        """Forget a wait that was given up."""
+        self.report.zero_()
+        self.state[MAX_BLOCKS] = 0
 
 
 class EmulatedQueues:
@@ -148,11 +175,10 @@ def add_copy_areas(workspaces, size):
         workspace.area_memories = memories
 
 
-def make_workspaces(ranks, folder, bytes_each=1 << 20, **options):
-    starts = range(PAD, PAD + 3 * bytes_each, bytes_each)
-    regions = {name: Region(start, bytes_each) for name, start in zip(("LL", "LL128", "Simple"), starts, strict=True)}
-    memories = [torch.zeros(PAD + 3 * bytes_each + 64, dtype=torch.uint8) for _ in range(ranks)]
-    return [EmulatedWorkspace(rank, memories, regions, folder, **options) for rank in range(ranks)]
+def make_workspaces(ranks, folder, bytes_each=1 << 19, **options):
+    regions, half = lay_out(dict.fromkeys(("LL", "LL128", "Simple"), bytes_each))
+    memories = [torch.zeros(2 * half, dtype=torch.uint8) for _ in range(ranks)]
+    return [EmulatedWorkspace(rank, memories, regions, half, folder, **options) for rank in range(ranks)]
 
 
 def run_all(kernels, tensors):

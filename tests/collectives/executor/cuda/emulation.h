@@ -16,6 +16,7 @@ static thread_local unsigned votes;
 static void __syncthreads() { block_state->barrier.arrive_and_wait(); }
 static void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static void __threadfence_system() { __threadfence(); }
+static u32 atomicAdd(u32* at, u32 value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
 static u32 atomicExch(u32* at, u32 value) { return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST); }
 static bool __all_sync(unsigned, bool here) {
   auto& misses = block_state->misses[votes++ % 2];
@@ -26,6 +27,7 @@ static bool __all_sync(unsigned, bool here) {
   misses = 0;  // the other one is used before this one is again
   return all;
 }
+static bool __syncthreads_or(bool here) { return !__all_sync(0, !here); }
 // Whether the warp's threads are where they met last: a branch on the user's memory takes each its own way (`part`).
 static thread_local bool is_together;
 static void part() { is_together = false; }

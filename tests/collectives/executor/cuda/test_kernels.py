@@ -1,6 +1,8 @@
 """The kernels' own source on a CPU: lane programs and the interpreter, every protocol, any size and place."""
 
 import random
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant
+from stretto.memory import PeerError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -132,7 +135,7 @@ def test_lane_programs_run_beside_the_interpreter_in_one_workspace(name, protoco
 
 def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
     rng = random.Random(SEED)
-    workspaces = make_workspaces(2, folder, bytes_each=8192)
+    workspaces = make_workspaces(2, folder, bytes_each=4096)
     for protocol in PROTOCOLS:
         kernels = make(
             LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", protocol), True
@@ -148,7 +151,7 @@ def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
     """
     monkeypatch.setattr(emulated, "THREADS", 24)
     rng = random.Random(SEED)
-    workspaces = make_workspaces(2, folder, bytes_each=8192)
+    workspaces = make_workspaces(2, folder, bytes_each=4096)
     for protocol in ("LL", "Simple"):
         kernels = make(
             LaneKernel, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True
@@ -159,13 +162,112 @@ def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
 
 def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):
     workspaces = make_workspaces(2, folder, limit=0.3)
-    for kind, protocol in ((LaneKernel, "LL"), (InterpretedSchedule, "Simple")):
-        workspaces[0].report.zero_()
-        workspaces[0].state[-1] = 0
+    for kind, protocol, wait in (
+        (LaneKernel, "LL", r"rank 1's message 0 \(level 1\)"),
+        (InterpretedSchedule, "Simple", r"rank 1's message \(step 0, r, channel 0\)"),
+    ):
+        workspaces[0].mend()
         kernels = make(kind, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True)
-        kernels[0](torch.zeros(2000, dtype=torch.int32))
-        with pytest.raises(AssertionError, match=r"rank 1's message|rank 1 to begin"):
-            kernels[0](torch.zeros(2000, dtype=torch.int32))
+        kernels[0](torch.zeros(200, dtype=torch.int32))
+        calls = int(workspaces[0].state[0])
+        with pytest.raises(
+            PeerError, match=rf"^ring-all-gather, call {calls}, thread block \d waited in vain for {wait}$"
+        ):
+            kernels[0](torch.zeros(200, dtype=torch.int32))
+        other = make(kind, "ring-all-reduce", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True)
+        with pytest.raises(PeerError, match=r"^ring-all-gather, "):  # whoever finds the report, it is the other's
+            other[0](torch.zeros(2000, dtype=torch.int32))
+
+
+def test_a_wait_of_the_interpreter_names_the_one_thing_that_it_was_for(folder):
+    # The root sends tile after tile to a rank that takes none, until its slots are full.
+    schedule = ALGORITHMS["binomial-broadcast"].compile(ranks=2)
+    workspace = make_workspaces(2, folder, limit=0.3)[0]
+    variant = Variant("int32", "sum", "Simple")
+    kernel = InterpretedSchedule(schedule, workspace, variant, in_place=True, tile_bytes=480)
+    kernel(torch.zeros(12_000, dtype=torch.int32))
+    with pytest.raises(PeerError, match=r"waited in vain for a free slot at rank 1 \(step 0, s, channel 0\)$"):
+        workspace.check()
+
+
+def test_a_wait_for_another_thread_block_names_it(folder):
+    # Thread block 1 adds what thread block 0 has received, which never comes: either may be the first to give up.
+    schedule = ALGORITHMS["two-shot-all-reduce"].compile(ranks=2, in_place=False)
+    workspace = make_workspaces(2, folder, limit=0.3)[0]
+    kernel = InterpretedSchedule(schedule, workspace, Variant("int32", "sum", "LL"), in_place=False)
+    words = {
+        (0, 1, 0): "rank 1's message (step 1, r, channel 0)",
+        (1, 1, 2): "its own thread block 0 to end step 1 (step 1, re, channel 0)",
+    }
+    seen = set()
+    for _ in range(8):
+        workspace.mend()
+        kernel(torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32))
+        written = tuple(workspace.report.tolist()[3:])
+        seen.add(written)
+        with pytest.raises(PeerError) as caught:
+            workspace.check()
+        assert str(caught.value).endswith(f"waited in vain for {words[written]}")
+    assert seen <= set(words)
+    for written, said in words.items():
+        assert kernel.describe_wait(*written) == said
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("kind", [LaneKernel, InterpretedSchedule])
+def test_call_numbers_may_come_round(kind, protocol, folder):
+    """Calls on both sides of 2^31 and of 2^32, the first ones on memory that no call has written to."""
+    rng = random.Random(SEED)
+    for calls in (2**31 - 3, 2**32 - 4):
+        workspaces = make_workspaces(2, folder)
+        name = "binomial-broadcast" if kind is LaneKernel else "ring-all-reduce"  # the former waits for tokens
+        kernels = make(kind, name, {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True)
+        for workspace in workspaces:
+            workspace.set_calls(calls)
+        for elements in (5, 700, 1, 700, 90, 5, 700):
+            check(kernels, torch.int32, "sum", True, elements, 0, rng)
+        after = calls + 7 if calls < 2**31 else calls + 9 - 2**32  # 0 and 1 are left out
+        assert int(workspaces[0].state[0]) & 0xFFFFFFFF == after
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("kind", [LaneKernel, InterpretedSchedule])
+def test_what_an_old_call_left_is_not_taken_when_its_number_comes_again(kind, protocol, folder):
+    """A call, others elsewhere in memory past the numbers at which it is cleaned, and the first call's number again.
+
+    Rank 0 comes much earlier than rank 1, and would find the old call's message in place of the new one's.
+    """
+    workspaces = make_workspaces(2, folder, macros="#define CALLS_BETWEEN_CLEANINGS 64u\n")
+    variant = Variant("int32", "sum", protocol)
+    tested = make(kind, "ring-all-gather", {"ranks": 2}, workspaces, variant, True)
+    elsewhere = Variant("int32", "sum", "Simple" if protocol == "LL" else "LL")
+    others = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, elsewhere, True)
+
+    def call(kernels, elements, content, seconds=0.0):
+        tensors = [torch.zeros(2 * elements, dtype=torch.int32) for _ in workspaces]
+        for rank, tensor in enumerate(tensors):
+            tensor[rank * elements : (rank + 1) * elements] = content + rank
+
+        def late(kernel, tensor):
+            time.sleep(seconds if kernel is kernels[1] else 0)
+            kernel(tensor)
+
+        run_all([partial(late, kernel) for kernel in kernels], [(tensor,) for tensor in tensors])
+        for tensor in tensors:
+            assert tensor.view(2, -1)[:, 0].tolist() == [content, content + 1]
+            assert (tensor.view(2, -1) == tensor.view(2, -1)[:, :1]).all()
+
+    for number in (6, 7):  # one in each half
+        for workspace in workspaces:
+            workspace.set_calls(number - 1)
+        call(tested, 200, 100)
+        for workspace in workspaces:
+            workspace.set_calls(62)
+        for small in range(4):
+            call(others, 3, small)
+        for workspace in workspaces:
+            workspace.set_calls(number - 1)
+        call(tested, 200, 500, seconds=0.2)
 
 
 def test_a_call_without_elements_does_not_count_as_one(folder):
@@ -183,7 +285,7 @@ def test_a_schedule_for_other_ranks_is_refused(folder):
 
 
 def test_an_interpreter_whose_fifos_do_not_fit_says_so(folder):
-    workspaces = make_workspaces(2, folder, bytes_each=8192)
+    workspaces = make_workspaces(2, folder, bytes_each=4096)
     schedule = ALGORITHMS["ring-all-gather"].compile(ranks=2)
     kernel = InterpretedSchedule(
         schedule, workspaces[0], Variant("int32", "sum", "Simple"), in_place=True, tile_bytes=1 << 16

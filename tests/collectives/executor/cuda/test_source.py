@@ -5,6 +5,7 @@ import re
 import pytest
 
 from stretto.collectives.algorithms import find
+from stretto.collectives.executor.cuda.interpreter import write_interpreter
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
 from stretto.collectives.executor.cuda.nvrtc import compile_source, load_or_compile
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant, parameter_names, write_source
@@ -34,6 +35,12 @@ def ptx(algorithm, variant):
 def test_it_compiles_for_every_architecture(arch, protocol):
     for algorithm in ("two-shot-all-reduce", "ring-all-reduce", "binomial-broadcast"):
         assert compile_source(source(algorithm, Variant("bfloat16", "sum", protocol)), arch)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
+def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
+    assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)

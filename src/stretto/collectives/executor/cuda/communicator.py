@@ -1,6 +1,7 @@
 """Collectives of one group on GPUs: for each call the way that the table says, made at its first use."""
 
-import logging
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,43 +12,80 @@ from stretto.collectives.executor.cuda.copied import PROTOCOL, CopiedSchedule
 from stretto.collectives.executor.cuda.kernel import MAX_PLANS, LaneKernel
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import DEFAULT_TIMEOUT, Workspace
+from stretto.collectives.said import SaidOnce
 from stretto.collectives.schedule import Schedule
-from stretto.collectives.selection import LIBRARY, Table, Way
+from stretto.collectives.selection import LIBRARY, Table, Way, find_table_file
 from stretto.collectives.verifier import verify
-
-logger = logging.getLogger("stretto.collectives")
 
 Kernel = LaneKernel | CopiedSchedule
 
 
-def machine_name() -> str:
-    """What a table was measured on: the GPU and the versions whose speed is in it, never a machine's name."""
+def machine_name(has_nvlink: bool) -> str:
+    """What a table was measured on: the GPU, its links and the versions whose speed is in it; no machine's name."""
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}"
+    links = "NVLink" if has_nvlink else "no NVLink"
+    return f"{torch.cuda.get_device_name()}, {links}, torch {torch.__version__}, NCCL {nccl}"
+
+
+class Ran(NamedTuple):
+    """What a call ran as, None for what is left to the library, and why, for people."""
+
+    name: str | None
+    why: str
+
+
+class _Known(NamedTuple):
+    """What calls of one kind run by: a kernel, or None for the library."""
+
+    kernel: Kernel | None
+    ran: Ran
 
 
 class CudaCommunicator:
     """Runs collectives of one group by Stretto's kernels. Collective: all ranks make it, and call it alike.
 
-    The choice is rank 0's, sent to all. timeout: seconds that a wait on the device may take.
+    The choice is rank 0's, sent to all: from `table`, a file that `stretto bench collectives --tune --table FILE` has
+    written (default: $STRETTO_COLLECTIVES_TABLE), or else what was measured on this machine, or else the default. A
+    Table is taken as it is, the same on all ranks.
+    timeout: seconds that a wait on the device may take. ValueError, on all ranks, for a file that is no table of this
+    machine and number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        table: Table | Path | str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
         self.workspace = Workspace(group, timeout=timeout)
         self.world_size = self.workspace.world_size
-        tables = [Table.read(machine_name(), self.world_size)]
-        root = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(tables, src=root, group=group, device=self.workspace.device)
-        self.table = tables[0]
+        self._group_name = "0" if group is None else group.group_name
+        self._said = SaidOnce()
         self._kernels: dict[tuple[Way, str, str, bool], Kernel] = {}
-        self._calls: dict[tuple[object, ...], tuple[Kernel, str] | Way] = {}
+        self._calls: dict[tuple[object, ...], _Known] = {}
+        try:
+            self.table = table if isinstance(table, Table) else self._find_table(group, find_table_file(table))
+        except ValueError:
+            self.close()
+            raise
 
     def run(self, collective: str, input: Tensor, output: Tensor | None = None, reduction: str = "sum") -> str | None:
         """Run it on the current stream, or return None where the library does it better or alone can.
 
         input, output: flat or not, contiguous, of one dtype; output None: in place, where `input` holds both buffers.
-        Returns the name of the way. ValueError for tensors of two dtypes, or that are not on this GPU.
+        Returns the name of the way, and says it with its reason at debug level, once for calls that are alike.
+        ValueError for tensors of two dtypes, or that are not on this GPU.
         """
+        ran = self.run_and_explain(collective, input, output, reduction)
+        if self._said.is_heard:
+            larger = input if output is None or input.numel() >= output.numel() else output
+            call = f"{collective} {reduction} of {larger.numel()} {_name(larger.dtype)} ({larger.nbytes} bytes)"
+            self._said.say(f"group {self._group_name}: {call} runs as {ran.name or 'the library'}: {ran.why}")
+        return ran.name
+
+    def run_and_explain(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> Ran:
+        """As `run`, for callers that say themselves what ran."""
         for tensor in (input,) if output is None else (input, output):
             if tensor.dtype != input.dtype or tensor.device != self.workspace.device:
                 raise ValueError(
@@ -59,38 +97,37 @@ class CudaCommunicator:
         if known is None:
             known = self._find(collective, input, output, reduction)
             if known is None:
-                return None
+                return Ran(None, "its kernel is not compiled yet, and cannot be while a graph is captured")
             if len(self._calls) == MAX_PLANS:
                 self._calls.clear()
             self._calls[call] = known
-        if known is LIBRARY:
-            return None
-        assert isinstance(known, tuple)
+        if known.kernel is None:
+            return known.ran
         if not input.is_contiguous() or not (output is None or output.is_contiguous()):
-            return None
-        kernel, name = known
-        kernel(input, output)
-        return name
+            return Ran(None, "its tensors are not contiguous")
+        known.kernel(input, output)
+        return known.ran
 
-    def _find(
-        self, collective: str, input: Tensor, output: Tensor | None, reduction: str
-    ) -> tuple[Kernel, str] | Way | None:
-        """The kernel of such calls, LIBRARY, or None where it cannot be said for good."""
+    def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> _Known | None:
+        """What such calls run by, or None where it cannot be said for good."""
         larger = input if output is None or input.numel() >= output.numel() else output
-        dtype = str(larger.dtype).removeprefix("torch.")
-        if dtype not in ELEMENTS or reduction not in OPERATIONS or not larger.numel():
-            return LIBRARY
-        way = self.table.choose(collective, dtype, larger.numel() * larger.itemsize, self.world_size)
+        dtype = _name(larger.dtype)
+        if dtype not in ELEMENTS:
+            return _Known(None, Ran(None, f"Stretto's kernels have no {dtype}"))
+        if reduction not in OPERATIONS:
+            return _Known(None, Ran(None, f"Stretto's kernels have no reduction {reduction}"))
+        if not larger.numel():
+            return _Known(None, Ran(None, "it has no elements"))
+        way, why = self.table.choose(collective, dtype, larger.nbytes, self.world_size)
         if way == LIBRARY:
-            return LIBRARY
+            return _Known(None, Ran(None, why))
         key = (way, dtype, reduction, output is None)
         kernel = self._kernels.get(key)
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():
-                logger.debug("%s is not compiled yet, and cannot be while a graph is captured: NCCL", way.name)
                 return None
             kernel = self._kernels[key] = self.kernel(way, dtype, reduction, in_place=output is None)
-        return kernel, way.name
+        return _Known(kernel, Ran(way.name, why))
 
     def kernel(self, way: Way, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
         """The kernel of a way. ValueError for one that does not exist for this group."""
@@ -111,3 +148,26 @@ class CudaCommunicator:
         self._kernels.clear()
         self._calls.clear()
         self.workspace.close()
+
+    def _find_table(self, group: dist.ProcessGroup | None, path: Path | None) -> Table:
+        """Rank 0's table on all ranks. ValueError on all where it cannot read the one that was named."""
+        has_nvlink = self.workspace.has_nvlink
+        found: list[Table | str] = [""]
+        if self.workspace.rank == 0:
+            machine = machine_name(has_nvlink)
+            try:
+                if path is None:
+                    found = [Table.read(machine, self.world_size, has_nvlink=has_nvlink)]
+                else:
+                    found = [Table.load(path, machine, self.world_size, has_nvlink=has_nvlink)]
+            except ValueError as error:
+                found = [str(error)]
+        root = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(found, src=root, group=group, device=self.workspace.device)
+        if isinstance(found[0], str):
+            raise ValueError(found[0])
+        return found[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.kernel import find_sizes, moves_chunks
+from stretto.collectives.executor.cuda.kernel import find_sizes, moves_chunks, require_runnable
 from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Send, lower_to_lanes
 from stretto.collectives.executor.cuda.queues import Queues
 from stretto.collectives.executor.cuda.source import (
@@ -42,7 +42,7 @@ FLAGS = 16 << 10
 HEAD = 64 << 10
 """Bytes before the mailboxes: what each peer is done with, 64 bits a rank, and from FLAGS on a flag a message."""
 KERNEL_BLOCKS = 64
-BEGIN_PARAMETERS = ("state", "report", "limit", "base", "index", "behind", "rank", "world", "done", "word")
+BEGIN_PARAMETERS = ("state", "report", "limit", "kernel", "base", "index", "behind", "rank", "world", "done", "word")
 FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
 
 
@@ -141,11 +141,7 @@ class CopiedSchedule:
     """
 
     def __init__(self, schedule: Schedule, workspace: Workspace, variant: Variant, *, in_place: bool) -> None:
-        if schedule.collective.ranks != workspace.world_size:
-            raise ValueError(
-                f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
-                f"{workspace.world_size}"
-            )
+        require_runnable(schedule, workspace, variant)
         self.name = schedule.name
         self.workspace = workspace
         self.variant = variant
@@ -176,6 +172,7 @@ class CopiedSchedule:
             "state": workspace.state.data_ptr(),
             "report": workspace.report.data_ptr(),
             "limit": workspace.limit,
+            "kernel": workspace.register(self),
             "base": area.base,
             "rank": workspace.rank,
             "world": workspace.world_size,
@@ -188,7 +185,7 @@ class CopiedSchedule:
                 continue
             source = write_level_source(self.lanes, program, number, level.kernel, self.block_chunks, self.variant)
             kernel = workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
-            for name in ("state", "report", "limit", "base"):
+            for name in ("state", "report", "limit", "kernel", "base"):
                 kernel.set(name, fixed[name])
             self._kernels.append(kernel)
         source = write_macros(self.lanes, workspace.rank, self.variant) + read_sources(
@@ -209,7 +206,7 @@ class CopiedSchedule:
 
         ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up.
         """
-        self.workspace.check(self.name, self._describe)
+        self.workspace.check()
         self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         layout = find_layout(self.collective, *sizes)
@@ -301,6 +298,6 @@ class CopiedSchedule:
             kernel.set(name, value)
         kernel.launch(min(-(-slots // (MAX_THREADS * self.variant.unroll)), KERNEL_BLOCKS), MAX_THREADS)
 
-    def _describe(self, level: int, message: int) -> str:
-        """What a wait was for."""
+    def describe_wait(self, block: int, level: int, message: int) -> str:
+        """See `Waiting`."""
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"

@@ -16,6 +16,10 @@ class Launchable(Protocol):
         """Launch it; cooperative: all blocks are resident at once, or it is refused."""
 
 
+class LaunchError(RuntimeError):
+    """CUDA refused a launch: nothing ran."""
+
+
 class Function:
     """A kernel whose parameters, all of 8 bytes, are kept between launches: only what changes is written."""
 
@@ -44,16 +48,14 @@ class Function:
         self._values[self._at[name]] = value
 
     def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False) -> None:
-        """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. RuntimeError with CUDA's words."""
+        """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. LaunchError with CUDA's words."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if is_cooperative:
             result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
         else:
             result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, None)
         if result != 0:
-            raise RuntimeError(
-                f"a kernel of {blocks} blocks of {threads} threads was not launched: {_describe(result)}"
-            )
+            raise LaunchError(f"a kernel of {blocks} blocks of {threads} threads was not launched: {_describe(result)}")
 
 
 def _describe(result: int) -> str:

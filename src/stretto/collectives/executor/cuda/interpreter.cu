@@ -4,8 +4,8 @@
 // Who waits for whom: a receive for its message; a send for a free slot of its connection, which the receiver counts at
 // the sender; a step that depends on another thread block's for that block's count of ended steps, on this GPU. All
 // counts carry the call's epoch in their upper half, so they go on from call to call. Why memory may be used again:
-// FIFOs take two halves in turn, and no block sends to a peer before that peer has begun the call before this one, and
-// so ended the one before that.
+// FIFOs and counts take two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a
+// lane program's messages): a rank that has begun call n has ended n - 1, so all have begun n - 1 and ended n - 2.
 
 #define SENDS 1
 #define RECEIVES 2
@@ -60,7 +60,7 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
       Pack pack;
       if (step.kind & RECEIVES) {
         do converge();
-        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag) || !wait.again(at_step, blockIdx.x)));
+        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag) || !wait.again(at_step, FOR_MESSAGE)));
       }
       if (step.kind & REDUCES) {
         Pack left = step.kind & RECEIVES ? pack : load(destination + at, valid(destination_length, at, width));
@@ -80,24 +80,26 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
 
 extern "C" __global__ void __launch_bounds__(512)
     run(char* input, char* output, char* scratch, u64 block_bytes, u64 chunk_bytes, u64 tile_bytes, u64 lanes, u64 tiles,
-        u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, u64* ended, Report* report,
-        u64 limit, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
+        u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, Report* report, u64 limit,
+        u64 kernel, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
   const Call call = {input, output, scratch, block_bytes, chunk_bytes, tile_bytes, lanes, tiles, block_chunks, slots};
   const BlockRow block = blocks[blockIdx.x];
-  const u32 epoch = state->epochs[blockIdx.x] + 1;
-  const u64 call_flag = (u64)epoch << 32, mail = region + (epoch & 1) * half;
+  const u32 epoch = next_epoch(state);
+  const u64 call_flag = (u64)epoch << 32, side = (epoch & 1) * half;
   const bool leads = threadIdx.x == 0;
-  Wait wait(state, report, limit, epoch);
+  u64* ended = state->ended;
+  char* own = peers[RANK] + side;
+  Wait wait(state, report, limit, kernel, epoch);
   if (blockIdx.x == 0)
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
-      if (peer != RANK) raise_flag((u64*)peers[peer] + RANK, call_flag);
+      if (peer != RANK) raise_flag((u64*)(peers[peer] + side) + RANK, call_flag);
   // Counts of messages that have come to this rank, and of slots that are free again for it, by connection.
-  u64* came = (u64*)(peers[RANK] + counts) + block.receive_number;
-  u64* freed = (u64*)(peers[RANK] + counts) + connections + block.send_number;
-  u64* came_there = block.send_peer < 0 ? 0 : (u64*)(peers[block.send_peer] + counts) + block.send_number;
-  u64* freed_there = block.receive_peer < 0 ? 0 : (u64*)(peers[block.receive_peer] + counts) + connections + block.receive_number;
-  if (block.send_peer >= 0 && leads)
-    await_flag((u64*)peers[RANK] + block.send_peer, call_flag - (1ull << 32), wait, ~0u, block.send_peer);
+  u64* came = (u64*)(own + counts) + block.receive_number;
+  u64* freed = (u64*)(own + counts) + connections + block.send_number;
+  char* receiver = block.send_peer < 0 ? 0 : peers[block.send_peer] + side;
+  char* sender = block.receive_peer < 0 ? 0 : peers[block.receive_peer] + side;
+  u64* came_there = receiver ? (u64*)(receiver + counts) + block.send_number : 0;
+  u64* freed_there = sender ? (u64*)(sender + counts) + connections + block.receive_number : 0;
   u64 sent = 0, received = 0, done = 0;
   for (u64 tile = 0; tile < tiles; ++tile) {
     for (int at = 0; at < block.steps; ++at) {
@@ -105,16 +107,16 @@ extern "C" __global__ void __launch_bounds__(512)
       if (leads) {
         if (step.awaited_block >= 0) {
           u64 target = tile * blocks[step.awaited_block].steps + step.awaited_step + 1;
-          await_flag(ended + step.awaited_block, call_flag + target, wait, at, blockIdx.x);
+          await_flag(ended + step.awaited_block, call_flag + target, wait, at, FOR_THREAD_BLOCK);
         }
-        if (step.kind & SENDS && sent >= slots) await_flag(freed, call_flag + sent - slots + 1, wait, at, blockIdx.x);
+        if (step.kind & SENDS && sent >= slots) await_flag(freed, call_flag + sent - slots + 1, wait, at, FOR_SLOT);
 #if PROTOCOL == SIMPLE
-        if (step.kind & RECEIVES) await_flag(came, call_flag + received + 1, wait, at, blockIdx.x);
+        if (step.kind & RECEIVES) await_flag(came, call_flag + received + 1, wait, at, FOR_MESSAGE);
 #endif
       }
       __syncthreads();
-      const char* incoming = peers[RANK] + mail + block.receive_start + received % slots * block.receive_stride;
-      char* outgoing = block.send_peer < 0 ? 0 : peers[block.send_peer] + mail + block.send_start + sent % slots * block.send_stride;
+      const char* incoming = own + region + block.receive_start + received % slots * block.receive_stride;
+      char* outgoing = receiver ? receiver + region + block.send_start + sent % slots * block.send_stride : 0;
       do_step(step, call, tile, incoming, outgoing, call_flag + received + 1, call_flag + sent + 1, wait, at);
       ++done;
       if (step.kind & SENDS) ++sent;
@@ -134,6 +136,6 @@ extern "C" __global__ void __launch_bounds__(512)
   }
   if (blockIdx.x == 0)  // a call's half may be written again once all ranks have begun the next one
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
-      if (peer != RANK) await_flag((u64*)peers[RANK] + peer, call_flag, wait, ~0u, peer);
-  end_call(state, epoch);
+      if (peer != RANK) await_flag((u64*)own + peer, call_flag, wait, TO_BEGIN, peer);
+  end_call(state, epoch, own, half);
 }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, find_sizes, moves_chunks
+from stretto.collectives.executor.cuda.kernel import DATA_BYTES, find_sizes, moves_chunks, require_runnable
 from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant, read_sources
 from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
 from stretto.collectives.executor.layout import find_layout
@@ -18,9 +18,11 @@ from stretto.collectives.verifier.graph import build_graph, linear_order
 DEFAULT_TILE_BYTES = 64 << 10
 PARAMETERS = (
     *("input", "output", "scratch", "block_bytes", "chunk_bytes", "tile_bytes", "lanes", "tiles", "block_chunks"),
-    *("slots", "blocks", "steps", "state", "ended", "report", "limit", "peers", "counts", "region", "half"),
+    *("slots", "blocks", "steps", "state", "report", "limit", "kernel", "peers", "counts", "region", "half"),
     "connections",
 )
+_MAX_COUNT = 1 << 32
+_FOR_MESSAGE, _FOR_SLOT = 0, 1  # as primitives.cu has them
 _BUFFERS = {Buffer.IN: 0, Buffer.OUT: 1, Buffer.SCRATCH: 2}
 _STEP_ROW = np.dtype([(name, "i4") for name in ("kind", "source", "destination", "size", "block", "step")])
 _BLOCK_ROW = np.dtype(
@@ -61,11 +63,7 @@ class InterpretedSchedule:
         tile_bytes: int = DEFAULT_TILE_BYTES,
         threads: int = MAX_THREADS,
     ) -> None:
-        if schedule.collective.ranks != workspace.world_size:
-            raise ValueError(
-                f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
-                f"{workspace.world_size}"
-            )
+        require_runnable(schedule, workspace, variant)
         self.name = schedule.name
         self.schedule = schedule
         self.workspace = workspace
@@ -86,13 +84,13 @@ class InterpretedSchedule:
         self._peers = torch.tensor(workspace.peers, dtype=torch.int64, device=workspace.device)
         fixed = {
             "state": workspace.state.data_ptr(),
-            "ended": workspace.ended.data_ptr(),
             "report": workspace.report.data_ptr(),
             "limit": workspace.limit,
+            "kernel": workspace.register(self),
             "peers": self._peers.data_ptr(),
             "counts": COUNTS,
             "region": self._region.start,
-            "half": self._region.half,
+            "half": workspace.half,
         }
         for name, value in fixed.items():
             self._function.set(name, value)
@@ -104,7 +102,7 @@ class InterpretedSchedule:
 
         ValueError for sizes that do not fit, PeerError if an earlier call was given up.
         """
-        self.workspace.check(self.name, self._describe)
+        self.workspace.check()
         self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         if sizes != self._last:
@@ -115,17 +113,19 @@ class InterpretedSchedule:
             (input if output is None else output)[target : target + elements] = input[source : source + elements]
         self._function.launch(max(self._blocks, 1), self.threads, is_cooperative=True)
 
-    def _describe(self, at: int, number: int) -> str:
-        """What a wait of that step of that thread block was for: the kernel does not say which of these."""
-        blocks = self.schedule.ranks[self.workspace.rank].thread_blocks
-        if number >= len(blocks) or at >= len(blocks[number].steps):  # an earlier kernel's record
-            return f"step {at}"
-        block = blocks[number]
-        step = block.steps[at]
-        awaited = [f"rank {block.receive_peer}'s message"] if step.type.receives else []
-        awaited += [f"a free slot at rank {block.send_peer}"] if step.type.sends else []
-        awaited += [f"thread block {step.waits_for[0]}"] if step.waits_for is not None else []
-        return f"{' or '.join(awaited) or 'nothing'} (step {at}, {step.type.value}, channel {block.channel})"
+    def describe_wait(self, block: int, level: int, message: int) -> str:
+        """See `Waiting`; level: the step, message: which of its waits."""
+        waiting = self.schedule.ranks[self.workspace.rank].thread_blocks[block]
+        step = waiting.steps[level]
+        match message:
+            case _ if message == _FOR_MESSAGE:
+                awaited = f"rank {waiting.receive_peer}'s message"
+            case _ if message == _FOR_SLOT:
+                awaited = f"a free slot at rank {waiting.send_peer}"
+            case _:
+                assert step.waits_for is not None
+                awaited = f"its own thread block {step.waits_for[0]} to end step {step.waits_for[1]}"
+        return f"{awaited} (step {level}, {step.type.value}, channel {waiting.channel})"
 
     def _resize(self, input_elements: int | None, output_elements: int | None) -> None:
         variant = self.variant
@@ -148,10 +148,16 @@ class InterpretedSchedule:
         lanes = tile_bytes // DATA_BYTES[variant.protocol]
         lanes = tile_bytes // 120 * 8 if variant.protocol == "LL128" else lanes
         starts, needed = self._lay_out(plan, 16 * lanes)
-        if needed > self._region.half:
+        if needed > self._region.size:
             raise ValueError(
-                f"{self.name} needs {needed} bytes of FIFOs with tiles of {tile_bytes} bytes, of {self._region.half} "
+                f"{self.name} needs {needed} bytes of FIFOs with tiles of {tile_bytes} bytes, of {self._region.size} "
                 f"that there are for {variant.protocol}: take smaller tiles"
+            )
+        tiles = -(-chunk_bytes // tile_bytes)
+        longest = max((len(block.steps) for block in self.schedule.ranks[self.workspace.rank].thread_blocks), default=0)
+        if tiles * longest >= _MAX_COUNT:  # a flag counts them below the call's number
+            raise ValueError(
+                f"{self.name} does {longest} steps on {tiles} tiles of {tile_bytes} bytes: take larger tiles"
             )
         self._copies = list(self._find_copies(plan))
         rows, blocks = self._tables(plan, starts)
@@ -166,7 +172,7 @@ class InterpretedSchedule:
             "chunk_bytes": chunk_bytes,
             "tile_bytes": tile_bytes,
             "lanes": lanes,
-            "tiles": -(-chunk_bytes // tile_bytes),
+            "tiles": tiles,
             "block_chunks": plan.layout.block_chunks,
             "slots": plan.slots,
             "blocks": self._block_rows.data_ptr(),

@@ -37,11 +37,7 @@ class LaneKernel:
     """
 
     def __init__(self, schedule: Schedule, workspace: Workspace, variant: Variant, *, in_place: bool) -> None:
-        if schedule.collective.ranks != workspace.world_size:
-            raise ValueError(
-                f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
-                f"{workspace.world_size}"
-            )
+        require_runnable(schedule, workspace, variant)
         self.name = schedule.name
         self.workspace = workspace
         self.variant = variant
@@ -57,12 +53,12 @@ class LaneKernel:
         source = write_source(self.lanes, workspace.rank, self.block_chunks, variant)
         self._function = workspace.load(source, parameter_names(workspace.world_size))
         region = workspace.regions[variant.protocol]
-        self._half = region.half
+        self._capacity = region.size
         program = self.lanes.ranks[workspace.rank]
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
         fixed = {f"peer_{rank}": address for rank, address in enumerate(workspace.peers)}
         fixed |= {"state": workspace.state.data_ptr(), "report": workspace.report.data_ptr(), "limit": workspace.limit}
-        fixed |= {"region": region.start, "half": region.half}
+        fixed |= {"kernel": workspace.register(self), "region": region.start, "half": workspace.half}
         for parameter, value in fixed.items():
             self._function.set(parameter, value)
         self._plans: dict[tuple[int | None, int | None], _Launches] = {}
@@ -76,7 +72,7 @@ class LaneKernel:
         What is larger than the mailboxes goes in pieces. ValueError for sizes that do not fit the collective,
         PeerError if an earlier call was given up.
         """
-        self.workspace.check(self.name, self._describe)
+        self.workspace.check()
         self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
         plan = self._plans.get(sizes) or self._plan(sizes)
@@ -101,8 +97,8 @@ class LaneKernel:
         self.threads, self.max_blocks = threads, max_blocks
         self._plans.clear()
 
-    def _describe(self, level: int, message: int) -> str:
-        """What a wait was for."""
+    def describe_wait(self, block: int, level: int, message: int) -> str:
+        """See `Waiting`."""
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
 
     def _plan(self, sizes: tuple[int | None, int | None]) -> "_Launches":
@@ -110,7 +106,7 @@ class LaneKernel:
         chunk_bytes = layout.chunk_elements * self._itemsize
         slots = self._slots(chunk_bytes)
         # A piece is whole warps of slots, so that it is also whole lines of LL128 and a multiple of any element.
-        most = self._half // (16 * max(self.lanes.mailboxes, 1)) // 32 * 32
+        most = self._capacity // (16 * max(self.lanes.mailboxes, 1)) // 32 * 32
         if most == 0:
             raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there is no memory for these")
         threads = self.threads or (SMALL_THREADS if slots <= SMALL_THREADS * self.max_blocks else MAX_THREADS)
@@ -143,6 +139,16 @@ class LaneKernel:
         per_access = _ALIGNMENT // self._itemsize
         rounded = -(-layout.chunk_elements // per_access) * per_access
         return layout if self.needs_even else replace(layout, chunk_elements=rounded)
+
+
+def require_runnable(schedule: Schedule, workspace: Workspace, variant: Variant) -> None:
+    """ValueError for a schedule for another number of ranks, or a protocol that these links do not bear."""
+    if schedule.collective.ranks != workspace.world_size:
+        raise ValueError(
+            f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
+            f"{workspace.world_size}"
+        )
+    workspace.require_lines_for(variant.protocol, schedule.name)
 
 
 def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> tuple[int | None, int | None]:

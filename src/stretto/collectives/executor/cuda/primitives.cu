@@ -8,7 +8,12 @@
 // (one store: the warp must have met again after any branch, `converge`, and so before it reads a line);
 // Simple writes data, then a barrier of the block, and one thread raises a flag (fence and release, system). The reader
 // of LL and LL128 reads data and flag together until the flag is right; that of Simple waits for the flag (acquire,
-// system), then a barrier of the block. Flags count up from call to call and are never reset.
+// system), then a barrier of the block.
+//
+// Every flag carries its call's number (`epoch`) in its upper half, and has come when that is this call's: what is left
+// of earlier calls is never taken for it, by which a flag needs no reset. Numbers have 32 bits and come round; before
+// they do, memory that no call has written to for long is cleaned (`end_call`), and 0 is nobody's number. A call uses
+// one of two halves of each rank's memory, by the parity of its number.
 
 #define SUM 0
 #define MAX 1
@@ -23,6 +28,13 @@
 #define MAX_BLOCKS 1024
 #define FLAGS 32768  // bytes from a rank's memory's start, after the tokens of up to 4096 ranks
 #define POLLS_BETWEEN_LOOKS 2048
+#ifndef CALLS_BETWEEN_CLEANINGS
+#define CALLS_BETWEEN_CLEANINGS (1u << 28)  // a power of 2, and far from 2^32
+#endif
+#define TO_BEGIN 0xffffffffu  // in a report, instead of a level or step: the wait was for a rank to begin
+#define FOR_MESSAGE 0u  // in a report of the interpreter: which of a step's waits it was
+#define FOR_SLOT 1u
+#define FOR_THREAD_BLOCK 2u
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
@@ -133,22 +145,22 @@ __device__ __forceinline__ int valid(u64 length, u64 at, int width) {
   return left < width ? (int)left : width;
 }
 
-// What waits have in common: how long one may take, and where a failure is written down. `State` lies on this GPU,
-// `Report` in pinned host memory.
-struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken; };
-struct Report { u32 is_broken, epoch, block, level, message; };
+// What waits have in common: how long one may take, and where a failure is written down. `State` lies on this GPU (its
+// `ended` counts the steps of the interpreter's thread blocks), `Report` in pinned host memory.
+struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken, blocks_done; u64 ended[MAX_BLOCKS]; };
+struct Report { u32 is_broken, kernel, epoch, block, level, message; };
 
 struct Wait {
   State* state;
   Report* report;
   u64 limit;
-  u32 epoch;
+  u32 kernel, epoch;
   u32 polls = 0;
   u64 began = 0;
   bool is_given_up = false;
 
-  __device__ Wait(State* state, Report* report, u64 limit, u32 epoch)
-      : state(state), report(report), limit(limit), epoch(epoch) {}
+  __device__ Wait(State* state, Report* report, u64 limit, u64 kernel, u32 epoch)
+      : state(state), report(report), limit(limit), kernel((u32)kernel), epoch(epoch) {}
 
   // Whether to look again, after a look in vain. Once one wait was given up, all others are.
   __device__ __forceinline__ bool again(u32 level, u32 message) {
@@ -162,6 +174,7 @@ struct Wait {
     is_given_up = *(volatile u32*)&state->is_broken || now - began >= limit;
     if (!is_given_up) return true;
     if (atomicExch(&state->is_broken, 1) == 0) {
+      report->kernel = kernel;
       report->epoch = epoch;
       report->block = blockIdx.x;
       report->level = level;
@@ -216,14 +229,48 @@ __device__ __forceinline__ void converge() {
 #endif
 }
 
+// Whether a flag that counts within a call (its lower half) has got there. It never shows a later call: that one's flags
+// are in the other half of the memory, or on this GPU, where calls do not overlap.
+__device__ __forceinline__ bool has_reached(u64 seen, u64 value) { return seen >> 32 == value >> 32 && (u32)seen >= (u32)value; }
+
 __device__ __forceinline__ void await_flag(const u64* flag, u64 value, Wait& wait, u32 level, u32 message) {
-  while ((long long)(see_flag(flag) - value) < 0 && wait.again(level, message)) {
+  while (!has_reached(see_flag(flag), value) && wait.again(level, message)) {
   }
 }
 
-__device__ __forceinline__ void end_call(State* state, u32 epoch) {
+// The same for numbers of 64 bits, which never come round.
+__device__ __forceinline__ void await_tick(const u64* flag, u64 tick, Wait& wait, u32 level, u32 message) {
+  while (see_flag(flag) < tick && wait.again(level, message)) {
+  }
+}
+
+// This call's number. After 2^32 - 1, which is odd, comes 2: parities take turns, and 0 is what cleaned memory shows.
+__device__ __forceinline__ u32 next_epoch(const State* state) {
+  u32 next = state->epochs[blockIdx.x] + 1;
+  return next ? next : 2;
+}
+
+// The last block of a call clears the half that the call used. Nobody writes to it then: what peers send in this call has
+// been received, and they send into this half again only after this rank has begun its next call. (The interpreter's
+// counts of free slots may come later; they show this call, as they should.)
+__device__ __noinline__ void clean(State* state, char* memory, u64 bytes) {
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&state->blocks_done, 1) == gridDim.x - 1;
+    __threadfence();
+  }
+  if (!__syncthreads_or(is_last)) return;
+  for (u64 at = threadIdx.x; at < bytes / 8; at += blockDim.x) ((u64*)memory)[at] = 0;
+  for (u32 block = threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) state->ended[block] = 0;
+  if (threadIdx.x == 0) state->blocks_done = 0;
+}
+
+// memory, bytes: the half of this rank's memory that the call used.
+__device__ __forceinline__ void end_call(State* state, u32 epoch, char* memory, u64 bytes) {
   __syncthreads();
   if (threadIdx.x == 0) state->epochs[blockIdx.x] = epoch;
   if (blockIdx.x == 0)  // a call with more blocks may follow
     for (u32 block = gridDim.x + threadIdx.x; block < MAX_BLOCKS; block += blockDim.x) state->epochs[block] = epoch;
+  if (epoch >= CALLS_BETWEEN_CLEANINGS && (epoch & (CALLS_BETWEEN_CLEANINGS - 1)) < 2) clean(state, memory, bytes);
 }

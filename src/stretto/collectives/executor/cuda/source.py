@@ -27,8 +27,9 @@ PARAMETERS = (
     ("State*", "state"),
     ("Report*", "report"),
     ("u64", "limit"),  # nanoseconds that a wait may take
-    ("u64", "region"),  # where the mailboxes of this protocol begin in each rank's memory
-    ("u64", "half"),  # the bytes of one of their two halves
+    ("u64", "kernel"),  # the workspace's number of this kernel, for the report
+    ("u64", "region"),  # where the mailboxes of this protocol begin in each half of a rank's memory
+    ("u64", "half"),  # the bytes of such a half
     ("u64", "stride"),  # the bytes of one mailbox
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
@@ -42,6 +43,7 @@ LEVEL_PARAMETERS = (
     ("State*", "state"),
     ("Report*", "report"),
     ("u64", "limit"),
+    ("u64", "kernel"),
     ("const u64*", "base"),  # the pieces of all calls before this one
     ("u64", "index"),  # which piece of this call it is
     ("char*", "mail"),  # the mailboxes of the piece's slot
@@ -124,10 +126,10 @@ class _Writer:
         peers = ", ".join(f"char* peer_{rank}" for rank in range(self.world))
         parameters = ", ".join(f"{kind} {name}" for kind, name in PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}, {peers}) {{'
-        yield "  const u32 epoch = state->epochs[blockIdx.x] + 1;"
+        yield "  const u32 epoch = next_epoch(state);"
         yield "  const u64 flag = (u64)epoch << 32 | epoch;"
-        yield "  const u64 mail = region + (epoch & 1) * half;"
-        yield "  Wait wait(state, report, limit, epoch);"
+        yield "  const u64 side = (epoch & 1) * half, mail = side + region;"
+        yield "  Wait wait(state, report, limit, kernel, epoch);"
         if not self.meets:
             yield from self._send_tokens()
         yield "  u32 turn = 0;"
@@ -139,7 +141,7 @@ class _Writer:
         yield "  }"
         if not self.meets:
             yield from self._await_tokens()
-        yield "  end_call(state, epoch);"
+        yield f"  end_call(state, epoch, peer_{self.program.rank} + side, half);"
         yield "}"
 
     def _each_lane(self) -> Iterator[str]:
@@ -215,7 +217,7 @@ class _Writer:
             if peer != self.program.rank:
                 yield (
                     f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
-                    f"raise_flag((u64*)peer_{peer} + {self.program.rank}, (u64)epoch << 32);"
+                    f"raise_flag((u64*)(peer_{peer} + side) + {self.program.rank}, (u64)epoch << 32);"
                 )
 
     def _await_tokens(self) -> Iterator[str]:
@@ -224,7 +226,8 @@ class _Writer:
             if peer != self.program.rank:
                 yield (
                     f"  if (blockIdx.x == 0 && threadIdx.x == {peer % MAX_THREADS}) "
-                    f"await_flag((u64*)peer_{self.program.rank} + {peer}, (u64)epoch << 32, wait, ~0u, {peer});"
+                    f"await_flag((u64*)(peer_{self.program.rank} + side) + {peer}, "
+                    f"(u64)epoch << 32, wait, TO_BEGIN, {peer});"
                 )
 
     def _chunk(self, place: Place) -> tuple[str, str]:
@@ -244,7 +247,7 @@ class _Writer:
         return f"peer_{rank} + mail + {message} * stride"
 
     def _flag(self, base: str, message: int) -> str:
-        return f"(u64*)({base} + FLAGS) + {message} * MAX_BLOCKS + blockIdx.x"
+        return f"(u64*)({base} + side + FLAGS) + {message} * MAX_BLOCKS + blockIdx.x"
 
 
 class _LevelWriter(_Writer):
@@ -254,11 +257,11 @@ class _LevelWriter(_Writer):
         parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}) {{'
         yield "  const u64 tick = *base + index + 1;"
-        yield "  Wait wait(state, report, limit, (u32)tick);"
+        yield "  Wait wait(state, report, limit, kernel, (u32)tick);"
         for thread, receive in enumerate(level.receives):
             yield (
                 f"  if (threadIdx.x == {thread % MAX_THREADS}) "
-                f"await_flag(flags + {receive.message}, tick, wait, {number}, {receive.message});"
+                f"await_tick(flags + {receive.message}, tick, wait, {number}, {receive.message});"
             )
         yield "  __syncthreads();"
         yield from self._each_lane()

@@ -1,13 +1,16 @@
 """What the kernels of one group share on each GPU: mailboxes that peers write to, epochs, and a report of failures."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.function import Function, Launchable
+from stretto.collectives.executor.cuda.links import has_nvlink
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.queues import CudaQueues, Queues
 from stretto.memory import PeerError
@@ -17,27 +20,69 @@ MAX_BLOCKS = 1024
 FLAGS = 32 << 10
 COUNTS = 768 << 10
 PAD = 1 << 20
-"""Bytes before the mailboxes: 64-bit tokens of up to 4096 ranks, from FLAGS on those [mailbox, block] of lane programs
-by Simple, from COUNTS on the interpreter's counts of its connections."""
+"""Bytes before a half's mailboxes: 64-bit tokens of up to 4096 ranks, from FLAGS on those [mailbox, block] of lane
+programs by Simple, from COUNTS on the interpreter's counts of its connections."""
 MAX_SIMPLE_MAILBOXES = (COUNTS - FLAGS) // (8 * MAX_BLOCKS)
 MAX_COUNTS = (PAD - COUNTS) // 8
-DEFAULT_REGIONS = {"LL": 32 << 20, "LL128": 128 << 20, "Simple": 64 << 20}
+STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS
+REPORT_WORDS = 6
+"""Words of 4 bytes of the kernels' `State` and `Report` (primitives.cu)."""
+DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
 COPY_BYTES = 256 << 20
 COPY_SLOTS = 8  # pieces of a call that may be on their way at once
 DEFAULT_TIMEOUT = 30.0
+_PAGE = 4096
+_TO_BEGIN = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where a protocol's mailboxes begin in every rank's memory, and how many bytes they have."""
+    """Where a protocol's mailboxes begin in each half of every rank's memory, and how many bytes a call has there."""
 
     start: int
     size: int
 
-    @property
-    def half(self) -> int:
-        """The bytes for one call; the next one takes the other half."""
-        return self.size // 2 & ~127
+
+def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, Region], int]:
+    """The regions of each protocol's bytes a call, and the bytes of a half: calls take the two halves in turn."""
+    regions = {}
+    start = PAD
+    for protocol, size in sizes.items():
+        regions[protocol] = Region(start, size & ~127)
+        start += -(-size // _PAGE) * _PAGE
+    return regions, start
+
+
+def require_lines(protocol: str, name: str, *, has_nvlink: bool) -> None:
+    """ValueError for LL128 over links that may cut a line of it."""
+    if protocol == "LL128" and not has_nvlink:
+        raise ValueError(
+            f"{name} by LL128 needs NVLink between all ranks' GPUs, which keeps lines of 128 bytes whole, and these "
+            "are linked otherwise: take LL or Simple"
+        )
+
+
+class Waiting(Protocol):
+    """A kernel, for the words about a wait of its that was given up."""
+
+    name: str
+
+    def describe_wait(self, block: int, level: int, message: int) -> str:
+        """What a thread block waited for, from the two numbers that the kernel wrote down about it."""
+
+
+def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting]) -> str | None:
+    """What a kernel wrote down about the wait that it gave up; None where it gave up none."""
+    is_broken, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words)
+    if not is_broken:
+        return None
+    kernel = kernels.get(number)
+    if level == _TO_BEGIN:
+        what = f"rank {message} to begin"
+    else:
+        what = "a message" if kernel is None else kernel.describe_wait(block, level, message)
+    name = "a collective" if kernel is None else kernel.name
+    return f"{name}, call {epoch}, thread block {block} waited in vain for {what}"
 
 
 class CopyArea:
@@ -71,7 +116,8 @@ class CopyArea:
 class Workspace:
     """One group's, for one stream: its kernels run one after another, in the same order on all ranks.
 
-    regions: bytes of mailboxes by protocol; timeout: seconds that a wait on the device may take. Collective.
+    regions: bytes of mailboxes for one call by protocol; timeout: seconds that a wait on the device may take;
+    has_nvlink (of what is made): whether NVLink links all ranks' GPUs. Collective.
     """
 
     def __init__(
@@ -85,21 +131,18 @@ class Workspace:
         self._queues: CudaQueues | None = None
         self._copy_area: CopyArea | None = None
         self._copy_memory: CudaMemory | None = None
-        sizes = DEFAULT_REGIONS | (regions or {})
-        self.regions: dict[str, Region] = {}
-        start = PAD
-        for protocol, size in sizes.items():
-            self.regions[protocol] = Region(start, size)
-            start += -(-size // 4096) * 4096
-        self.memory = CudaMemory.allocate(start, 0, group, 60.0)
+        self.regions, self.half = lay_out(DEFAULT_REGIONS | (regions or {}))
+        self.memory = CudaMemory.allocate(2 * self.half, 0, group, 60.0)
         self.rank, self.world_size = self.memory.rank, self.memory.world_size
         self.device = self.memory.device
+        self.has_nvlink = has_nvlink(group, self.device)
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
         self.limit = int(timeout * 1e9)
-        self.state = torch.zeros(MAX_BLOCKS + 1, dtype=torch.int32, device=self.device)
-        self.ended = torch.zeros(MAX_BLOCKS, dtype=torch.int64, device=self.device)
-        self._report = torch.zeros(5, dtype=torch.int32, pin_memory=True)
+        self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
+        self._registered = 0
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=True)
         self._seen = self._report.numpy()
         torch.cuda.synchronize(self.device)
         self.memory.meet()
@@ -152,21 +195,23 @@ class Workspace:
             stream.wait_stream(self._stream)
         self._raw_stream, self._stream = raw, stream
 
-    def check(self, name: str = "a collective", describe: Callable[[int, int], str] | None = None) -> None:
-        """Raise PeerError if a wait on the device was given up.
+    def register(self, kernel: Waiting) -> int:
+        """A number for this kernel, by which a report names it."""
+        self._registered += 1
+        self._kernels[self._registered] = kernel
+        return self._registered
 
-        describe: says what a wait was for, from the two numbers that the kernel wrote down about it.
-        """
+    def require_lines_for(self, protocol: str, name: str) -> None:
+        """ValueError for LL128 over links that may cut a line of it."""
+        require_lines(protocol, name, has_nvlink=self.has_nvlink)
+
+    def check(self) -> None:
+        """Raise PeerError if a wait on the device was given up."""
         if not self._seen[0]:
             return
-        _, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in self._seen)
-        if level == 0xFFFFFFFF:
-            what = f"rank {message} to begin"
-        else:
-            what = "a message" if describe is None else describe(level, message)
         raise PeerError(
-            f"rank {self.rank} of {self.world_size}: {name}, call {epoch}, thread block {block} waited in vain for "
-            f"{what}, {self.limit / 1e9:g} s: the group's kernels are broken from here on"
+            f"rank {self.rank} of {self.world_size}: {describe_report(self._seen.tolist(), self._kernels)}, "
+            f"{self.limit / 1e9:g} s: the group's kernels are broken from here on"
         )
 
     def close(self) -> None:

@@ -1,0 +1,83 @@
+"""Timing several ways to do one thing on GPUs in turn, so that all meet the same machine."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds over everything, and in each so many replays of a graph (or rows of calls)."""
+
+    rounds: int = 3
+    replays: int = 7
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Median seconds of a call on the slowest rank's GPU, and of its host."""
+
+    seconds: float
+    host: float
+
+
+def time_interleaved(
+    runs: Mapping[str, Callable[[], Any]], size: int, *, is_graph: bool, effort: Effort | None = None
+) -> dict[str, Timed]:
+    """Time all runs in turn, several rounds of them, in CUDA graphs of ten calls (one from 64 MB) or as plain calls."""
+    effort = effort or Effort()
+    calls = 10 if size < 64 << 20 else 1
+    rows: dict[str, Callable[[], Any]] = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        rows[name] = _capture(run, calls) if is_graph else partial(_repeat, run, calls)
+    device_times: dict[str, list[float]] = {name: [] for name in runs}
+    host_times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(effort.rounds):
+        for name, row in rows.items():
+            row()
+            torch.cuda.synchronize()
+            dist.barrier()
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays)]
+            for start, end in events:
+                began = time.perf_counter()
+                start.record()
+                row()
+                end.record()
+                host_times[name].append((time.perf_counter() - began) / calls)
+            torch.cuda.synchronize()
+            device_times[name] += [start.elapsed_time(end) / 1e3 / calls for start, end in events]
+    medians = torch.tensor(
+        [[statistics.median(device_times[name]), statistics.median(host_times[name])] for name in runs], device="cuda"
+    )
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return {name: Timed(*row) for name, row in zip(runs, medians.tolist(), strict=True)}
+
+
+def _capture(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _repeat(run, calls)
+    return graph.replay
+
+
+def _repeat(run: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        run()
+
+
+def name_size(size: int) -> str:
+    """Bytes for people: 64 KB, say."""
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"

@@ -1,0 +1,85 @@
+"""Symmetric tensors: a tensor of one shape and dtype on every rank of a group, each of which reaches its peers'."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stretto.memory.allocation import allocate_as
+from stretto.memory.symmetric import MAX_BYTES, SymmetricMemory
+
+_memories = WeakTensorKeyDictionary()
+"""Each tensor's memory, as long as the tensor lives."""
+
+
+def empty(
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: float = 60.0,
+) -> Tensor:
+    """A tensor on this rank that its peers reach with `peer_tensor`, and it theirs: for copies that need no staging.
+
+    All ranks of the group (None: all ranks) call it, with the same shape, dtype and device type; dtype, device: torch's
+    defaults where None; timeout: seconds to wait for the others, on a CPU (on GPUs the group's own limit counts). It
+    holds zeros. On a CPU it is shared memory between the processes of one machine, on GPUs (each rank's current one)
+    torch's symmetric memory.
+
+    It is freed when the tensor dies and the peers have let go of theirs, on each rank by itself; on GPUs torch then
+    waits for the device, so let none die while a CUDA graph is captured. ValueError for shapes or dtypes that differ
+    between ranks or are out of bounds, for a rank that is not in the group, and for another kind of device; PeerError
+    for ranks that do not come.
+    """
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    device = torch.get_default_device() if device is None else torch.device(device)
+    sizes = tuple(int(size) for size in shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a tensor has no negative sizes: {list(sizes)}")
+    size = math.prod(sizes) * dtype.itemsize
+    if size > MAX_BYTES:
+        raise ValueError(f"a symmetric tensor has up to {MAX_BYTES} bytes, and {list(sizes)} of {dtype} has {size}")
+    memory = allocate_as(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
+    return _view(memory, None, dtype, sizes)
+
+
+def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
+    """That rank's tensor of those that `empty` made with this one, of its shape and dtype; rank: in the group.
+
+    Who writes to it orders writes and reads: by a barrier, say. It is good as long as `tensor` lives. ValueError for a
+    tensor that `empty` did not make (a view of one, say), and for a rank that there is not.
+    """
+    memory = _memories.get(tensor)
+    if memory is None:
+        raise ValueError(
+            "a peer's tensor is found by the very tensor that stretto.memory.empty returned: take views after"
+        )
+    if not 0 <= rank < memory.world_size:
+        raise ValueError(f"the group has ranks 0 to {memory.world_size - 1}, not {rank}")
+    return tensor if rank == memory.rank else _view(memory, rank, tensor.dtype, tuple(tensor.shape))
+
+
+def _view(memory: SymmetricMemory, rank: int | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    made = memory.buffer(rank).view(dtype).view(sizes)
+    if rank is None:
+        _memories[made] = memory
+    return made
+
+
+def _find_backend(device: torch.device) -> str:
+    match device.type:
+        case "cpu":
+            return "host"
+        case "cuda":
+            if device.index is not None and device.index != (current := torch.cuda.current_device()):
+                raise ValueError(
+                    f"symmetric tensors lie on each rank's current GPU, {current}, not on {device}: call "
+                    "torch.cuda.set_device first"
+                )
+            return "cuda"
+        case other:
+            raise ValueError(f"symmetric tensors lie on devices of type cpu or cuda, not {other}")

@@ -1,0 +1,61 @@
+"""Why a call ran as what it ran as, of the device's own choice too: said once for calls that are alike."""
+
+import logging
+
+import pytest
+import torch
+
+from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.cuda_runner import CudaRunner
+from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.runner import Best, Member
+
+
+class ChoosingRunner:
+    """Runs what has 4 elements by a way of its own."""
+
+    def start_best(self, call):
+        if call.inputs[0].numel() == 4:
+            return Best("a Work", "magic LL", "it was the fastest")
+        return Best(None, "", "it was slower")
+
+
+def test_the_devices_own_choice_is_counted_and_said_with_its_reason(caplog):
+    dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
+    dispatcher._runners["cpu"] = ChoosingRunner()
+
+    def call(elements, operation="allreduce"):
+        tensors = [torch.zeros(elements)]
+        return dispatcher(operation, tensors, tensors, "sum", 0, 1000, "")
+
+    with caplog.at_level(logging.DEBUG, "stretto.collectives"):
+        for _ in range(3):
+            assert call(4) == "a Work"
+            assert call(5) is None
+            assert call(4, "send") is None
+    assert caplog.messages == [
+        "group g: allreduce sum of 4 float32 (16 bytes) on cpu runs as schedule magic LL: it was the fastest",
+        "group g: allreduce sum of 5 float32 (20 bytes) on cpu runs as gloo: no schedule is installed; it was slower",
+        "group g: send sum of 4 float32 (16 bytes) on cpu runs as gloo: no schedule does this operation",
+    ]
+    assert dispatcher.counter.read() == {
+        ("allreduce", "schedule magic LL"): 3,
+        ("allreduce", "gloo"): 3,
+        ("send", "gloo"): 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "note", "why"),
+    [
+        ([torch.zeros(4)], [torch.zeros(4)], "coalescing", "it is coalescing"),
+        ([torch.zeros(4)], [torch.zeros(4)], "even sizes", "the sizes of its parts are given"),
+        ([torch.zeros(4)] * 2, [torch.zeros(4)] * 2, "", "it has several tensors"),
+        ([torch.zeros(2, 2).t()], [torch.zeros(2, 2)], "", "its tensors are not contiguous"),
+        ([torch.zeros(4)], [torch.zeros(4)], "", "the group has one rank"),
+    ],
+)
+def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    runner = CudaRunner(Member(0, 1, "g"))
+    assert runner.start_best(Call("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note)) == (None, "", why)

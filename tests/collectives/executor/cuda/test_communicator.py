@@ -1,0 +1,146 @@
+"""The communicator over emulated kernels: what it runs as and why, tables that are refused, links without NVLink."""
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces
+
+from stretto.collectives.algorithms import find
+from stretto.collectives.executor.cuda import communicator
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.kernel import LaneKernel
+from stretto.collectives.executor.cuda.source import Variant
+from stretto.collectives.selection import LIBRARY, Table, Way, time_key
+from stretto.tuning import Store
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
+MACHINE = "a GPU, NVLink"
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Makes both ranks' communicators, rank 0's table going to rank 1 as its broadcast would send it."""
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
+    monkeypatch.setattr(communicator, "machine_name", lambda has_nvlink: MACHINE)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def make_all(has_nvlink=True, **options):
+        workspaces = make_workspaces(2, tmp_path, has_nvlink=has_nvlink)
+        made, sent = [], []
+
+        def broadcast(values, **_):
+            if not sent:
+                sent.append(values[0])
+            values[0] = sent[0]
+
+        for workspace in workspaces:
+            workspace.closes = 0
+            workspace.close = lambda one=workspace: setattr(one, "closes", one.closes + 1)
+            fakes = SimpleNamespace(
+                broadcast_object_list=broadcast, ProcessGroup=object, get_global_rank=lambda group, rank: rank
+            )
+            monkeypatch.setattr(communicator, "dist", fakes)
+            monkeypatch.setattr(communicator, "Workspace", lambda group, timeout, one=workspace: one)
+            try:
+                made.append(CudaCommunicator(**options))
+            except ValueError as error:
+                made.append(error)
+        return made, workspaces
+
+    return make_all
+
+
+def run_both(communicators, *arguments):
+    with ThreadPoolExecutor(2) as pool:
+        tensors = [[one.clone() if isinstance(one, torch.Tensor) else one for one in arguments] for _ in communicators]
+        calls = [pool.submit(one.run, *given) for one, given in zip(communicators, tensors, strict=True)]
+    return [call.result() for call in calls], tensors
+
+
+def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
+    both, _ = make()
+    small, large = torch.ones(4, dtype=torch.int32), torch.ones(1 << 23, dtype=torch.int32)
+    with caplog.at_level(logging.DEBUG, "stretto.collectives"):
+        for _ in range(3):
+            names, tensors = run_both(both, "allreduce", small)
+            assert names == ["one-shot-all-reduce LL"] * 2
+            assert all(given[1].tolist() == [2] * 4 for given in tensors)
+            assert run_both(both, "allreduce", large)[0] == [None] * 2
+            assert run_both(both, "allreduce", small.bool())[0] == [None] * 2
+            assert run_both(both, "allreduce", small, None, "band")[0] == [None] * 2
+            assert run_both(both, "allreduce", small[:0])[0] == [None] * 2
+            assert run_both(both, "allreduce", small.view(2, 2).t())[0] == [None] * 2
+    default = "nothing was measured for it, and it is the default on 2 ranks over NVLink"
+    assert sorted(set(caplog.messages)) == sorted(
+        [
+            f"group 0: allreduce sum of 4 int32 (16 bytes) runs as one-shot-all-reduce LL: {default}",
+            f"group 0: allreduce sum of 8388608 int32 (33554432 bytes) runs as the library: {default}",
+            "group 0: allreduce sum of 4 bool (4 bytes) runs as the library: Stretto's kernels have no bool",
+            "group 0: allreduce band of 4 int32 (16 bytes) runs as the library: Stretto's kernels have no reduction "
+            "band",
+            "group 0: allreduce sum of 0 int32 (0 bytes) runs as the library: it has no elements",
+            "group 0: allreduce sum of 4 int32 (16 bytes) runs as the library: its tensors are not contiguous",
+        ]
+    )
+    assert len(caplog.messages) == 2 * 6  # each rank each line once
+
+
+def test_nothing_is_said_where_nobody_listens(make, caplog):
+    both, _ = make()
+    run_both(both, "allreduce", torch.ones(4, dtype=torch.int32))
+    assert caplog.messages == []
+
+
+def test_a_measured_table_chooses_and_is_named(make, tmp_path, caplog, monkeypatch):
+    file = tmp_path / "table.json"
+    two_shot = Way("two-shot-all-reduce", "Simple")
+    rows = {time_key("allreduce", "int32", 2, 16, way): [t] for way, t in ((LIBRARY, 2.0), (two_shot, 1.0))}
+    Store(file).add(MACHINE, rows)
+    monkeypatch.setenv("STRETTO_COLLECTIVES_TABLE", str(file))
+    both, _ = make()
+    with caplog.at_level(logging.DEBUG, "stretto.collectives"):
+        assert run_both(both, "allreduce", torch.ones(4, dtype=torch.int32))[0] == [two_shot.name] * 2
+    assert f"it was the fastest at 16 bytes of int32, measured {file}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"another GPU": {}}, "was measured on another GPU, and this is a GPU, NVLink"),
+        ({MACHINE: {time_key("allreduce", "int32", 4, 16, LIBRARY): [1.0]}}, "measured on 4 ranks, and this group has"),
+        ([], "it holds no table"),
+    ],
+)
+def test_a_table_from_elsewhere_is_an_error_on_all_ranks_before_anything_runs(make, tmp_path, content, message):
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(content))
+    errors, workspaces = make(table=file)
+    assert len(errors) == 2
+    for error in errors:
+        with pytest.raises(ValueError, match=message):
+            raise error
+    assert [(one.closes, int(one.state[0])) for one in workspaces] == [(1, 0)] * 2
+
+
+def test_what_was_measured_elsewhere_is_not_used_from_the_store(make):
+    Store().add("another GPU", {time_key("allreduce", "int32", 2, 16, Way("two-shot-all-reduce", "LL")): [1.0]})
+    both, _ = make()
+    assert both[0].table == Table(has_nvlink=True)
+
+
+def test_without_nvlink_neither_choice_nor_schedule_uses_ll128(make):
+    both, workspaces = make(has_nvlink=False)
+    assert not both[0].table.has_nvlink
+    for exponent in range(2, 21):
+        way = both[0].table.choose("allreduce", "int32", 1 << exponent, 2).way
+        assert way.protocol != "LL128"
+    schedule = find("ring-all-reduce").compile(ranks=2, in_place=True)
+    for kind in (LaneKernel, InterpretedSchedule):
+        with pytest.raises(ValueError, match=r"ring-all-reduce by LL128 needs NVLink .* take LL or Simple"):
+            kind(schedule, workspaces[0], Variant("int32", "sum", "LL128"), in_place=True)
+        kind(schedule, workspaces[0], Variant("int32", "sum", "LL"), in_place=True)

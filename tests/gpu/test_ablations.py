@@ -1,0 +1,25 @@
+"""The ablations run on GPUs, and have a time for everything that runs eagerly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.bench.ablations import COMPOSED, PIPELINED, Setting, bench_ablations
+
+RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
+
+
+@pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to send to: this needs two")
+def test_both_ablations_are_measured(tmp_path: Path) -> None:
+    setting = Setting(sizes=(1 << 20,), tiles=(480 * 8,), protocol="Simple", instances=2)
+    rows = bench_ablations(RANKS, tmp_path, setting)
+    assert [(row["algorithm"], row["mode"]) for row in rows["pipelining"]] == [
+        (name, mode) for name in PIPELINED for mode in ("graph", "eager")
+    ]
+    for row in rows["pipelining"]:
+        assert row["ratio"] > 0, row
+    assert {row["algorithm"] for row in rows["composition"]} == set(COMPOSED)
+    for row in rows["composition"]:
+        if row["mode"] == "eager":
+            assert all(row[name] > 0 for name in ("composed", "kernel", "interpreted", "library")), row
