@@ -31,10 +31,6 @@ class CapturedStep:
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
 
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
-
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's."""
         if self._step is None:
