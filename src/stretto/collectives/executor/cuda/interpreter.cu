@@ -90,6 +90,8 @@ extern "C" __global__ void __launch_bounds__(512)
   u64* ended = state->ended;
   char* own = peers[RANK] + side;
   Wait wait(state, report, limit, kernel, epoch);
+  // Another thread block is late because a peer is: the wait for that peer gives up first, and is what is written down.
+  Wait local_wait(state, report, 2 * limit, kernel, epoch);
   if (blockIdx.x == 0)
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
       if (peer != RANK) raise_flag((u64*)(peers[peer] + side) + RANK, call_flag);
@@ -107,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(512)
       if (leads) {
         if (step.awaited_block >= 0) {
           u64 target = tile * blocks[step.awaited_block].steps + step.awaited_step + 1;
-          await_flag(ended + step.awaited_block, call_flag + target, wait, at, FOR_THREAD_BLOCK);
+          await_flag(ended + step.awaited_block, call_flag + target, local_wait, at, FOR_THREAD_BLOCK);
         }
         if (step.kind & SENDS && sent >= slots) await_flag(freed, call_flag + sent - slots + 1, wait, at, FOR_SLOT);
 #if PROTOCOL == SIMPLE

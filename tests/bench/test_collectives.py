@@ -1,0 +1,59 @@
+"""What the bench of collectives keeps is what communicators read, and a file that is no table is left alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stretto.bench import collectives
+from stretto.bench.collectives import bench_collectives
+from stretto.bench.interleaved import Timed
+from stretto.collectives.selection import LIBRARY, Table
+from stretto.tuning import Store
+
+
+class Started(Exception):
+    """The ranks would have been started."""
+
+
+def start(*_):
+    raise Started
+
+
+@pytest.mark.parametrize("tunes", [True, False])
+def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, monkeypatch, tunes):
+    monkeypatch.setattr(collectives, "run_ranks", start)
+    file = tmp_path / "notes.txt"
+    file.write_text("dear diary")
+    with pytest.raises(ValueError, match=r"notes\.txt is no file of measured times"):
+        bench_collectives(2, tmp_path, sizes=[1024], tunes=tunes, table=file)
+    assert file.read_text() == "dear diary"
+    absent = tmp_path / "absent.json"
+    with pytest.raises(Started if tunes else ValueError):
+        bench_collectives(2, tmp_path, sizes=[1024], tunes=tunes, table=absent)
+
+
+@pytest.mark.parametrize("has_nvlink", [True, False])
+def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, monkeypatch, has_nvlink):
+    timed = []
+
+    def time_all(runs, size, **_):
+        timed.extend(runs)
+        return {name: Timed(2.0 if name == LIBRARY.name else 3.0 if " LL" in name else 1.0, 0.0) for name in runs}
+
+    ranks = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: 0, barrier=lambda: None)
+    monkeypatch.setattr(collectives, "dist", ranks)
+    monkeypatch.setattr(collectives, "time_interleaved", time_all)
+    monkeypatch.setattr(collectives, "machine_name", lambda has_nvlink: "a machine")
+    communicator = SimpleNamespace(
+        workspace=SimpleNamespace(has_nvlink=has_nvlink), world_size=2, kernel=lambda way, name, in_place: print
+    )
+    store = Store(tmp_path / "table.json")
+    collectives._tune(communicator, ["allreduce", "alltoall"], ["bf16"], [4096, 16 << 20], torch.device("cpu"), store)
+    table = Table.load(store.path, "a machine", 2, has_nvlink=has_nvlink)
+    assert {key: [size for size, _ in row] for key, row in table.rows.items()} == {
+        ("allreduce", "bfloat16"): [4096, 16 << 20],
+        ("alltoall", "bfloat16"): [4096, 16 << 20],
+    }
+    assert table.choose("allreduce", "bfloat16", 5000, 2).way.protocol == "Simple"
+    assert any("LL128" in name for name in timed) == has_nvlink
