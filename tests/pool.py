@@ -74,7 +74,8 @@ class _Worker:
 class Pool:
     """`size` processes that run jobs of up to `size` ranks; they start with the first job.
 
-    environment: variables of the workers, set before they import what reads them once. Close it when done (`close`): until then its processes and one temporary folder stay.
+    environment: variables of the workers, set before they import what reads them once.
+    Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
     def __init__(self, size: int = POOL_SIZE, environment: dict[str, str] | None = None) -> None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-from stretto.tiles import consumer_tile_wait, producer_tile_notify, tile_column, tile_push_data, tile_rank, tile_rows
+from stretto.tiles import consumer_tile_wait, producer_tile_notify, tile_column, tile_push_data, tile_rows
 
 
 @triton.jit

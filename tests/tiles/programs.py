@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from tests.tiles import all_gather_gemm as example
 
 from stretto import tiles
-from tests.tiles import all_gather_gemm as example
 
 assert tiles.INTERPRETED.value, "tests.tiles.programs is for processes that interpret their kernels"
 

@@ -11,6 +11,8 @@ for that, and `install` puts them in:
 - Every call of a device function patches all of triton.language again. Here it is patched once a launch.
 - `range` over a scalar fails with Triton 3.6 and NumPy 2.4.
 
+And integers wrap around, as in kernels that are compiled: the check for overflow took half of the time.
+
 It changes classes of Triton's interpreter, for all kernels of the process: there is no other place where a kernel's
 own `tl.sum` could be told. It does so only where TRITON_INTERPRET is set, and nothing that is compiled is touched.
 Only private names of `triton.runtime.interpreter` are used here, and nowhere else.
@@ -45,6 +47,7 @@ def install() -> None:
     _run_programs_concurrently()
     _patch_language_once()
     _accept_any_scalar_as_index()
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 class _Abandoned(BaseException):

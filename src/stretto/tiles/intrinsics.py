@@ -24,8 +24,8 @@ _LOADS = "fence.proxy.async;\nand.b32 $0, $1, 0;"
 
 if INTERPRETED.value == isinstance(tl.zeros, triton.JITFunction):
     raise ImportError(
-        "TRITON_INTERPRET was changed after triton had been imported: its own functions would be of the other kind. Set "
-        "it before anything imports triton, torch included"
+        "TRITON_INTERPRET was changed after triton had been imported, whose functions are of the other kind: set it "
+        "before anything imports triton"
     )
 
 if INTERPRETED.value:
