@@ -168,3 +168,9 @@ def load_by_descriptor(channel, source, target, ORDERS: tl.constexpr, BM: tl.con
     tile = tl.program_id(0)
     ready = consumer_tile_wait(channel, tile, before_tma=ORDERS)
     target.store([tile * BM, 0], source.load([tile * BM + ready, 0]))
+
+
+@triton.jit
+def notify_peer(channel, tile, rank):
+    """One notify between peers, and nothing else."""
+    peer_tile_notify(channel, tile, rank=rank)

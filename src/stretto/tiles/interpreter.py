@@ -11,7 +11,8 @@ for that, and `install` puts them in:
 - Every call of a device function patches all of triton.language again. Here it is patched once a launch.
 - `range` over a scalar fails with Triton 3.6 and NumPy 2.4.
 
-And integers wrap around, as in kernels that are compiled: the check for overflow took half of the time.
+And integers wrap around, as in kernels that are compiled (the check for overflow took half of the time), while
+`tl.device_assert` does check.
 
 It changes classes of Triton's interpreter, for all kernels of the process: there is no other place where a kernel's
 own `tl.sum` could be told. It does so only where TRITON_INTERPRET is set, and nothing that is compiled is touched.
@@ -47,7 +48,7 @@ def install() -> None:
     _run_programs_concurrently()
     _patch_language_once()
     _accept_any_scalar_as_index()
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
 
 
 class _Abandoned(BaseException):
@@ -171,10 +172,7 @@ def _run_programs_concurrently() -> None:
         bound = inspect.getcallargs(self.fn, *arguments, **named)
         _require_cpu_tensors(bound.values())
         with _language:
-            converted = {
-                name: value if name in self.constexprs else interpreter._implicit_cvt(value)
-                for name, value in bound.items()
-            }
+            converted = {name: value if name in self.constexprs else _convert(value) for name, value in bound.items()}
             grid = self.grid(converted) if callable(self.grid) else self.grid
             x, y, z = [int(extent) for extent in grid] + [1] * (3 - len(grid))
             _Launch(self.fn, converted, (x, y, z)).run()
@@ -184,6 +182,15 @@ def _run_programs_concurrently() -> None:
     _Builder.create_atomic_cas = create_atomic_cas
     _Builder.create_atomic_rmw = create_atomic_rmw
     interpreter.GridExecutor.__call__ = launch
+
+
+def _convert(value: Any) -> Any:
+    """An argument as the interpreter takes it. A tuple's constants become plain values: a constexpr, in Python, has no
+    difference to a tensor."""
+    if isinstance(value, tuple):
+        values = [item.value if isinstance(item, tl.constexpr) else _convert(item) for item in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    return interpreter._implicit_cvt(value)
 
 
 def _require_cpu_tensors(values: Iterable[Any]) -> None:
