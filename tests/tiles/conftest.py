@@ -20,11 +20,11 @@ def interpreted_pool() -> Iterator[Pool]:
 def interpret(interpreted_pool: Pool) -> Callable[..., list[Any]]:
     """`interpret(ranks, "name", *arguments)` runs a function of tests.tiles.programs; its results in rank order."""
 
-    def run(ranks: int, name: str, *arguments: Any, timeout: float = 60.0) -> list[Any]:
-        return interpreted_pool.run(ranks, _interpret, name, arguments, timeout=timeout)
+    def run(ranks: int, name: str, *arguments: Any, module: str = "programs", timeout: float = 60.0) -> list[Any]:
+        return interpreted_pool.run(ranks, _interpret, module, name, arguments, timeout=timeout)
 
     return run
 
 
-def _interpret(name: str, arguments: tuple[Any, ...]) -> Any:
-    return getattr(importlib.import_module("tests.tiles.programs"), name)(*arguments)
+def _interpret(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(importlib.import_module(f"tests.tiles.{module}"), name)(*arguments)
