@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-from stretto.tiles import consumer_tile_wait, producer_tile_notify, tile_column, tile_push_data, tile_rows
+from stretto.tiles import consumer_tile_wait, producer_tile_notify, rank_tiles, tile_column, tile_push_data, tile_rows
 
 
 @triton.jit
 def all_gather_gemm(
-    channel, x, gathered, weight, out, m, n, k, PUSHES: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    channel, producer, consumer, x, gathered, weight, out, n, k, PUSHES: tl.constexpr, TILES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T. Programs below PUSHES push this rank's x to all ranks, the others multiply.
 
@@ -19,24 +19,24 @@ def all_gather_gemm(
     """
     program = tl.program_id(0)
     if program < PUSHES:
-        own = (channel.producer.rows + channel.producer.tile_rows - 1) // channel.producer.tile_rows
+        own = rank_tiles(producer)
         for index in range(program, own, PUSHES):
             tile = channel.rank * own + index
-            low, high = tile_rows(channel.producer, tile)
-            rows = low + tl.arange(0, channel.producer.tile_rows)[:, None]
+            low, high = tile_rows(producer, tile)
+            rows = low + tl.arange(0, producer.tile_rows)[:, None]
             for start in range(0, k, BK):
                 columns = start + tl.arange(0, BK)[None, :]
                 inside = (rows < high) & (columns < k)
-                value = tl.load(x + (rows - channel.rank * channel.producer.rows) * k + columns, mask=inside)
+                value = tl.load(x + (rows - channel.rank * producer.rows) * k + columns, mask=inside)
                 tile_push_data(channel, gathered, rows * k + columns, value, mask=inside, mode="broadcast")
-            producer_tile_notify(channel, tile, "broadcast")
+            producer_tile_notify(channel, producer, tile, "broadcast")
     else:
         for index in range(program - PUSHES, TILES, tl.num_programs(0) - PUSHES):
             tile = (index + channel.rank * (TILES // channel.world)) % TILES  # own rows first: they come first
-            low, high = tile_rows(channel.consumer, tile)
-            ready = consumer_tile_wait(channel, tile)
+            low, high = tile_rows(consumer, tile)
+            ready = consumer_tile_wait(channel, consumer, tile)
             rows = low + tl.arange(0, BM)[:, None]
-            columns = tile_column(channel.consumer, tile) * BN + tl.arange(0, BN)
+            columns = tile_column(consumer, tile) * BN + tl.arange(0, BN)
             total = tl.zeros((BM, BN), tl.float32)
             for start in range(0, k, BK):
                 ks = start + tl.arange(0, BK)
@@ -58,5 +58,5 @@ def launch(block_channel, x, gathered, weight, out, *, pushes=2, multiplies=6, p
     channel = block_channel.begin("all_gather_gemm", producer, consumer, "broadcast")
     count = tiles.count_tiles(consumer)
     all_gather_gemm[(pushes + multiplies,)](
-        channel, x, gathered, weight, out, rows * world, n, k, pushes, count, bm, bn, bk
+        channel, producer, consumer, x, gathered, weight, out, n, k, pushes, count, bm, bn, bk
     )

@@ -8,6 +8,7 @@ from stretto.tiles import (
     peer_tile_notify,
     peer_tile_wait,
     producer_tile_notify,
+    rank_tiles,
     tile_pull_data,
     tile_push_data,
     tile_rank,
@@ -16,42 +17,44 @@ from stretto.tiles import (
 
 
 @triton.jit
-def push_tiles(channel, x, buffer, columns, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+def push_tiles(channel, producer, x, buffer, columns, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     """Push this rank's tiles of x [rows, columns] to all ranks' buffer [world * rows, columns]: mode "broadcast"."""
-    own = (channel.producer.rows + channel.producer.tile_rows - 1) // channel.producer.tile_rows
+    own = rank_tiles(producer)
     for index in range(tl.program_id(0), own, PROGRAMS):
         tile = channel.rank * own + index
-        low, high = tile_rows(channel.producer, tile)
-        rows = low + tl.arange(0, channel.producer.tile_rows)[:, None]
+        low, high = tile_rows(producer, tile)
+        rows = low + tl.arange(0, producer.tile_rows)[:, None]
         at = tl.arange(0, BLOCK)[None, :]
         inside = (rows < high) & (at < columns)
-        value = tl.load(x + (rows - channel.rank * channel.producer.rows) * columns + at, mask=inside)
+        value = tl.load(x + (rows - channel.rank * producer.rows) * columns + at, mask=inside)
         tile_push_data(channel, buffer, rows * columns + at, value, mask=inside, mode="broadcast")
-        producer_tile_notify(channel, tile, "broadcast")
+        producer_tile_notify(channel, producer, tile, "broadcast")
 
 
 @triton.jit
-def pull_tiles(channel, buffer, gathered, columns, TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+def pull_tiles(
+    channel, producer, buffer, gathered, columns, TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Pull all ranks' tiles from their buffers [rows, columns] into gathered [world * rows, columns]: mode "local"."""
     for index in range(tl.program_id(0), TILES, PROGRAMS):
         tile = (index + channel.rank * (TILES // channel.world)) % TILES
-        low, high = tile_rows(channel.producer, tile)
-        owner = tile_rank(channel.producer, tile)
-        rows = low + tl.arange(0, channel.producer.tile_rows)[:, None]
+        low, high = tile_rows(producer, tile)
+        owner = tile_rank(producer, tile)
+        rows = low + tl.arange(0, producer.tile_rows)[:, None]
         at = tl.arange(0, BLOCK)[None, :]
         inside = (rows < high) & (at < columns)
-        there = (rows - owner * channel.producer.rows) * columns + at
+        there = (rows - owner * producer.rows) * columns + at
         value = tile_pull_data(channel, buffer, there, owner, mask=inside)
         tl.store(gathered + rows * columns + at, value, mask=inside)
-        producer_tile_notify(channel, tile, "local")
+        producer_tile_notify(channel, producer, tile, "local")
 
 
 @triton.jit
-def copy_tiles(channel, gathered, out, columns, TILES: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
+def copy_tiles(channel, consumer, gathered, out, columns, TILES: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
     """out = gathered, tile by tile of the consumer's mapping, each as soon as it is there. One program a tile."""
     tile = TILES - 1 - tl.program_id(0)
-    ready = consumer_tile_wait(channel, tile)
-    low, high = tile_rows(channel.consumer, tile)
+    ready = consumer_tile_wait(channel, consumer, tile)
+    low, high = tile_rows(consumer, tile)
     rows = low + tl.arange(0, BM)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (rows < high) & (at < columns)
@@ -59,51 +62,51 @@ def copy_tiles(channel, gathered, out, columns, TILES: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
-def scatter_tiles(channel, x, staging, columns, TILES: tl.constexpr, BLOCK: tl.constexpr):
+def scatter_tiles(channel, producer, x, staging, columns, TILES: tl.constexpr, BLOCK: tl.constexpr):
     """Push all tiles of x [world * rows, columns] to their owners' staging [world, rows, columns]: mode "p2p"."""
     tile = (tl.program_id(0) + (channel.rank + 1) * (TILES // channel.world)) % TILES
-    low, high = tile_rows(channel.producer, tile)
-    owner = tile_rank(channel.producer, tile)
-    rows = low + tl.arange(0, channel.producer.tile_rows)[:, None]
+    low, high = tile_rows(producer, tile)
+    owner = tile_rank(producer, tile)
+    rows = low + tl.arange(0, producer.tile_rows)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (rows < high) & (at < columns)
     value = tl.load(x + rows * columns + at, mask=inside)
-    there = (channel.rank * channel.producer.rows + rows - owner * channel.producer.rows) * columns + at
+    there = (channel.rank * producer.rows + rows - owner * producer.rows) * columns + at
     tile_push_data(channel, staging, there, value, rank=owner, mask=inside)
-    producer_tile_notify(channel, tile, "p2p")
+    producer_tile_notify(channel, producer, tile, "p2p")
 
 
 @triton.jit
-def add_tiles(channel, staging, out, columns, OWN: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
+def add_tiles(channel, consumer, staging, out, columns, OWN: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, columns] = the sum of what all ranks have scattered here, added in rank order as it comes."""
     tile = channel.rank * OWN + tl.program_id(0)
-    low, high = tile_rows(channel.consumer, tile)
+    low, high = tile_rows(consumer, tile)
     rows = low + tl.arange(0, BM)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (rows < high) & (at < columns)
-    rows -= channel.rank * channel.consumer.rows
+    rows -= channel.rank * consumer.rows
     total = tl.zeros((BM, BLOCK), tl.float32)
     for source in tl.static_range(channel.world):
-        ready = consumer_tile_wait(channel, tile, source=source)
-        from_source = (source * channel.consumer.rows + rows) * columns + at
+        ready = consumer_tile_wait(channel, consumer, tile, source=source)
+        from_source = (source * consumer.rows + rows) * columns + at
         total += tl.load(staging + ready + from_source, mask=inside, other=0)
     tl.store(out + rows * columns + at, total, mask=inside)
 
 
 @triton.jit
-def move_rows(channel, x, buffer, columns, MODE: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
+def move_rows(channel, producer, x, buffer, columns, MODE: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
     """Push tile after tile, row by row, to wherever the tables say: rows row_low to row_high - 1 of x."""
     tile = tl.program_id(0)
-    low, high = tile_rows(channel.producer, tile)
+    low, high = tile_rows(producer, tile)
     rows = low + tl.arange(0, BM)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (rows < high) & (at < columns)
     value = tl.load(x + rows * columns + at, mask=inside)
     if MODE == "p2p":
-        tile_push_data(channel, buffer, rows * columns + at, value, rank=tile_rank(channel.producer, tile), mask=inside)
+        tile_push_data(channel, buffer, rows * columns + at, value, rank=tile_rank(producer, tile), mask=inside)
     else:
         tile_push_data(channel, buffer, rows * columns + at, value, mask=inside, mode="broadcast")
-    producer_tile_notify(channel, tile, MODE)
+    producer_tile_notify(channel, producer, tile, MODE)
 
 
 @triton.jit
@@ -140,13 +143,13 @@ def exchange_all(channel, x, buffer, out, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def multiply_as_it_comes(
-    channel, a, b, out, k, ADDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    channel, consumer, a, b, out, k, ADDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
     """out [BM, BN] = a [BM, k] @ b [k, BN]; step t of k waits for tile t, inside the pipelined loop."""
     rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, k, BK):
-        ready = consumer_tile_wait(channel, step // BK)
+        ready = consumer_tile_wait(channel, consumer, step // BK)
         if not ADDS:
             ready = 0
         ks = step + tl.arange(0, BK)
@@ -155,18 +158,18 @@ def multiply_as_it_comes(
 
 
 @triton.jit
-def store_by_descriptor(channel, source, target, ORDERS: tl.constexpr, BM: tl.constexpr):
+def store_by_descriptor(channel, producer, source, target, ORDERS: tl.constexpr, BM: tl.constexpr):
     """A tile from one descriptor's memory to another's, then its notify."""
     tile = tl.program_id(0)
     target.store([tile * BM, 0], source.load([tile * BM, 0]))
-    producer_tile_notify(channel, tile, "broadcast", after_tma=ORDERS)
+    producer_tile_notify(channel, producer, tile, "broadcast", after_tma=ORDERS)
 
 
 @triton.jit
-def load_by_descriptor(channel, source, target, ORDERS: tl.constexpr, BM: tl.constexpr):
+def load_by_descriptor(channel, consumer, source, target, ORDERS: tl.constexpr, BM: tl.constexpr):
     """A wait, then the tile from one descriptor's memory to another's."""
     tile = tl.program_id(0)
-    ready = consumer_tile_wait(channel, tile, before_tma=ORDERS)
+    ready = consumer_tile_wait(channel, consumer, tile, before_tma=ORDERS)
     target.store([tile * BM, 0], source.load([tile * BM + ready, 0]))
 
 

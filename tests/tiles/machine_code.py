@@ -9,19 +9,19 @@ from stretto import tiles
 from stretto.tiles.compile_only import compile_kernel
 
 WORLD = 4
+PRODUCER = tiles.shard_tiles(1024, WORLD, 128, channels=2)
+CONSUMER = tiles.whole_tiles(1024, WORLD, 128, columns=8, channels=2, channel_rows=512)
 ACQUIRE = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
 RELEASE = r"atom\.global\.(sys\.release|release\.sys)"
 ZERO = r"and\.b32 +%r\d+, %r\d+, 0;"
 
 
-def make_channel(mode="broadcast", *, producer=None, consumer=None):
+def make_channel(mode="broadcast"):
     """What a kernel is given of a channel between 4 ranks, made by hand: nothing is run here."""
-    producer = producer or tiles.shard_tiles(1024, WORLD, 128, channels=2)
-    consumer = consumer or tiles.whole_tiles(1024, WORLD, 128, columns=8, channels=2, channel_rows=512)
     constants = (tl.constexpr(value) for value in (WORLD, 2 * WORLD, 16, mode))
     words = torch.zeros(256, dtype=torch.int32)
     longs = torch.zeros(8, dtype=torch.int64)
-    return tiles.Channel(2, *constants, 0, longs, words, longs, words, producer, consumer)
+    return tiles.Channel(2, *constants, 0, longs, words, longs, words)
 
 
 def compile_to_ptx(kernel, arguments, target="sm_90", **options):

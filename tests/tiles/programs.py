@@ -75,7 +75,7 @@ def gather(channel, rows, push, call, pause=0.0, **mapping):
         device = channel.begin("gather by push", producer, consumer, "broadcast")
         gathered[rank * rows : (rank + 1) * rows] = float("nan")  # nobody else writes here: poison
         time.sleep(pause)
-        kernels.push_tiles[(2,)](device, shards[rank], gathered, COLUMNS, 2, BLOCK)
+        kernels.push_tiles[(2,)](device, producer, shards[rank], gathered, COLUMNS, 2, BLOCK)
     else:
         # Whoever begins call n has pulled all of call n - 1: two buffers in turn need one meeting a call.
         own = channel.tensor((rows, COLUMNS), torch.float32, offset=call % 2 * HALF)
@@ -83,8 +83,8 @@ def gather(channel, rows, push, call, pause=0.0, **mapping):
         time.sleep(pause)
         device = channel.begin("gather by pull", producer, consumer, "local")
         gathered = torch.full((rows * world, COLUMNS), float("nan"))
-        kernels.pull_tiles[(2,)](device, own, gathered, COLUMNS, pieces, 2, BLOCK)
-    kernels.copy_tiles[(count,)](device, gathered, out, COLUMNS, count, 16, BLOCK)
+        kernels.pull_tiles[(2,)](device, producer, own, gathered, COLUMNS, pieces, 2, BLOCK)
+    kernels.copy_tiles[(count,)](device, consumer, gathered, out, COLUMNS, count, 16, BLOCK)
     return torch.equal(out, torch.cat(shards))
 
 
@@ -100,10 +100,10 @@ def scatter(channel, rows, call, pause=0.0):
     staging[rank] = float("nan")
     time.sleep(pause)
     kernels.scatter_tiles[(tiles.count_tiles(producer),)](
-        device, inputs[rank], staging, COLUMNS, tiles.count_tiles(producer), BLOCK
+        device, producer, inputs[rank], staging, COLUMNS, tiles.count_tiles(producer), BLOCK
     )
     own = tiles.count_tiles(consumer) // world
-    kernels.add_tiles[(own,)](device, staging, out, COLUMNS, own, 16, BLOCK)
+    kernels.add_tiles[(own,)](device, consumer, staging, out, COLUMNS, own, 16, BLOCK)
     expected = torch.zeros(rows, COLUMNS)
     for values in inputs:
         expected += values[rank * rows : (rank + 1) * rows]
@@ -222,12 +222,13 @@ def route(mode, calls):
             # The last tile's rows come from one rank too, but it waits for all ranks and channels.
             waits = [(low, high, source, index, index + 1) for source, _, index, low, high in coming]
             waits = [*waits[:-1], (*waits[-1][:2], world, 0, channels)] if waits else []
-            device = channel.begin("route", producer, look_up(waits), mode, counts=counts)
+            consumer = look_up(waits)
+            device = channel.begin("route", producer, consumer, mode, counts=counts)
             buffer.view(world, rows, COLUMNS)[rank] = float("nan")
-            kernels.move_rows[(pieces,)](device, x, buffer, COLUMNS, mode, 16, BLOCK)
+            kernels.move_rows[(pieces,)](device, producer, x, buffer, COLUMNS, mode, 16, BLOCK)
             out = torch.full_like(x, float("nan"))
             if waits:
-                kernels.copy_tiles[(len(waits),)](device, buffer, out, COLUMNS, len(waits), 16, BLOCK)
+                kernels.copy_tiles[(len(waits),)](device, consumer, buffer, out, COLUMNS, len(waits), 16, BLOCK)
             for _, _, _, low, high in coming:
                 if not torch.equal(out[low:high], x[low:high]):
                     wrong.append((call, low, high))
@@ -250,13 +251,14 @@ def use_groups_at_once(calls):
             for channel in (whole, half):
                 producer, consumer = map_gather(24, channel.world_size)
                 gathered = channel.tensor((24 * channel.world_size, COLUMNS), torch.float32)
-                state[channel] = channel.begin("gather", producer, consumer, "broadcast"), gathered, consumer
-            for device, gathered, _ in reversed(state.values()):
+                device = channel.begin("gather", producer, consumer, "broadcast")
+                state[channel] = device, gathered, producer, consumer
+            for device, gathered, producer, _ in reversed(state.values()):
                 x = random_of(rank, 24, COLUMNS, seed=call)
-                kernels.push_tiles[(2,)](device, x, gathered, COLUMNS, 2, BLOCK)
-            for channel, (device, gathered, consumer) in state.items():
+                kernels.push_tiles[(2,)](device, producer, x, gathered, COLUMNS, 2, BLOCK)
+            for channel, (device, gathered, _, consumer) in state.items():
                 out, count = torch.full_like(gathered, float("nan")), tiles.count_tiles(consumer)
-                kernels.copy_tiles[(count,)](device, gathered, out, COLUMNS, count, 16, BLOCK)
+                kernels.copy_tiles[(count,)](device, consumer, gathered, out, COLUMNS, count, 16, BLOCK)
                 members = range(world) if channel is whole else range(rank % 2, world, 2)
                 expected = torch.cat([random_of(peer, 24, COLUMNS, seed=call) for peer in members])
                 if not torch.equal(out, expected):
@@ -300,7 +302,7 @@ def copy_by_the_host(direction, calls):
                     tiles.rank_wait(channel, index, index // 2 if direction == "push" else rank)
                 out.copy_(gathered)
             else:
-                kernels.copy_tiles[(count,)](device, gathered, out, COLUMNS, count, 16, BLOCK)
+                kernels.copy_tiles[(count,)](device, consumer, gathered, out, COLUMNS, count, 16, BLOCK)
             tiles.join_copies(channel)
             if not torch.equal(out, torch.cat(shards)):
                 wrong.append(call)
@@ -321,9 +323,9 @@ def lose(what, loser):
         out = torch.zeros_like(gathered)
         x = torch.zeros(24, COLUMNS)
         if rank != loser:
-            kernels.push_tiles[(2,)](device, x, gathered, COLUMNS, 2, BLOCK)
+            kernels.push_tiles[(2,)](device, producer, x, gathered, COLUMNS, 2, BLOCK)
         if what == "producer":
-            kernels.copy_tiles[(count,)](device, gathered, out, COLUMNS, count, 16, BLOCK)
+            kernels.copy_tiles[(count,)](device, consumer, gathered, out, COLUMNS, count, 16, BLOCK)
         elif what == "peer" and rank != loser:
             kernels.exchange_all[(1,)](device, x, gathered, out, COLUMNS, BLOCK)
         elif what == "host":
@@ -385,9 +387,9 @@ def ask_wrongly():
             with pytest.raises(ValueError, match=re.escape(words)):
                 call()
         device = channel.begin("x", producer, consumer, "broadcast")
-        x = torch.zeros(64, COLUMNS)
+        x = channel.tensor((64, COLUMNS), torch.float32)
         with pytest.raises(InterpreterError, match="begin has counted for another mode"):
-            kernels.pull_tiles[(1,)](device, x, x, COLUMNS, 1, 1, BLOCK)
+            kernels.pull_tiles[(1,)](device, producer, x, x, COLUMNS, 1, 1, BLOCK)
         with pytest.raises(InterpreterError, match="fewer peer_tiles"):
             kernels.notify_peer[(1,)](device, 8, 1)
         with pytest.raises(InterpreterError, match='"p2p" takes a rank'):

@@ -7,6 +7,8 @@ import torch
 from tests.tiles import all_gather_gemm, kernels
 from tests.tiles.machine_code import (
     ACQUIRE,
+    CONSUMER,
+    PRODUCER,
     RELEASE,
     ZERO,
     addresses,
@@ -20,7 +22,6 @@ from tests.tiles.machine_code import (
 from triton.compiler import CompilationError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.tiles import whole_tiles
 from stretto.tiles.compile_only import TARGETS, compile_kernel
 
 X = torch.zeros(256, dtype=torch.bfloat16)
@@ -34,16 +35,16 @@ def launches():
     p2p = make_channel("p2p")
     descriptor = TensorDescriptor(torch.zeros(1024, 64, dtype=torch.bfloat16), [1024, 64], [64, 1], [128, 64])
     return {
-        "push_tiles": (broadcast, X, X, 96, 4, 128),
-        "pull_tiles": (local, X, X, 96, 32, 4, 128),
-        "copy_tiles": (broadcast, X, X, 96, 32, 128, 128),
-        "scatter_tiles": (p2p, X, X, 96, 32, 128),
-        "add_tiles": (p2p, X, X, 96, 8, 128, 128),
+        "push_tiles": (broadcast, PRODUCER, X, X, 96, 4, 128),
+        "pull_tiles": (local, PRODUCER, X, X, 96, 32, 4, 128),
+        "copy_tiles": (broadcast, CONSUMER, X, X, 96, 32, 128, 128),
+        "scatter_tiles": (p2p, PRODUCER, X, X, 96, 32, 128),
+        "add_tiles": (p2p, PRODUCER, X, X, 96, 8, 128, 128),
         "pass_around": (broadcast, X, X, X, 96, 128),
         "exchange_all": (broadcast, X, X, X, 96, 128),
-        "multiply_as_it_comes": (broadcast, X, X, X, 512, True, 64, 64, 64),
-        "store_by_descriptor": (broadcast, descriptor, descriptor, True, 128),
-        "load_by_descriptor": (broadcast, descriptor, descriptor, True, 128),
+        "multiply_as_it_comes": (broadcast, PRODUCER, X, X, X, 512, True, 64, 64, 64),
+        "store_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),
+        "load_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),
     }
 
 
@@ -83,8 +84,7 @@ def test_a_barrier_of_the_block_stands_between_a_tiles_stores_and_its_signal(nam
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_what_a_wait_allows_is_loaded_from_addresses_that_it_made(target):
-    x = torch.zeros(256, dtype=torch.bfloat16)
-    arguments = (make_channel(), x, x, x, x, 4096, 1024, 512, 4, 256, 128, 128, 64)
+    arguments = (make_channel(), PRODUCER, CONSUMER, X, X, X, X, 1024, 512, 4, 256, 128, 128, 64)
     lines = compile_to_ptx(all_gather_gemm.all_gather_gemm, arguments, target)
     copies = addresses(lines, r"cp\.async\.cg")
     assert len(copies) > 8  # the software pipeliner has been here
@@ -96,9 +96,8 @@ def test_what_a_wait_allows_is_loaded_from_addresses_that_it_made(target):
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_a_wait_inside_a_pipelined_loop_stays_before_its_loads(target):
-    consumer = whole_tiles(1024, 4, 128, channels=2, channel_rows=512)
-    with_sum = (make_channel(consumer=consumer), X, X, X, 512, True, 64, 64, 64)
-    without = (*with_sum[:5], False, *with_sum[6:])
+    with_sum = launches()["multiply_as_it_comes"]
+    without = tuple(False if argument is True else argument for argument in with_sum)
     loads = r"cp\.async\.c[ag]|ld\.global\.(nc\.)?(L1.*\.)?v\d\.b32"
     guarded = {}
     for name, arguments in (("with", with_sum), ("without", without)):
@@ -110,21 +109,20 @@ def test_a_wait_inside_a_pipelined_loop_stays_before_its_loads(target):
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_a_descriptors_store_is_done_and_fenced_before_the_signal(target):
-    _, source, to, _, rows = launches()["store_by_descriptor"]
-    lines = compile_to_ptx(kernels.store_by_descriptor, (make_channel(), source, to, True, rows), target)
+    arguments = launches()["store_by_descriptor"]
+    lines = compile_to_ptx(kernels.store_by_descriptor, arguments, target)
     store = find(lines, r"cp\.async\.bulk\.tensor.*global\.shared")
     done = find(lines, r"cp\.async\.bulk\.wait_group +0", store)
     fence = find(lines, r"fence\.proxy\.async;", done)
     barrier = find(lines, r"bar\.sync", fence)
     assert find(lines, RELEASE) > barrier > fence > done > store
-    unordered = compile_to_ptx(kernels.store_by_descriptor, (make_channel(), source, to, False, rows), target)
+    unordered = compile_to_ptx(kernels.store_by_descriptor, (*arguments[:4], False, arguments[5]), target)
     assert not any(re.search(r"cp\.async\.bulk\.wait_group +0", line) for line in unordered)
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_a_descriptors_load_is_fenced_after_the_acquire(target):
-    _, source, to, _, rows = launches()["load_by_descriptor"]
-    lines = compile_to_ptx(kernels.load_by_descriptor, (make_channel(), source, to, True, rows), target)
+    lines = compile_to_ptx(kernels.load_by_descriptor, launches()["load_by_descriptor"], target)
     load = find(lines, r"cp\.async\.bulk\.tensor.*shared.*global")
     row = re.search(r"\{ *%r\d+, (%r\d+)", lines[load].partition("[")[2])[1]
     zeros = [number for number in find_makers(lines, row) if re.search(ZERO, lines[number])]

@@ -26,7 +26,9 @@ class Channel(NamedTuple):
     producers notify. operator: its number in the report. addresses: int64 [2 * world], where each rank's counters lie,
     and how far each rank's buffer is from this rank's. state: int32, the call's number, whether a wait was given up,
     the targets of all counters and what this rank will have sent. clock: int64 [2], the latest time seen and the limit
-    of a wait, in ns. report: int32, in memory that the host reads. producer, consumer: the mappings.
+    of a wait, in ns. report: int32, in memory that the host reads.
+
+    The mappings are arguments of their own: Triton 3.6 forgets the constants of a tuple in a tuple.
     """
 
     rank: Any
@@ -39,8 +41,6 @@ class Channel(NamedTuple):
     state: Tensor
     clock: Tensor
     report: Tensor
-    producer: Mapping
-    consumer: Mapping
 
 
 class BlockChannel:
@@ -150,7 +150,7 @@ class BlockChannel:
         meets: wait on the device until all ranks have begun, so that what the last call has put into buffers may be
         written over; without it that is the kernels' own affair.
 
-        Returns what the call's kernels are given. PeerError if a wait has been given up before.
+        Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
         """
         self.check()
         self._require_fitting(producer, consumer, mode, counts)
@@ -167,11 +167,11 @@ class BlockChannel:
             self._state,
             self._clock,
             self._report,
-            producer,
-            consumer,
         )
         self._current = channel
-        begin_call[(1,)](channel, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4)
+        begin_call[(1,)](
+            channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
+        )
         return channel
 
     def check(self) -> None:

@@ -7,6 +7,8 @@ wait. Neither orders anything by itself.
 import triton
 import triton.language as tl
 
+from stretto.tiles.signals import P2P
+
 
 @triton.jit
 def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
@@ -21,7 +23,7 @@ def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_push_data(  # type: ignore[no-untyped-def]
-    channel, pointer, offsets, value, rank=None, mask=None, mode: tl.constexpr = "p2p"
+    channel, pointer, offsets, value, rank=None, mask=None, mode: tl.constexpr = P2P
 ):
     """Store `value` at `pointer` + `offsets` in the memory of `rank` ("p2p") or of all ranks ("broadcast").
 

@@ -194,6 +194,12 @@ def tile_rank(mapping, tile):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rank_tiles(mapping):  # type: ignore[no-untyped-def]
+    """How many tiles each rank has in a mapping made by `shard_tiles`: rank r's are r times this and on."""
+    return (mapping.rows + mapping.tile_rows - 1) // mapping.tile_rows * mapping.columns
+
+
+@triton.jit
 def tile_channels(mapping, tile):  # type: ignore[no-untyped-def]
     """f_C: the first channel that holds rows of the tile, and the one after the last."""
     if mapping.kind == "dynamic":

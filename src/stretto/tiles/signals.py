@@ -19,6 +19,9 @@ import triton.language as tl
 from stretto.tiles.intrinsics import INTERPRETED, finish_tma_stores, give_up, now, opaque_zero
 from stretto.tiles.mapping import tile_channels, tile_rank
 
+# Triton 3.6 takes no plain string as a default.
+P2P = tl.constexpr("p2p")
+
 # Words of `Channel.state`; targets and sends follow from HEADER on. Words of `Channel.clock` and of the report.
 EPOCH = tl.constexpr(0)
 BROKEN = tl.constexpr(1)
@@ -41,45 +44,45 @@ _LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
 
 @triton.jit
-def producer_tile_notify(channel, tile, mode: tl.constexpr, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Tell the tile's consumers that it is stored: count up the tile's channel by one.
 
-    mode: "local" (this rank's consumers), "p2p" (those of the rank that the producer's mapping gives the tile) or
+    mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the producer's mapping gives the tile) or
     "broadcast" (those of all ranks, from the next one on). after_tma: the tile was stored by a descriptor.
 
     Order: this block's stores, to whichever rank, before the signal (barrier, then release at system scope).
     """
-    tl.static_assert(mode == "local" or mode == "p2p" or mode == "broadcast", 'mode is "local", "p2p" or "broadcast"')
+    tl.static_assert(mode == "local" or mode == "p2p" or mode == "broadcast", 'mode: "local", "p2p" or "broadcast"')
     tl.static_assert(mode == channel.mode, "begin has counted for another mode of notifying")
-    first, _ = tile_channels(channel.producer, tile)
+    first, _ = tile_channels(mapping, tile)
     counter = channel.rank * channel.capacity + first
     _order_stores(after_tma)
     if mode == "local":
         _count_up(channel, channel.rank, counter)
     elif mode == "p2p":
-        _count_up(channel, tile_rank(channel.producer, tile), counter)
+        _count_up(channel, tile_rank(mapping, tile), counter)
     else:
         for distance in tl.static_range(1, channel.world + 1):
             _count_up(channel, (channel.rank + distance) % channel.world, counter)
 
 
 @triton.jit
-def consumer_tile_wait(channel, tile, source=None, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Wait until all rows of the tile are there; returns an int32 0 to add to the offset of what is loaded after.
 
-    tile: of the consumer's mapping. source: wait for what this rank has stored and signalled, where several do ("p2p"),
+    mapping: the consumer's. source: wait for what this rank has stored and signalled, where several do ("p2p"),
     for example to add in rank order as it comes; default: all who do. before_tma: a descriptor loads the tile.
 
     Order: what is loaded through the result, after the stores before all those signals (acquire at system scope).
     """
-    first, last = tile_channels(channel.consumer, tile)
+    first, last = tile_channels(mapping, tile)
     ready = tl.load(channel.state + BROKEN) * 0
     index = first
     while index < last:
         if source is not None:
             ready += _await_producer(channel, source, index, tile, before_tma)
-        elif channel.consumer.kind == "dynamic":
-            rank = tile_rank(channel.consumer, tile)
+        elif mapping.kind == "dynamic":
+            rank = tile_rank(mapping, tile)
             begin = tl.where(rank < channel.world, rank, 0)
             end = tl.where(rank < channel.world, rank + 1, channel.world)
             while begin < end:
@@ -88,7 +91,7 @@ def consumer_tile_wait(channel, tile, source=None, before_tma: tl.constexpr = Fa
         elif channel.mode == "local":
             ready += _await_producer(channel, channel.rank, index, tile, before_tma)
         elif channel.mode == "broadcast":
-            ready += _await_producer(channel, index // channel.consumer.channels, index, tile, before_tma)
+            ready += _await_producer(channel, index // mapping.channels, index, tile, before_tma)
         else:
             for rank in tl.static_range(channel.world):
                 ready += _await_producer(channel, rank, index, tile, before_tma)
@@ -97,7 +100,7 @@ def consumer_tile_wait(channel, tile, source=None, before_tma: tl.constexpr = Fa
 
 
 @triton.jit
-def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = "p2p", after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Tell `rank` ("p2p") or all other ranks ("broadcast") that this rank is done with the tile in this call.
 
     tile: 0 to the channel's peer_tiles - 1, once a call each. after_tma, and the order: as `producer_tile_notify`.
@@ -115,7 +118,7 @@ def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = "p2p", after
 
 
 @triton.jit
-def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = "p2p", before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Wait until `rank` ("p2p") or all other ranks ("broadcast") have notified the tile in this call.
 
     Returns an int32 0, and orders, as `consumer_tile_wait`.
@@ -223,7 +226,7 @@ def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # ty
 
 
 @triton.jit
-def advance_targets(channel, counts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count what this call adds to all counters, here (targets) and by this rank (sends). For one program alone.
 
     counts: None where the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
@@ -239,20 +242,20 @@ def advance_targets(channel, counts, BLOCK: tl.constexpr):  # type: ignore[no-un
             coming = tl.load(counts + word, mask=inside, other=0)
             going = tl.load(counts + channel.world * channel.capacity + word, mask=inside, other=0)
         else:
-            coming, going = _count_static(channel, index, other)
+            coming, going = _count_static(channel, producer, index, other)
         _add_to(targets + word, coming, inside)
         _add_to(sends + word, going, inside)
 
 
 @triton.jit
-def _count_static(channel, index, other):  # type: ignore[no-untyped-def]
+def _count_static(channel, producer, index, other):  # type: ignore[no-untyped-def]
     """What comes from rank `other` to each channel in this call, and what goes there from here."""
-    used = index < channel.world * channel.producer.channels
-    within = (index % channel.producer.channels) * channel.producer.channel_rows
-    rows = tl.maximum(tl.minimum(channel.producer.rows - within, channel.producer.channel_rows), 0)
-    tiles = (rows + channel.producer.tile_rows - 1) // channel.producer.tile_rows * channel.producer.columns
+    used = index < channel.world * producer.channels
+    within = (index % producer.channels) * producer.channel_rows
+    rows = tl.maximum(tl.minimum(producer.rows - within, producer.channel_rows), 0)
+    tiles = (rows + producer.tile_rows - 1) // producer.tile_rows * producer.columns
     tiles = tl.where(used, tiles, 0)
-    owner = index // channel.producer.channels
+    owner = index // producer.channels
     if channel.mode == "local":
         coming = tl.where(channel.rank == other, tiles, 0)
         going = coming
@@ -273,14 +276,14 @@ def _add_to(words, counts, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def begin_call(channel, counts, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Begin a call on this rank: its number, its targets, and, if it MEETS, a wait for all ranks to have begun it.
 
     One program runs this, in a launch before those that signal and wait. Where all ranks have begun a call, none still
     reads what the call before had put into its memory.
     """
     epoch = (tl.load(channel.state + EPOCH).to(tl.int64) + 1).to(tl.int32)
-    advance_targets(channel, counts, BLOCK)
+    advance_targets(channel, producer, counts, BLOCK)
     tl.debug_barrier()
     tl.store(channel.state + EPOCH, epoch)
     if MEETS:
