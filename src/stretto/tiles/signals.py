@@ -47,8 +47,9 @@ _LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Tell the tile's consumers that it is stored: count up the tile's channel by one.
 
-    mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the producer's mapping gives the tile) or
-    "broadcast" (those of all ranks, from the next one on). after_tma: the tile was stored by a descriptor.
+    mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the mapping gives the
+    tile) or "broadcast" (those of all ranks, from the next one on); the one that `begin` was told. after_tma: the tile
+    was stored by a descriptor.
 
     Order: this block's stores, to whichever rank, before the signal (barrier, then release at system scope).
     """
