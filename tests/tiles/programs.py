@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiles import all_gather_gemm as example
-from tests.tiles import kernels
+from tests.tiles import example, kernels
 from triton.runtime.errors import InterpreterError
 
 from stretto import tiles

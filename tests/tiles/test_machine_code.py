@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tests.tiles import all_gather_gemm, kernels
+from tests.tiles import example, kernels
 from tests.tiles.machine_code import (
     ACQUIRE,
     CONSUMER,
@@ -85,7 +85,7 @@ def test_a_barrier_of_the_block_stands_between_a_tiles_stores_and_its_signal(nam
 @pytest.mark.parametrize("target", NVIDIA)
 def test_what_a_wait_allows_is_loaded_from_addresses_that_it_made(target):
     arguments = (make_channel(), PRODUCER, CONSUMER, X, X, X, X, 1024, 512, 4, 256, 128, 128, 64)
-    lines = compile_to_ptx(all_gather_gemm.all_gather_gemm, arguments, target)
+    lines = compile_to_ptx(example.all_gather_gemm, arguments, target)
     copies = addresses(lines, r"cp\.async\.cg")
     assert len(copies) > 8  # the software pipeliner has been here
     guarded = [number for number, register in copies if depends_on(lines, register, ZERO)]
