@@ -23,10 +23,10 @@ class Channel(NamedTuple):
     """What a kernel is given of a `BlockChannel` for one call: one argument, made by `BlockChannel.begin`.
 
     rank, world: this rank and how many there are. capacity: channels; peer_tiles: slots between peers. mode: whom
-    producers notify. operator: its number in the report. addresses: int64 [2 * world], where each rank's counters lie,
-    and how far each rank's buffer is from this rank's. state: int32, the call's number, whether a wait was given up,
-    the targets of all counters and what this rank will have sent. clock: int64 [2], the latest time seen and the limit
-    of a wait, in ns. report: int32, in memory that the host reads.
+    producers notify. operator: its number in the report. signals: this rank's counters, int32. addresses: int64
+    [2 * world], where each rank's counters lie, and how far each rank's buffer is from this rank's. state: int32, the
+    call's number, whether a wait was given up, the targets of all counters and what this rank will have sent. clock:
+    int64 [2], the latest time seen and the limit of a wait, in ns. report: int32, in memory that the host reads.
 
     The mappings are arguments of their own: Triton 3.6 forgets the constants of a tuple in a tuple.
     """
@@ -37,6 +37,7 @@ class Channel(NamedTuple):
     peer_tiles: Any
     mode: Any
     operator: Any
+    signals: Tensor
     addresses: Tensor
     state: Tensor
     clock: Tensor
@@ -163,6 +164,7 @@ class BlockChannel:
             tl.constexpr(self.peer_tiles),
             tl.constexpr(mode),
             self._operators.index(operator),
+            self._signals[self.rank],
             self._addresses,
             self._state,
             self._clock,

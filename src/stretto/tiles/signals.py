@@ -77,7 +77,7 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
     Order: what is loaded through the result, after the stores before all those signals (acquire at system scope).
     """
     first, last = tile_channels(mapping, tile)
-    ready = tl.load(channel.state + BROKEN) * 0
+    ready = first * 0
     index = first
     while index < last:
         if source is not None:
@@ -148,17 +148,17 @@ def _order_stores(after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_up(channel, rank, counter):  # type: ignore[no-untyped-def]
-    tl.atomic_add(signals_of(channel, rank) + counter, 1, sem="release", scope="sys")
+    tl.atomic_add(_signals_of(channel, rank) + counter, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def _set_slot(channel, rank, tile, epoch):  # type: ignore[no-untyped-def]
     slot = channel.world * channel.capacity + tile * channel.world + channel.rank
-    tl.atomic_xchg(signals_of(channel, rank) + slot, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(_signals_of(channel, rank) + slot, epoch, sem="release", scope="sys")
 
 
 @triton.jit
-def signals_of(channel, rank):  # type: ignore[no-untyped-def]
+def _signals_of(channel, rank):  # type: ignore[no-untyped-def]
     """A pointer to the counters that lie in that rank's memory."""
     return tl.load(channel.addresses + rank).to(tl.pointer_type(tl.int32))
 
@@ -185,7 +185,7 @@ def _is_before(seen, target):  # type: ignore[no-untyped-def]
 @triton.jit
 def _await(channel, word, target, kind: tl.constexpr, tile, index, peer, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until a word of this rank's counters has reached its target, or the time limit; returns the opaque 0."""
-    pointer = signals_of(channel, channel.rank) + word
+    pointer = channel.signals + word
     seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
     if _is_before(seen, target):
         # A clock that is read by each thread differs between them, and a block may not part ways: time is what all
