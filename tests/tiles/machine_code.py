@@ -12,7 +12,7 @@ WORLD = 4
 PRODUCER = tiles.shard_tiles(1024, WORLD, 128, channels=2)
 CONSUMER = tiles.whole_tiles(1024, WORLD, 128, columns=8, channels=2, channel_rows=512)
 ACQUIRE = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
-RELEASE = r"atom\.global\.(sys\.release|release\.sys)"
+RELEASE = r"(atom|red)\.global\.(sys\.release|release\.sys)"
 ZERO = r"and\.b32 +%r\d+, %r\d+, 0;"
 
 

@@ -1,7 +1,7 @@
 """Compile a kernel for a GPU that is not there, from the arguments of an ordinary launch.
 
 It is how tests without a GPU see the machine code: whether a kernel compiles, and what stands before and after a
-signal. Triton has no public interface for it; the private ones (of 3.6 to 3.7) are used here and nowhere else.
+signal. Triton has no public interface for it; the private ones (of 3.6 to 3.9) are used here and nowhere else.
 """
 
 from typing import Any
