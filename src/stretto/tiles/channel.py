@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.memory import MAX_SIGNALS, PeerError, SymmetricMemory, allocate
+from stretto.memory import MAX_SIGNALS, PeerError, SymmetricMemory, allocate, find_own_rank
 from stretto.tiles import reports
 from stretto.tiles.intrinsics import INTERPRETED
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
@@ -104,7 +104,7 @@ class BlockChannel:
             )
         if timeout <= 0:
             raise ValueError(f"a wait may last more than 0 seconds, not {timeout}")
-        world_size = dist.get_world_size(group)
+        _, world_size = find_own_rank(group)
         words = world_size * (channels + peer_tiles + 1)
         if words > MAX_SIGNALS:
             raise ValueError(

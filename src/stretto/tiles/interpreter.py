@@ -1,7 +1,7 @@
 """Triton's interpreter as a test bed of kernels that wait for each other: what it lacks, mended.
 
 With TRITON_INTERPRET=1, `@triton.jit` makes functions that Triton runs on NumPy arrays, with real atomics on real
-memory, so that processes which share memory run the kernels that GPUs run. Stock Triton 3.6 and 3.7 need four things
+memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs four things
 for that, and `install` puts them in:
 
 - The programs of a launch run one after another, so that one that waits for a later one waits for ever. Here a program
