@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.tiles import example, kernels
 from triton.runtime.errors import InterpreterError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.memory import PeerError
@@ -185,6 +186,20 @@ def skip_producers(channel):
     for rank in range(channel.world_size):
         for index in range(2 * channel.rank, 2 * channel.rank + 2):
             tiles.rank_notify(channel, index, rank)
+
+
+def move_by_descriptors():
+    """A rank alone stores tiles by one descriptor and loads them by another, with and without what TMA needs."""
+    for call, orders in enumerate((True, False)):
+        with make_channel() as channel:
+            x = random_of(0, 64, 64, dtype=torch.bfloat16, seed=call)
+            kept, out = channel.tensor((64, 64), torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
+            source, target, result = (TensorDescriptor.from_tensor(tensor, [8, 64]) for tensor in (x, kept, out))
+            producer, _ = map_gather(64, 1)
+            device = channel.begin("descriptors", producer, producer, "broadcast")
+            kernels.store_by_descriptor[(8,)](device, producer, source, target, orders, 8)
+            kernels.load_by_descriptor[(8,)](device, producer, target, result, orders, 8)
+            assert torch.equal(out, x)
 
 
 def use_peers(calls):

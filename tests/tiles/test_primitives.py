@@ -25,6 +25,10 @@ def test_peers_signal_each_other_one_by_one_and_all_at_once(interpret, ranks):
     assert interpret(ranks, "use_peers", 3) == [[(True, True)] * 3] * ranks
 
 
+def test_descriptors_store_and_load_tiles_too(interpret):
+    interpret(1, "move_by_descriptors")
+
+
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_the_host_copies_signals_and_waits(interpret, direction):
     assert interpret(3, "copy_by_the_host", direction, 4) == [[]] * 3
