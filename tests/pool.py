@@ -74,11 +74,13 @@ class _Worker:
 class Pool:
     """`size` processes that run jobs of up to `size` ranks; they start with the first job.
 
+    environment: variables of the workers, set before they import what reads them once.
     Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
-    def __init__(self, size: int = POOL_SIZE) -> None:
+    def __init__(self, size: int = POOL_SIZE, environment: dict[str, str] | None = None) -> None:
         self.size = size
+        self._environment = environment or {}
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._jobs = 0
@@ -222,7 +224,7 @@ class Pool:
         context.set_forkserver_preload(_modules_to_preload())
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, str(self._folder)), daemon=True)
+            process = context.Process(target=_work, args=(theirs, str(self._folder), self._environment), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -297,11 +299,11 @@ def _stack_file(folder: str | Path | None, pid: int) -> Path:
 # What follows runs in the workers.
 
 
-def _work(pipe: Connection, folder: str) -> None:
+def _work(pipe: Connection, folder: str, environment: dict[str, str]) -> None:
     """A worker's life: jobs, until the parent closes the pipe or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(environment, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(1)
     caches = _find_caches()

@@ -1,0 +1,56 @@
+"""Tile-centric primitives: overlapped kernels as a page of Triton (TileLink, paper 004).
+
+A kernel stores tiles and notifies, another waits for tiles and loads them; a mapping says which rows, which rank and
+which signal a tile has. The same source is compiled for GPUs and, with TRITON_INTERPRET=1, interpreted by processes
+that share memory. docs/tiles.md goes through it all.
+"""
+
+from stretto.tiles.channel import BlockChannel, Channel
+from stretto.tiles.data import peer_pointer, tile_pull_data, tile_push_data
+from stretto.tiles.host import copy_engine, join_copies, rank_copy_data, rank_notify, rank_wait
+from stretto.tiles.intrinsics import INTERPRETED
+from stretto.tiles.mapping import (
+    DynamicMapping,
+    Mapping,
+    StaticMapping,
+    count_tiles,
+    look_up_tiles,
+    rank_tiles,
+    shard_tiles,
+    tile_channels,
+    tile_column,
+    tile_rank,
+    tile_rows,
+    whole_tiles,
+)
+from stretto.tiles.signals import consumer_tile_wait, peer_tile_notify, peer_tile_wait, producer_tile_notify
+
+__all__ = [
+    "INTERPRETED",
+    "BlockChannel",
+    "Channel",
+    "DynamicMapping",
+    "Mapping",
+    "StaticMapping",
+    "consumer_tile_wait",
+    "copy_engine",
+    "count_tiles",
+    "join_copies",
+    "look_up_tiles",
+    "peer_pointer",
+    "peer_tile_notify",
+    "peer_tile_wait",
+    "producer_tile_notify",
+    "rank_copy_data",
+    "rank_notify",
+    "rank_tiles",
+    "rank_wait",
+    "shard_tiles",
+    "tile_channels",
+    "tile_column",
+    "tile_pull_data",
+    "tile_push_data",
+    "tile_rank",
+    "tile_rows",
+    "whole_tiles",
+]

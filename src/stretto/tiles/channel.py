@@ -1,0 +1,287 @@
+"""`BlockChannel`: what tiles of one group signal and move data through, on the host's side."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.memory import MAX_SIGNALS, PeerError, SymmetricMemory, allocate, find_own_rank
+from stretto.tiles import reports
+from stretto.tiles.intrinsics import INTERPRETED
+from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
+from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PEER, REPORT_WORDS, begin_call
+
+_ALIGNMENT = 128
+_MODES = ("local", "p2p", "broadcast")
+DEFAULT_TIMEOUT = 30.0
+
+
+class Channel(NamedTuple):
+    """What a kernel is given of a `BlockChannel` for one call: one argument, made by `BlockChannel.begin`.
+
+    rank, world: this rank and how many there are. capacity: channels; peer_tiles: slots between peers. mode: whom
+    producers notify. operator: its number in the report. signals: this rank's counters, int32. addresses: int64
+    [2 * world], where each rank's counters lie, and how far each rank's buffer is from this rank's. state: int32, the
+    call's number, whether a wait was given up, the targets of all counters and what this rank will have sent. clock:
+    int64 [2], the latest time seen and the limit of a wait, in ns. report: int32, in memory that the host reads.
+
+    The mappings are arguments of their own: Triton 3.6 forgets the constants of a tuple in a tuple.
+    """
+
+    rank: Any
+    world: Any
+    capacity: Any
+    peer_tiles: Any
+    mode: Any
+    operator: Any
+    signals: Tensor
+    addresses: Tensor
+    state: Tensor
+    clock: Tensor
+    report: Tensor
+
+
+class BlockChannel:
+    """Signals and a buffer on every rank of a group, for kernels whose tiles wait for each other.
+
+    Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
+    """
+
+    def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
+        self.rank, self.world_size = memory.rank, memory.world_size
+        self.channels = channels
+        self.peer_tiles = peer_tiles
+        self.timeout = timeout
+        self._memory = memory
+        self._signal_bytes = _signal_bytes(self.world_size, channels, peer_tiles)
+        self.device = memory.buffer().device
+        regions = [memory.buffer(rank) for rank in range(self.world_size)]
+        first = [region.data_ptr() for region in regions]
+        distances = [address - first[self.rank] for address in first]
+        if any(distance % 16 for distance in distances):
+            raise ValueError("the ranks' buffers lie at distances that are no multiples of 16 bytes")
+        self._signals = [region[: self._signal_bytes].view(torch.int32) for region in regions]
+        counters = self.world_size * channels
+        self._addresses = torch.tensor(first + distances, dtype=torch.int64, device=self.device)
+        self._state = torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=self.device)
+        self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
+        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._operators: list[str] = []
+        self._current: Channel | None = None
+        self._side: torch.cuda.Stream | None = None
+        reports.register(self._report.data_ptr(), self)
+
+    @classmethod
+    def allocate(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        channels: int,
+        peer_tiles: int = 0,
+        data_bytes: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+        backend: str = "cuda",
+    ) -> "BlockChannel":
+        """Make a channel. All ranks of the group call it, with the same arguments; group: None for all ranks.
+
+        channels: of all ranks together. peer_tiles: how many tiles `peer_tile_notify` may name. data_bytes: the size
+        of each rank's buffer. timeout: seconds that a wait may last. backend: "cuda", or "host" for processes whose
+        kernels are interpreted. ValueError for sizes out of bounds; PeerError for ranks that do not come.
+        """
+        if backend == "host" and not INTERPRETED.value:
+            raise ValueError(
+                "on the host backend kernels are interpreted: set TRITON_INTERPRET=1 before stretto.tiles is imported"
+            )
+        if backend == "cuda" and INTERPRETED.value:
+            raise ValueError('TRITON_INTERPRET is set, and interpreted kernels take backend="host", not "cuda"')
+        if channels < 1 or peer_tiles < 0 or data_bytes < 0:
+            raise ValueError(
+                "a channel has 1 or more channels, 0 or more peer_tiles and 0 or more data_bytes, not "
+                f"{channels}, {peer_tiles} and {data_bytes}"
+            )
+        if timeout <= 0:
+            raise ValueError(f"a wait may last more than 0 seconds, not {timeout}")
+        _, world_size = find_own_rank(group)
+        words = world_size * (channels + peer_tiles + 1)
+        if words > MAX_SIGNALS:
+            raise ValueError(
+                f"{world_size} ranks with {channels} channels and {peer_tiles} peer_tiles need {words} counters, and "
+                f"there are at most {MAX_SIGNALS}"
+            )
+        size = _signal_bytes(world_size, channels, peer_tiles) + data_bytes
+        return cls(allocate(size, group, backend=backend), channels, peer_tiles, timeout)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
+        """A contiguous tensor in a rank's buffer (default: this rank's), `offset` bytes from its beginning.
+
+        offset is a multiple of 128. Whatever has the same offset on two ranks is at the same place to `tile_push_data`
+        and `tile_pull_data`. ValueError for what does not fit.
+        """
+        if offset % _ALIGNMENT or offset < 0:
+            raise ValueError(f"a tensor begins at a multiple of {_ALIGNMENT} bytes, not at {offset}")
+        size = torch.Size(shape).numel() * dtype.itemsize
+        data = self._memory.buffer(rank)[self._signal_bytes :]
+        if offset + size > data.numel():
+            raise ValueError(f"{size} bytes at {offset} do not fit into a buffer of {data.numel()} bytes")
+        return data[offset : offset + size].view(dtype).view(shape)
+
+    def begin(
+        self,
+        operator: str,
+        producer: Mapping,
+        consumer: Mapping,
+        mode: str,
+        *,
+        counts: Tensor | None = None,
+        meets: bool = True,
+    ) -> Channel:
+        """Begin a call: its number goes up by one, and so do the targets of all counters by what it will signal.
+
+        All ranks begin the same calls, in the same order. operator: for the report of a wait that fails. mode: the
+        relation of producer and consumer, that is, whom producers notify of a tile: "local" (a rank's producer has all
+        ranks' tiles, for its own consumers: pull), "broadcast" (it has this rank's tiles, for all ranks' consumers:
+        push), "p2p" (it has all ranks' tiles, each for the consumers of the rank that the tile belongs to).
+
+        counts: None where the producer's mapping is static: it then has every tile notified once. Else int32
+        [2, world, channels], which may be filled on the device: [0, r, c] how often rank r will notify channel c here
+        in this call, [1, r, c] how often this rank will notify channel c of rank r.
+        meets: wait on the device until all ranks have begun, so that what the last call has put into buffers may be
+        written over; without it that is the kernels' own affair.
+
+        Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
+        """
+        self.check()
+        self._require_fitting(producer, consumer, mode, counts)
+        if operator not in self._operators:
+            self._operators.append(operator)
+        channel = Channel(
+            self.rank,
+            tl.constexpr(self.world_size),
+            tl.constexpr(self.channels),
+            tl.constexpr(self.peer_tiles),
+            tl.constexpr(mode),
+            self._operators.index(operator),
+            self._signals[self.rank],
+            self._addresses,
+            self._state,
+            self._clock,
+            self._report,
+        )
+        self._current = channel
+        begin_call[(1,)](
+            channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
+        )
+        return channel
+
+    def check(self) -> None:
+        """Raise PeerError if a wait was given up, with its operator, call, tile and the rank that was waited for.
+
+        It reads memory that kernels write to, and waits for nothing: synchronize first to be sure of what has run.
+        """
+        words = self._report.numpy()
+        if not words[0]:
+            return
+        kind, operator, epoch, tile, index, peer, seen, target = (int(word) for word in words[:8])
+        what = {
+            OF_CONSUMER.value: f"tile {tile} (channel {index})",
+            OF_PEER.value: f"tile {tile} between peers",
+            OF_BEGIN.value: "the beginning of the call",
+            OF_HOST.value: f"channel {index} (rank_wait)",
+        }[kind]
+        raise PeerError(
+            f"rank {self.rank} of {self.world_size}: {self._operators[operator]}, call {epoch & 0xFFFFFFFF}: waited in "
+            f"vain for rank {peer}, {what}, {self.timeout:g} s: its signal is at {seen}, the target is {target}. The "
+            "channel is broken from here on"
+        )
+
+    @property
+    def current(self) -> Channel:
+        """The call that was begun last. ValueError before the first."""
+        if self._current is None:
+            raise ValueError("no call has begun: call begin first")
+        return self._current
+
+    @property
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """The stream of this channel's copies; None where the host copies."""
+        if self._side is None and self.device.type == "cuda":
+            self._side = torch.cuda.Stream(self.device)
+        return self._side
+
+    def signal_words(self, rank: int) -> Tensor:
+        """That rank's counters, int32: [world, channels] of producers, then [peer_tiles + 1, world] of peers."""
+        return self._signals[rank]
+
+    def sends(self) -> Tensor:
+        """int32 [world, channels]: what this rank's counters will be at each rank when the current call is through."""
+        counters = self.world_size * self.channels
+        return self._state[HEADER.value + counters :].view(self.world_size, self.channels)
+
+    def close(self) -> None:
+        """Give the memory back; nothing of this channel may run any more."""
+        self._signals = []
+        self._memory.close()
+
+    def __enter__(self) -> "BlockChannel":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _require_fitting(self, producer: Mapping, consumer: Mapping, mode: str, counts: Tensor | None) -> None:
+        if mode not in _MODES:
+            raise ValueError(f"whom producers notify is one of {', '.join(_MODES)}, not {mode!r}")
+        if isinstance(producer, DynamicMapping) != (counts is not None):
+            raise ValueError("counts are for a producer with a dynamic mapping, which needs them, and for no other")
+        if counts is not None and (
+            counts.dtype != torch.int32
+            or counts.shape != (2, self.world_size, self.channels)
+            or not counts.is_contiguous()
+        ):
+            raise ValueError(
+                f"counts are contiguous int32 [2, {self.world_size}, {self.channels}], not {counts.dtype} "
+                f"{list(counts.shape)}"
+            )
+        for name, mapping in (("producer", producer), ("consumer", consumer)):
+            if not isinstance(mapping, StaticMapping):
+                continue
+            used = mapping.world.value * mapping.channels.value
+            if mapping.world.value != self.world_size or used > self.channels:
+                raise ValueError(
+                    f"the {name}'s mapping is for {mapping.world.value} ranks with {mapping.channels.value} channels "
+                    f"each, and this channel for {self.world_size} ranks and {self.channels} channels in all"
+                )
+        if isinstance(producer, StaticMapping):
+            if not producer.aligned.value:
+                raise ValueError("a producer's tiles have rows of one rank: use shard_tiles, not whole_tiles")
+            if _value(producer.channel_rows) % producer.tile_rows.value:
+                raise ValueError(
+                    f"a producer's tile of {producer.tile_rows.value} rows ends where its channel of "
+                    f"{_value(producer.channel_rows)} rows does: make channel_rows a multiple of the tile's"
+                )
+            if isinstance(consumer, StaticMapping) and (
+                consumer.channels.value != producer.channels.value
+                or _value(consumer.channel_rows) != _value(producer.channel_rows)
+                or _value(consumer.rows) != _value(producer.rows)
+            ):
+                raise ValueError(
+                    "producer and consumer share their channels: rows, channels and channel_rows of their mappings "
+                    f"must agree; they are {_geometry(producer)} and {_geometry(consumer)}"
+                )
+
+
+def _value(number: Any) -> int:
+    return number.value if isinstance(number, tl.constexpr) else number
+
+
+def _geometry(mapping: StaticMapping) -> tuple[int, int, int]:
+    return _value(mapping.rows), mapping.channels.value, _value(mapping.channel_rows)
+
+
+def _signal_bytes(world_size: int, channels: int, peer_tiles: int) -> int:
+    """The counters' bytes: of producers [world, channels], of peers [peer_tiles + 1, world], the last for `begin`."""
+    words = world_size * (channels + peer_tiles + 1)
+    return -(-4 * words // _ALIGNMENT) * _ALIGNMENT

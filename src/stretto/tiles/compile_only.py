@@ -1,0 +1,38 @@
+"""Compile a kernel for a GPU that is not there, from the arguments of an ordinary launch.
+
+It is how tests without a GPU see the machine code: whether a kernel compiles, and what stands before and after a
+signal. Triton has no public interface for it; the private ones (of 3.6 to 3.9) are used here and nowhere else.
+"""
+
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+def compile_kernel(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: str) -> dict[str, Any]:
+    """The kernel in all its forms, by name: "ttir", "ttgir", "llir", then "ptx", "cubin" or "amdgcn", "hsaco".
+
+    arguments, options: as in a launch, kernel[grid](*arguments, **options); tensors may be on the CPU. target: one of
+    `TARGETS`. ValueError for others, and in a process whose kernels are interpreted.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"a kernel can be compiled for {', '.join(TARGETS)}, not for {target!r}")
+    if not isinstance(kernel, JITFunction):
+        raise ValueError("this process interprets its kernels: unset TRITON_INTERPRET to compile them")
+    backend = make_backend(TARGETS[target])
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    # Without a GPU there is no driver whose defaults these would be.
+    named = {"debug": False, "sanitize_overflow": False, **options}
+    bound, specialization, rest = bind(*arguments, **named)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, rest)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return dict(compile(source, target=TARGETS[target], options=parsed.__dict__).asm)

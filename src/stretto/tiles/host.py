@@ -1,0 +1,90 @@
+"""Signals and copies by the host: TileLink's rank_notify, rank_wait and rank_copy_data (paper 004, section 3.2).
+
+On CUDA all three are enqueued, and run in stream order: copies on copy engines, a signal as a copy of 4 bytes from
+device memory (so that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are done at once.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from stretto.memory.ordering import find_fence
+from stretto.tiles.channel import BlockChannel
+from stretto.tiles.signals import wait_for_channel
+
+
+@contextlib.contextmanager
+def copy_engine(channel: BlockChannel) -> Iterator[None]:
+    """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` go to the channel's side stream, beside the kernels.
+
+    They come after what the current stream had before. Leaving does not wait for them: launch the kernels that they
+    run beside, then call `join_copies`.
+    """
+    side = channel.side_stream
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream(channel.device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def join_copies(channel: BlockChannel) -> None:
+    """What the current stream gets from now on comes after all copies of the channel; each call does it once."""
+    side = channel.side_stream
+    if side is not None:
+        torch.cuda.current_stream(channel.device).wait_stream(side)
+
+
+def rank_copy_data(destination: Tensor, source: Tensor) -> None:
+    """Copy a tensor to another rank (push) or from it (pull): `BlockChannel.tensor` makes either end.
+
+    Both are contiguous, of one shape, dtype and device, as copy engines take them; ValueError for others.
+    """
+    if destination.shape != source.shape or destination.dtype != source.dtype or destination.device != source.device:
+        raise ValueError(
+            f"a copy has two ends of one shape, dtype and device: {list(destination.shape)} {destination.dtype} on "
+            f"{destination.device} and {list(source.shape)} {source.dtype} on {source.device}"
+        )
+    if not destination.is_contiguous() or not source.is_contiguous():
+        raise ValueError("a copy engine copies contiguous tensors: copy row by row, or call contiguous() on the source")
+    destination.copy_(source, non_blocking=True)
+
+
+def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
+    """Tell `rank` that all of this rank's tiles of channel `index` of the current call are there.
+
+    It stands for all notifies of `producer_tile_notify` for that channel, so nobody else gives one.
+
+    Order: all copies before it on its stream, and on the host all stores of this thread, before the signal.
+    """
+    _require_inside(channel, index, rank)
+    # The counter takes the value that the call ends with, which the device knows: nothing of it is the host's.
+    value = channel.sends()[rank, index : index + 1]
+    counter = channel.rank * channel.channels + index
+    if channel.device.type == "cpu":
+        fence = find_fence()
+        if fence is not None:
+            fence()
+        channel.signal_words(rank).numpy()[counter] = value.item()
+    else:
+        channel.signal_words(rank)[counter : counter + 1].copy_(value, non_blocking=True)
+
+
+def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
+    """Wait until `rank` has signalled channel `index` here, as often as in the current call it will.
+
+    Order: all copies and kernels after it on its stream, after the stores before those signals. It has the channel's
+    time limit; `BlockChannel.check` says if that has run out.
+    """
+    _require_inside(channel, index, rank)
+    wait_for_channel[(1,)](channel.current, rank, index, num_warps=1)
+
+
+def _require_inside(channel: BlockChannel, index: int, rank: int) -> None:
+    if not 0 <= index < channel.channels:
+        raise ValueError(f"the channel has channels 0 to {channel.channels - 1}, not {index}")
+    if not 0 <= rank < channel.world_size:
+        raise ValueError(f"the group has ranks 0 to {channel.world_size - 1}, not {rank}")

@@ -1,0 +1,120 @@
+"""What the primitives need and Triton has no word for: a clock, fences for TMA, and a zero that compilers cannot see.
+
+Compiled kernels have them in inline assembly, interpreted ones in Python. Which a process has is decided when this
+module is imported, as Triton decides it for every kernel that is decorated afterwards. The assembly stands in jitted
+functions, whose text is part of the key under which Triton caches what it has compiled; a builtin's is not.
+"""
+
+import time
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from stretto.tiles import reports
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether the kernels of this process are interpreted: TRITON_INTERPRET, as it was at import."""
+
+if INTERPRETED.value == isinstance(tl.zeros, triton.JITFunction):
+    raise ImportError(
+        "TRITON_INTERPRET was changed after triton had been imported, whose functions are of the other kind: set it "
+        "before anything imports triton"
+    )
+
+
+def _read_clock() -> int:
+    """Nanoseconds of this machine's clock, in an interpreted kernel."""
+    return time.monotonic_ns()
+
+
+def _raise_report(report: Any) -> None:
+    """End an interpreted launch with the error that the report, a pointer to it, tells of."""
+    reports.raise_reported(int(report.handle.data.item()))
+
+
+# Compiled kernels name these two, in branches that are not compiled; Triton lets them name nothing else but builtins.
+_read_clock.__triton_builtin__ = _raise_report.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@tl.core.builtin
+def _backend(_semantic: Any = None) -> tl.constexpr:
+    """What the kernel is compiled for: "cuda" or "hip"."""
+    return tl.constexpr(_semantic.builder.options.backend_name)
+
+
+@tl.core.builtin
+def _require_tma(_semantic: Any = None) -> None:
+    options = _semantic.builder.options
+    arch = str(options.arch)
+    if options.backend_name != "cuda" or int(arch.removeprefix("sm").rstrip("af")) < 90:
+        raise ValueError(f"TMA needs an NVIDIA GPU of sm_90 or newer, not {arch}: leave after_tma and before_tma False")
+
+
+@triton.jit
+def now():  # type: ignore[no-untyped-def]
+    """int64: nanoseconds of a clock. On GPUs it differs from thread to thread: branch on nothing made of it."""
+    if INTERPRETED:
+        nanoseconds = _read_clock()
+    elif _backend() == "hip":
+        ticks = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+        nanoseconds = ticks * 10
+    else:
+        nanoseconds = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return nanoseconds
+
+
+@triton.jit
+def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32: 0, made of `seen` (int32), which neither Triton nor LLVM knows.
+
+    What is loaded from an address that it was added to is loaded after `seen` is there. before_tma: TMA may load it
+    too; that goes through another proxy, which a fence makes wait.
+    """
+    if INTERPRETED:
+        zero = 0
+    elif before_tma:
+        _require_tma()
+        zero = tl.inline_asm_elementwise(
+            "fence.proxy.async;\nand.b32 $0, $1, 0;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
+        )
+    elif _backend() == "hip":
+        zero = tl.inline_asm_elementwise("v_and_b32 $0, 0, $1", "=v,v", [seen], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        zero = tl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1)
+    return zero
+
+
+@triton.jit
+def finish_tma_stores():  # type: ignore[no-untyped-def]
+    """Wait until this thread's TMA stores are done, not only read, and put them before what it does next.
+
+    An interpreted store is done when it returns.
+    """
+    if not INTERPRETED:
+        _require_tma()
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.b32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def give_up(report):  # type: ignore[no-untyped-def]
+    """End an interpreted launch; a compiled kernel goes on to its end, and the host finds the report."""
+    if INTERPRETED:
+        _raise_report(report)
+
+
+if INTERPRETED.value:
+    from stretto.tiles.interpreter import install
+
+    install()

@@ -1,0 +1,219 @@
+"""From a tile to its rows, its rank and its channels (TileLink, paper 004, section 4.1).
+
+A tensor's rows are sharded over the ranks; a tile is a block of rows, and perhaps one of several columns of tiles; a
+channel is a group of rows that is signalled as one. A mapping answers for a tile: which rows (f_S), whose (f_R), which
+channels (f_C). The same functions serve both kinds of mapping; which kind it is, is known when a kernel is compiled.
+
+`StaticMapping` is arithmetic (equation 1), `DynamicMapping` is look-up tables that are filled at run time (equation 2).
+Both are tuples that kernels take as they are.
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class StaticMapping(NamedTuple):
+    """Equal shards of rows, cut into tiles by arithmetic. Make one with `shard_tiles` or `whole_tiles`.
+
+    kind, tile_rows, channels (of a rank) and aligned (no tile has rows of two ranks) are compiled in; rows (of a rank),
+    columns (of tiles) and channel_rows too, if made with fixed=True.
+    """
+
+    kind: Any
+    world: Any
+    tile_rows: Any
+    channels: Any
+    aligned: Any
+    rows: Any
+    columns: Any
+    channel_rows: Any
+
+
+class DynamicMapping(NamedTuple):
+    """Look-up tables, int32 [tiles] each, that may be filled by a kernel, such as a router's, before they are used.
+
+    Tile t has rows row_low[t] to row_high[t] - 1. Its rank is rank[t]; as a consumer's tile it waits for that rank, or,
+    where rank[t] is the number of ranks, for all. It waits for channels channel_low[t] to channel_high[t] - 1; as a
+    producer's tile it signals channel_low[t]. Make one with `look_up_tiles`.
+    """
+
+    kind: Any
+    columns: Any
+    row_low: Any
+    row_high: Any
+    rank: Any
+    channel_low: Any
+    channel_high: Any
+
+
+Mapping: TypeAlias = StaticMapping | DynamicMapping
+
+
+def shard_tiles(
+    rows: int,
+    world: int,
+    tile_rows: int,
+    *,
+    columns: int = 1,
+    channels: int = 1,
+    channel_rows: int | None = None,
+    fixed: bool = False,
+) -> StaticMapping:
+    """Tiles of `tile_rows` rows that are cut from each rank's `rows` rows; the last of a rank may be smaller.
+
+    Tile t is in row of tiles t // columns, and tiles of rank r come before those of r + 1. channels: of each rank;
+    rank r's are r * channels to (r + 1) * channels - 1. channel_rows: rows of a channel, by default so that `channels`
+    of them have all rows and none ends within a tile; a consumer gives its producer's. fixed: compile the sizes in.
+    """
+    return _static(rows, world, tile_rows, columns, channels, channel_rows, fixed, aligned=True)
+
+
+def whole_tiles(
+    rows: int,
+    world: int,
+    tile_rows: int,
+    *,
+    columns: int = 1,
+    channels: int = 1,
+    channel_rows: int,
+    fixed: bool = False,
+) -> StaticMapping:
+    """Tiles cut from all world * rows rows as one, for consumers: a tile may have rows of several ranks.
+
+    The arguments are those of `shard_tiles`; channels and channel_rows are the producer's.
+    """
+    return _static(rows, world, tile_rows, columns, channels, channel_rows, fixed, aligned=False)
+
+
+def look_up_tiles(
+    row_low: Tensor, row_high: Tensor, rank: Tensor, channel_low: Tensor, channel_high: Tensor, *, columns: int = 1
+) -> DynamicMapping:
+    """A mapping by tables; see `DynamicMapping`. ValueError for tables of other dtypes, sizes or devices."""
+    tables = {
+        "row_low": row_low,
+        "row_high": row_high,
+        "rank": rank,
+        "channel_low": channel_low,
+        "channel_high": channel_high,
+    }
+    for name, table in tables.items():
+        if str(table.dtype) != "torch.int32" or table.dim() != 1 or not table.is_contiguous():
+            raise ValueError(
+                f"a table is a contiguous int32 tensor of one dim: {name} is {table.dtype} {list(table.shape)}"
+            )
+        if table.shape != row_low.shape or table.device != row_low.device:
+            raise ValueError(
+                f"all tables have one entry a tile on one device: row_low is {list(row_low.shape)} on "
+                f"{row_low.device}, {name} {list(table.shape)} on {table.device}"
+            )
+    return DynamicMapping(tl.constexpr("dynamic"), columns, *tables.values())
+
+
+def _static(
+    rows: int,
+    world: int,
+    tile_rows: int,
+    columns: int,
+    channels: int,
+    channel_rows: int | None,
+    fixed: bool,
+    *,
+    aligned: bool,
+) -> StaticMapping:
+    for name, value in (("world", world), ("tile_rows", tile_rows), ("columns", columns), ("channels", channels)):
+        if value < 1:
+            raise ValueError(f"a mapping's {name} is 1 or more, not {value}")
+    if rows < 0:
+        raise ValueError(f"a mapping's rows are 0 or more, not {rows}")
+    if channel_rows is None:
+        channel_rows = max(triton.cdiv(triton.cdiv(rows, channels), tile_rows), 1) * tile_rows
+    if channel_rows < 1 or channel_rows * channels < rows:
+        raise ValueError(
+            f"{channels} channels of {channel_rows} rows do not hold the {rows} rows of a rank: "
+            f"{triton.cdiv(rows, channels)} rows or more will do"
+        )
+    sizes = (rows, columns, channel_rows)
+    constants = (tl.constexpr(value) for value in ("static", world, tile_rows, channels, aligned))
+    return StaticMapping(*constants, *(tl.constexpr(size) if fixed else size for size in sizes))
+
+
+def count_tiles(mapping: Mapping) -> int:
+    """How many tiles there are, over all ranks: they are 0 to this - 1."""
+    columns = _value(mapping.columns)
+    if isinstance(mapping, DynamicMapping):
+        return mapping.row_low.numel() * columns
+    rows, tile_rows, world = _value(mapping.rows), _value(mapping.tile_rows), _value(mapping.world)
+    if _value(mapping.aligned):
+        return world * triton.cdiv(rows, tile_rows) * columns
+    return triton.cdiv(world * rows, tile_rows) * columns
+
+
+def _value(number: Any) -> int:
+    return number.value if isinstance(number, tl.constexpr) else number
+
+
+@triton.jit
+def tile_rows(mapping, tile):  # type: ignore[no-untyped-def]
+    """f_S: the tile's first row, and the one after its last, in the whole tensor."""
+    row_tile = tile // mapping.columns
+    if mapping.kind == "dynamic":
+        low = tl.load(mapping.row_low + row_tile)
+        high = tl.load(mapping.row_high + row_tile)
+    elif mapping.aligned:
+        tiles = (mapping.rows + mapping.tile_rows - 1) // mapping.tile_rows
+        rank = row_tile // tiles
+        within = (row_tile - rank * tiles) * mapping.tile_rows
+        low = rank * mapping.rows + within
+        high = rank * mapping.rows + min(within + mapping.tile_rows, mapping.rows)
+    else:
+        low = row_tile * mapping.tile_rows
+        high = min(low + mapping.tile_rows, mapping.world * mapping.rows)
+    return low, high
+
+
+@triton.jit
+def tile_column(mapping, tile):  # type: ignore[no-untyped-def]
+    """Which column of tiles the tile is in."""
+    return tile % mapping.columns
+
+
+@triton.jit
+def tile_rank(mapping, tile):  # type: ignore[no-untyped-def]
+    """f_R: the rank that the tile's (first) row belongs to."""
+    row_tile = tile // mapping.columns
+    if mapping.kind == "dynamic":
+        rank = tl.load(mapping.rank + row_tile)
+    elif mapping.aligned:
+        rank = row_tile // ((mapping.rows + mapping.tile_rows - 1) // mapping.tile_rows)
+    else:
+        rank = row_tile * mapping.tile_rows // mapping.rows
+    return rank
+
+
+@triton.jit
+def rank_tiles(mapping):  # type: ignore[no-untyped-def]
+    """How many tiles each rank has in a mapping made by `shard_tiles`: rank r's are r times this and on."""
+    return (mapping.rows + mapping.tile_rows - 1) // mapping.tile_rows * mapping.columns
+
+
+@triton.jit
+def tile_channels(mapping, tile):  # type: ignore[no-untyped-def]
+    """f_C: the first channel that holds rows of the tile, and the one after the last."""
+    if mapping.kind == "dynamic":
+        row_tile = tile // mapping.columns
+        first = tl.load(mapping.channel_low + row_tile)
+        last = tl.load(mapping.channel_high + row_tile)
+    else:
+        low, high = tile_rows(mapping, tile)
+        first = _channel_of_row(mapping, low)
+        last = _channel_of_row(mapping, high - 1) + 1
+    return first, last
+
+
+@triton.jit
+def _channel_of_row(mapping, row):  # type: ignore[no-untyped-def]
+    rank = row // mapping.rows
+    return rank * mapping.channels + (row - rank * mapping.rows) // mapping.channel_rows

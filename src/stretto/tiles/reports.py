@@ -1,0 +1,25 @@
+"""Who to ask what a report says: a kernel knows only where in memory its report lies."""
+
+import weakref
+from typing import Protocol
+
+
+class Reporter(Protocol):
+    """What owns a report."""
+
+    def check(self) -> None:
+        """Raise what the report says."""
+
+
+_reporters: weakref.WeakValueDictionary[int, Reporter] = weakref.WeakValueDictionary()
+
+
+def register(address: int, reporter: Reporter) -> None:
+    """The report at this address is this one's, as long as it lives."""
+    _reporters[address] = reporter
+
+
+def raise_reported(address: int) -> None:
+    """Raise what the report at this address says."""
+    _reporters[address].check()
+    raise AssertionError("a wait was given up and nothing was reported")

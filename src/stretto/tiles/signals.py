@@ -1,0 +1,303 @@
+"""Signals between tiles, on the device: TileLink's notify and wait (paper 004, sections 3.2.1 and 4.2).
+
+Every rank has counters that only count up and are never reset. A producer's counter (writer, channel) of a reader is
+met when it has come as far as `begin` has counted for the call, (int32)(seen - target) >= 0. A peer's slot (tile,
+writer) holds the number of the writer's last call that has notified it.
+
+Notify: the block's TMA stores are awaited (if after_tma), then the block's barrier puts the stores of all its threads
+before the signal, an atomic operation with release at system scope. Wait: reads with acquire at system scope until the
+target is met, and gives 0, made of what was seen: add it to the offset of whatever is loaded after the wait, so that no
+compiler, the software pipeliner included, can load it earlier.
+
+A wait that lasts longer than the channel's time limit writes a report, gives up the launch's other waits and lets the
+kernel come to its end; interpreted kernels raise at once.
+"""
+
+import triton
+import triton.language as tl
+
+from stretto.tiles.intrinsics import INTERPRETED, finish_tma_stores, give_up, now, opaque_zero
+from stretto.tiles.mapping import tile_channels, tile_rank
+
+# Triton 3.6 takes no plain string as a default.
+P2P = tl.constexpr("p2p")
+
+# Words of `Channel.state`; targets and sends follow from HEADER on. Words of `Channel.clock` and of the report.
+EPOCH = tl.constexpr(0)
+BROKEN = tl.constexpr(1)
+HEADER = tl.constexpr(4)
+LATEST = tl.constexpr(0)
+LIMIT = tl.constexpr(1)
+REPORT_WORDS = 10
+
+# Which wait a report is about.
+OF_CONSUMER = tl.constexpr(1)
+OF_PEER = tl.constexpr(2)
+OF_BEGIN = tl.constexpr(3)
+OF_HOST = tl.constexpr(4)
+
+# A wait's zero times this: Triton then knows it for a multiple of 16, and loads through it by 16 bytes, as without it.
+_ALIGNED = tl.constexpr(16)
+
+# Looking at a clock costs more than looking at a signal; an interpreted look pauses anyhow.
+_LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
+
+
+@triton.jit
+def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Tell the tile's consumers that it is stored: count up the tile's channel by one.
+
+    mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the mapping gives the
+    tile) or "broadcast" (those of all ranks, from the next one on); the one that `begin` was told. after_tma: the tile
+    was stored by a descriptor.
+
+    Order: this block's stores, to whichever rank, before the signal (barrier, then release at system scope).
+    """
+    tl.static_assert(mode == "local" or mode == "p2p" or mode == "broadcast", 'mode: "local", "p2p" or "broadcast"')
+    tl.static_assert(mode == channel.mode, "begin has counted for another mode of notifying")
+    first, _ = tile_channels(mapping, tile)
+    counter = channel.rank * channel.capacity + first
+    _order_stores(after_tma)
+    if mode == "local":
+        _count_up(channel, channel.rank, counter)
+    elif mode == "p2p":
+        _count_up(channel, tile_rank(mapping, tile), counter)
+    else:
+        for distance in tl.static_range(1, channel.world + 1):
+            _count_up(channel, (channel.rank + distance) % channel.world, counter)
+
+
+@triton.jit
+def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Wait until all rows of the tile are there; returns an int32 0 to add to the offset of what is loaded after.
+
+    mapping: the consumer's. source: wait for what this rank has stored and signalled, where several do ("p2p"),
+    for example to add in rank order as it comes; default: all who do. before_tma: a descriptor loads the tile.
+
+    Order: what is loaded through the result, after the stores before all those signals (acquire at system scope).
+    """
+    first, last = tile_channels(mapping, tile)
+    ready = first * 0
+    index = first
+    while index < last:
+        if source is not None:
+            ready += _await_producer(channel, source, index, tile, before_tma)
+        elif mapping.kind == "dynamic":
+            rank = tile_rank(mapping, tile)
+            begin = tl.where(rank < channel.world, rank, 0)
+            end = tl.where(rank < channel.world, rank + 1, channel.world)
+            while begin < end:
+                ready += _await_producer(channel, begin, index, tile, before_tma)
+                begin += 1
+        elif channel.mode == "local":
+            ready += _await_producer(channel, channel.rank, index, tile, before_tma)
+        elif channel.mode == "broadcast":
+            ready += _await_producer(channel, index // mapping.channels, index, tile, before_tma)
+        else:
+            for rank in tl.static_range(channel.world):
+                ready += _await_producer(channel, rank, index, tile, before_tma)
+        index += 1
+    return ready * _ALIGNED
+
+
+@triton.jit
+def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Tell `rank` ("p2p") or all other ranks ("broadcast") that this rank is done with the tile in this call.
+
+    tile: 0 to the channel's peer_tiles - 1, once a call each. after_tma, and the order: as `producer_tile_notify`.
+    """
+    tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
+    tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
+    tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
+    _order_stores(after_tma)
+    epoch = tl.load(channel.state + EPOCH)
+    if mode == "p2p":
+        _set_slot(channel, rank, tile, epoch)
+    else:
+        for distance in tl.static_range(1, channel.world):
+            _set_slot(channel, (channel.rank + distance) % channel.world, tile, epoch)
+
+
+@triton.jit
+def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Wait until `rank` ("p2p") or all other ranks ("broadcast") have notified the tile in this call.
+
+    Returns an int32 0, and orders, as `consumer_tile_wait`.
+    """
+    tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
+    tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
+    tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
+    epoch = tl.load(channel.state + EPOCH)
+    if mode == "p2p":
+        ready = _await_slot(channel, rank, tile, epoch, OF_PEER, before_tma)
+    else:
+        ready = epoch * 0
+        for distance in tl.static_range(1, channel.world):
+            peer = (channel.rank + distance) % channel.world
+            ready += _await_slot(channel, peer, tile, epoch, OF_PEER, before_tma)
+    return ready * _ALIGNED
+
+
+@triton.jit
+def _order_stores(after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Put all stores of this block before the signal that one of its threads will give."""
+    if after_tma:
+        finish_tma_stores()
+    tl.debug_barrier()
+
+
+@triton.jit
+def _count_up(channel, rank, counter):  # type: ignore[no-untyped-def]
+    tl.atomic_add(_signals_of(channel, rank) + counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _set_slot(channel, rank, tile, epoch):  # type: ignore[no-untyped-def]
+    slot = channel.world * channel.capacity + tile * channel.world + channel.rank
+    tl.atomic_xchg(_signals_of(channel, rank) + slot, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _signals_of(channel, rank):  # type: ignore[no-untyped-def]
+    """A pointer to the counters that lie in that rank's memory."""
+    return tl.load(channel.addresses + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _await_producer(channel, source, index, tile, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    counter = source * channel.capacity + index
+    target = tl.load(channel.state + HEADER + counter)
+    return _await(channel, counter, target, OF_CONSUMER, tile, index, source, before_tma)
+
+
+@triton.jit
+def _await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    slot = channel.world * channel.capacity + tile * channel.world + peer
+    return _await(channel, slot, epoch, kind, tile, tile, peer, before_tma)
+
+
+@triton.jit
+def _is_before(seen, target):  # type: ignore[no-untyped-def]
+    """Whether a counter has not come to its target, also around 2^32."""
+    return (seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0
+
+
+@triton.jit
+def _await(channel, word, target, kind: tl.constexpr, tile, index, peer, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until a word of this rank's counters has reached its target, or the time limit; returns the opaque 0."""
+    pointer = channel.signals + word
+    seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+    if _is_before(seen, target):
+        # A clock that is read by each thread differs between them, and a block may not part ways: time is what all
+        # programs of this GPU have last written into one word, which an atomic gives to all threads alike.
+        tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
+        began = tl.atomic_max(channel.clock + LATEST, 0, sem="relaxed", scope="gpu")
+        limit = tl.load(channel.clock + LIMIT)
+        looks = 0
+        waits = True
+        while waits:
+            seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+            waits = _is_before(seen, target)
+            looks += 1
+            if waits & (looks % _LOOKS_A_TIME == 0):
+                latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
+                broken = tl.atomic_add(channel.state + BROKEN, 0, sem="relaxed", scope="gpu")
+                if broken != 0:
+                    waits = False
+                elif latest - began > limit:
+                    _report(channel, kind, tile, index, peer, seen, target)
+                    waits = False
+    return opaque_zero(seen, before_tma)
+
+
+@triton.jit
+def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
+    """Write down the wait that was given up, unless another one was before; its first word last."""
+    if tl.atomic_cas(channel.state + BROKEN, 0, 1, sem="relaxed", scope="gpu") == 0:
+        tl.store(channel.report + 1, channel.operator)
+        tl.store(channel.report + 2, tl.load(channel.state + EPOCH))
+        tl.store(channel.report + 3, tile)
+        tl.store(channel.report + 4, index)
+        tl.store(channel.report + 5, peer)
+        tl.store(channel.report + 6, seen)
+        tl.store(channel.report + 7, target)
+        tl.debug_barrier()
+        tl.atomic_xchg(channel.report, kind, sem="release", scope="sys")
+    give_up(channel.report)
+
+
+@triton.jit
+def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count what this call adds to all counters, here (targets) and by this rank (sends). For one program alone.
+
+    counts: None where the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
+    notify each channel here, and how often this rank will notify each channel of each destination.
+    """
+    index = tl.arange(0, BLOCK)
+    targets = channel.state + HEADER
+    sends = targets + channel.world * channel.capacity
+    for other in tl.static_range(channel.world):
+        inside = index < channel.capacity
+        word = other * channel.capacity + index
+        if counts is not None:
+            coming = tl.load(counts + word, mask=inside, other=0)
+            going = tl.load(counts + channel.world * channel.capacity + word, mask=inside, other=0)
+        else:
+            coming, going = _count_static(channel, producer, index, other)
+        _add_to(targets + word, coming, inside)
+        _add_to(sends + word, going, inside)
+
+
+@triton.jit
+def _count_static(channel, producer, index, other):  # type: ignore[no-untyped-def]
+    """What comes from rank `other` to each channel in this call, and what goes there from here."""
+    used = index < channel.world * producer.channels
+    within = (index % producer.channels) * producer.channel_rows
+    rows = tl.maximum(tl.minimum(producer.rows - within, producer.channel_rows), 0)
+    tiles = (rows + producer.tile_rows - 1) // producer.tile_rows * producer.columns
+    tiles = tl.where(used, tiles, 0)
+    owner = index // producer.channels
+    if channel.mode == "local":
+        coming = tl.where(channel.rank == other, tiles, 0)
+        going = coming
+    elif channel.mode == "p2p":
+        coming = tl.where(owner == channel.rank, tiles, 0)
+        going = tl.where(owner == other, tiles, 0)
+    else:
+        coming = tl.where(owner == other, tiles, 0)
+        going = tl.where(owner == channel.rank, tiles, 0)
+    return coming, going
+
+
+@triton.jit
+def _add_to(words, counts, inside):  # type: ignore[no-untyped-def]
+    """words += counts, around 2^32 as atomic additions are."""
+    sums = tl.load(words, mask=inside, other=0).to(tl.int64) + counts.to(tl.int64)
+    tl.store(words, sums.to(tl.int32), mask=inside)
+
+
+@triton.jit
+def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin a call on this rank: its number, its targets, and, if it MEETS, a wait for all ranks to have begun it.
+
+    One program runs this, in a launch before those that signal and wait. Where all ranks have begun a call, none still
+    reads what the call before had put into its memory.
+    """
+    epoch = (tl.load(channel.state + EPOCH).to(tl.int64) + 1).to(tl.int32)
+    advance_targets(channel, producer, counts, BLOCK)
+    tl.debug_barrier()
+    tl.store(channel.state + EPOCH, epoch)
+    if MEETS:
+        for distance in tl.static_range(1, channel.world):
+            _set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
+        for distance in tl.static_range(1, channel.world):
+            peer = (channel.rank + distance) % channel.world
+            _await_slot(channel, peer, channel.peer_tiles, epoch, OF_BEGIN, False)
+
+
+@triton.jit
+def wait_for_channel(channel, source, index):  # type: ignore[no-untyped-def]
+    """`rank_wait` as a kernel of one program: what comes after it on its stream is after the signals."""
+    counter = source * channel.capacity + index
+    target = tl.load(channel.state + HEADER + counter)
+    _await(channel, counter, target, OF_HOST, 0, index, source, False)

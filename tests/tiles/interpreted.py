@@ -1,0 +1,147 @@
+"""What a rank runs to try the interpreter itself: kernels that need what stretto.tiles.interpreter mends."""
+
+import threading
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from stretto import tiles
+
+assert tiles.INTERPRETED.value
+
+
+@triton.jit
+def wait_for_the_next(words, order, PROGRAMS: tl.constexpr):
+    """Program p goes after program p + 1; order[p]: its place among all."""
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if program < PROGRAMS - 1:
+        while tl.atomic_add(words + program + 1, 0, sem="acquire", scope="sys") == 0:
+            pass
+    tl.store(order + program, tl.atomic_add(words + PROGRAMS, 1))
+    tl.atomic_xchg(words + program, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def take_in_turn(word, count, PROGRAMS: tl.constexpr):
+    """A lock that is taken by compare-and-swap, in the order of a counter that only its holder moves."""
+    program = tl.program_id(0)
+    for turn in range(3):
+        while tl.atomic_cas(word, PROGRAMS * turn + (PROGRAMS - 1 - program), -1) != PROGRAMS * turn + (
+            PROGRAMS - 1 - program
+        ):
+            pass
+        tl.store(count, tl.load(count) + 1)
+        tl.atomic_xchg(word, PROGRAMS * turn + (PROGRAMS - program))
+
+
+@triton.jit
+def compute(a, b, products, sums, parts, SIZE: tl.constexpr):
+    """bf16 through a product, element by element, and reductions; all of it exact or rounded once an operation."""
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x, y = tl.load(a + at), tl.load(b + at)
+    tl.store(products + at, tl.dot(x, y))
+    tl.store(sums + at, x * y + x - (-y))
+    row = tl.arange(0, SIZE)
+    tl.store(parts + row, tl.sum(x, axis=1))
+    tl.store(parts + SIZE + row, tl.max(tl.where(x < y, x, y), axis=1))
+    tl.store(parts + 2 * SIZE + row, tl.abs(tl.load(a + row)) + 1.5)
+
+
+@triton.jit
+def convert(source, target, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(target + at, tl.load(source + at).to(target.dtype.element_ty))
+
+
+@triton.jit
+def fail_or_wait(word):
+    """The last program fails; the others wait for what never comes."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.device_assert(tl.load(word) == 1, "the last program fails")
+    while tl.atomic_add(word, 0, sem="acquire", scope="sys") == 0:
+        pass
+
+
+@triton.jit
+def add_half(x):
+    tl.atomic_add(x, tl.load(x))
+
+
+@triton.jit
+def count_to(limit, out, STEP: tl.constexpr):
+    """`range` over loaded scalars."""
+    total = 0
+    for index in range(tl.load(limit) * 0, tl.load(limit), STEP):
+        total += index
+    tl.store(out, total)
+
+
+def let_programs_wait_for_each_other():
+    words, order = torch.zeros(31, dtype=torch.int32), torch.zeros(30, dtype=torch.int32)
+    wait_for_the_next[(10, 3)](words, order, 30)
+    assert order.tolist() == list(reversed(range(30)))
+    word, count = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    take_in_turn[(5,)](word, count, 5)
+    assert count.item() == 15
+    threads = threading.active_count()
+    convert[(50,)](torch.zeros(4), torch.zeros(4), 4)
+    assert threading.active_count() == threads  # nobody waited: no thread was needed
+
+
+def compute_in_bf16():
+    a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    products, sums, parts = torch.zeros(16, 16), torch.zeros(16, 16).bfloat16(), torch.zeros(3, 16)
+    compute[(1,)](a, b, products, sums, parts, 16)
+    torch.testing.assert_close(products, a.float() @ b.float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(sums, a * b + a - (-b))
+    assert torch.equal(parts[0], a.float().sum(1).bfloat16().float())
+    assert torch.equal(parts[1], torch.minimum(a, b).max(1).values.float())
+    assert torch.equal(parts[2], (a[0].abs() + 1.5).float())
+    edges = [0.0, -0.0, 1.00390625, 1.01171875, 3.3e38, 3.4e38, float("inf"), float("-inf"), 1e-40, -2.5, 7.0, 0.1]
+    numbers = torch.tensor([*edges, float("nan"), 65504.0, 1e-8, 12345.678])
+    for dtype in (torch.float32, torch.float16, torch.int32):
+        source = numbers.nan_to_num(0, 9, -9).clamp(-9e4, 9e4) if dtype == torch.int32 else numbers
+        source, target = source.to(dtype), torch.zeros(16).bfloat16()
+        convert[(1,)](source, target, 16)
+        torch.testing.assert_close(target, source.bfloat16(), rtol=0, atol=0, equal_nan=True)
+        back = torch.zeros(16, dtype=dtype)
+        convert[(1,)](target, back, 16)
+        torch.testing.assert_close(back, target.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def end_all_when_one_fails():
+    with pytest.raises(InterpreterError, match=r"program \(5, 0, 0\): .*the last program fails"):
+        fail_or_wait[(6,)](torch.zeros(1, dtype=torch.int32))
+    let_programs_wait_for_each_other()  # nothing of it stays behind
+
+
+def launch_from_two_threads():
+    def work(number):
+        words, order = torch.zeros(7, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+        for _ in range(10):
+            words.zero_()
+            wait_for_the_next[(6, 1)](words, order, 6)
+            results[number] += order.tolist() == [5, 4, 3, 2, 1, 0]
+
+    results = [0, 0]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [10, 10]
+
+
+def refuse_what_is_wrong():
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(InterpreterError, match="loses updates between processes"):
+            add_half[(1,)](torch.ones(1, dtype=dtype))
+
+
+def count_with_scalars():
+    out = torch.zeros(1, dtype=torch.int32)
+    count_to[(1,)](torch.tensor([10], dtype=torch.int32), out, 3)
+    assert out.item() == 0 + 3 + 6 + 9

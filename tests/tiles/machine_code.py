@@ -1,0 +1,83 @@
+"""Kernels compiled for GPUs that are not there, and what to look for in their machine code."""
+
+import re
+
+import torch
+import triton.language as tl
+
+from stretto import tiles
+from stretto.tiles.compile_only import compile_kernel
+
+WORLD = 4
+PRODUCER = tiles.shard_tiles(1024, WORLD, 128, channels=2)
+CONSUMER = tiles.whole_tiles(1024, WORLD, 128, columns=8, channels=2, channel_rows=512)
+ACQUIRE = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
+RELEASE = r"(atom|red)\.global\.(sys\.release|release\.sys)"
+ZERO = r"and\.b32 +%r\d+, %r\d+, 0;"
+
+
+def make_channel(mode="broadcast"):
+    """What a kernel is given of a channel between 4 ranks, made by hand: nothing is run here."""
+    constants = (tl.constexpr(value) for value in (WORLD, 2 * WORLD, 16, mode))
+    words = torch.zeros(256, dtype=torch.int32)
+    longs = torch.zeros(8, dtype=torch.int64)
+    return tiles.Channel(2, *constants, 0, words, longs, words, longs, words)
+
+
+def compile_to_ptx(kernel, arguments, target="sm_90", **options):
+    """The kernel's PTX, its instructions one a line."""
+    return [line.strip() for line in compile_kernel(kernel, arguments, options, target)["ptx"].splitlines()]
+
+
+def find(lines, pattern, start=0):
+    """The number of the first line from `start` on that the pattern is found in."""
+    for number in range(start, len(lines)):
+        if re.search(pattern, lines[number]):
+            return number
+    raise AssertionError(f"no line from {start} on has {pattern!r}:\n" + "\n".join(lines))
+
+
+def addresses(lines, pattern):
+    """(line, register) of the global addresses that instructions of this pattern read: the last in brackets."""
+    found = []
+    for number, line in enumerate(lines):
+        if re.search(pattern, line):
+            found.append((number, re.findall(r"\[ *(%rd\d+)", line)[-1]))
+    return found
+
+
+def depends_on(lines, register, pattern):
+    """Whether a line of this pattern is among those that the register's value is made by, in any number of steps.
+
+    Registers only, on whichever way through the program; what goes through shared memory is not followed.
+    """
+    return any(re.search(pattern, lines[number]) for number in find_makers(lines, register))
+
+
+def find_makers(lines, register):
+    """The numbers of all lines that the register's value is made by, in any number of steps."""
+    writers = {}
+    for number, line in enumerate(lines):
+        written, _, read = line.partition(",")
+        match = re.match(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(?:\{ *)?(%\w+)", written)
+        if match and not re.match(r"(@!?%p\d+\s+)?(st\.|cp\.async|bra|bar|red\.)", line):
+            writers.setdefault(match[1], []).append((number, re.findall(r"%(?:rd|rs|r|f|p)\d+", read)))
+    seen, left, makers = set(), [register], []
+    while left:
+        current = left.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for number, inputs in writers.get(current, ()):
+            makers.append(number)
+            left.extend(inputs)
+    return makers
+
+
+def follows_acquire(lines, zero):
+    """Whether all that this line makes its zero of one thread has read with acquire, the others after a barrier."""
+    register = re.search(r"and\.b32 +%r\d+, (%r\d+), 0", lines[zero])[1]
+    reads = [number for number in find_makers(lines, register) if lines[number].startswith("ld.shared")]
+    return bool(reads) and all(
+        re.search(rf"{ACQUIRE}.*bar\.sync", " ".join(lines[max(read - 15, 0) : read])) for read in reads
+    )

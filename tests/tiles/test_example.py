@@ -1,0 +1,36 @@
+"""The documented example, all-gather + GEMM, on real processes."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.tiles import example
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+SHAPES = [(40, 48, 40), (16, 32, 32), (33, 40, 24)]  # rows of a rank, n, k
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_it_multiplies_what_it_gathers(interpret, ranks, dtype):
+    errors = interpret(ranks, "multiply_gathered", SHAPES, dtype, 3)
+    assert max(errors) < TOLERANCES[dtype], errors
+
+
+def test_it_runs_as_a_user_runs_it():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example.FILE]
+    ran = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=120
+    )
+    errors = re.findall(r"relative error (\d\.\de[+-]\d\d)", ran.stdout)
+    assert len(errors) == 2, ran.stderr[-3000:]
+    assert max(map(float, errors)) < 1e-6
+
+
+def test_the_docs_show_it_whole_in_under_60_lines():
+    code = example.read_code()
+    assert code in (example.ROOT / "docs" / "tiles.md").read_text()
+    assert len([line for line in code.splitlines() if line.strip()]) < 60

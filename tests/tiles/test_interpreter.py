@@ -1,0 +1,43 @@
+"""Triton's interpreter does what kernels that wait for each other, in bf16, need of it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "let_programs_wait_for_each_other",
+        "compute_in_bf16",
+        "end_all_when_one_fails",
+        "launch_from_two_threads",
+        "refuse_what_is_wrong",
+        "count_with_scalars",
+    ],
+)
+def test_the_interpreter_can(interpret, name):
+    interpret(1, name, module="interpreted")
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_stretto_needs_no_triton():
+    ran = run("import sys; sys.modules['triton'] = None; import stretto; print(stretto.__version__)")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_variable_that_is_set_too_late_is_refused():
+    ran = run("import os, triton; os.environ['TRITON_INTERPRET'] = '1'; import stretto.tiles")
+    assert "set it before anything imports triton" in ran.stderr
+
+
+def test_compiled_kernels_leave_the_interpreter_alone():
+    ran = run("import stretto.tiles, sys; print('stretto.tiles.interpreter' in sys.modules)", TRITON_INTERPRET="0")
+    assert ran.stdout.strip() == "False", ran.stderr

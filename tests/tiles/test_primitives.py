@@ -1,0 +1,66 @@
+"""The primitives between real processes, whose kernels are interpreted: what is there when a wait returns."""
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("rows", [16, 37])
+def test_every_static_mapping_gathers_by_push_and_by_pull(interpret, ranks, rows):
+    assert interpret(ranks, "gather_in_all_ways", rows) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tiles_sent_to_their_owners_are_added_in_rank_order_as_they_come(interpret, ranks):
+    assert interpret(ranks, "scatter_some", [16, 21, 5]) == [[True, True, True]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("mode", ["p2p", "broadcast"])
+def test_tables_that_are_filled_at_run_time_send_tiles_anywhere(interpret, ranks, mode):
+    assert interpret(ranks, "route", mode, 4) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peers_signal_each_other_one_by_one_and_all_at_once(interpret, ranks):
+    assert interpret(ranks, "use_peers", 3) == [[(True, True)] * 3] * ranks
+
+
+def test_descriptors_store_and_load_tiles_too(interpret):
+    interpret(1, "move_by_descriptors")
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_the_host_copies_signals_and_waits(interpret, direction):
+    assert interpret(3, "copy_by_the_host", direction, 4) == [[]] * 3
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 20, -20])
+def test_counters_serve_call_after_call_past_stragglers_and_around_their_end(interpret, start):
+    assert interpret(3, "mix_calls", 24, start) == [[]] * 3
+
+
+def test_two_groups_have_calls_under_way_at_once(interpret):
+    assert interpret(4, "use_groups_at_once", 3) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("begin", "rank 1, the beginning of the call"),
+        ("producer", "rank 1, tile 3 (channel 3)"),
+        ("peer", "rank 1, tile 0 between peers"),
+        ("host", "rank 1, channel 3 (rank_wait)"),
+    ],
+)
+def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, what, words):
+    outcomes = interpret(3, "lose", what, 1)
+    for rank in (0, 2):
+        first, second = outcomes[rank]
+        assert first.startswith(
+            f"rank {rank} of 3: first, call 1: waited in vain for {words}, 0.3 s: its signal is at "
+        )
+        assert second == first  # the channel is broken
+
+
+def test_misuse_is_refused_before_anything_runs(interpret):
+    interpret(2, "ask_wrongly")
