@@ -220,8 +220,10 @@ class Pool:
             return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="stretto-tests-"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_modules_to_preload())
+        # A server that forks has imported much before: what reads a variable when it is imported needs a fresh process.
+        context = multiprocessing.get_context("spawn" if self._environment else "forkserver")
+        if not self._environment:
+            context.set_forkserver_preload(_modules_to_preload())
         for _ in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, str(self._folder), self._environment), daemon=True)
