@@ -1,0 +1,185 @@
+"""The GEMM that all fused operators share: one tile's product, its order among tiles, and how large tiles are.
+
+C = A @ B.T with A [m, k] in rows of k elements, and B [n, k] (a linear's weight), or the transpose of a [k, n] that
+lies in rows (`transposed`: the input's gradient multiplies by the weight itself). Sums are fp32. Operands come by TMA
+where their layout allows, else by pointers. Nothing here waits or signals: operators do, around these functions.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stretto.tiles import INTERPRETED
+
+_TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+
+
+class Blocks(NamedTuple):
+    """Sizes of tiles, and how a kernel with them is launched.
+
+    group_rows: rows of tiles that are gone through together, so that what they share stays in the L2 cache. programs:
+    how many run at once.
+    """
+
+    m: int
+    n: int
+    k: int
+    group_rows: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+class Gemm(NamedTuple):
+    """What kernels are given of a product; one argument, made by `describe_gemm`. Sizes vary, the rest is compiled in.
+
+    by_tma: operands are descriptors. transposed: see the module. stores_by_tma: so is the output, of out_parts columns
+    of blocks a tile.
+    """
+
+    m: Any
+    n: Any
+    k: Any
+    block_m: Any
+    block_n: Any
+    block_k: Any
+    group_rows: Any
+    by_tma: Any
+    transposed: Any
+    stores_by_tma: Any
+    out_parts: Any
+    precision: Any
+
+
+class Operands(NamedTuple):
+    """A product's description, and its operands as kernels take them: descriptors or tensors."""
+
+    gemm: Gemm
+    a: Any
+    b: Any
+    out: Any
+
+
+def choose_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Blocks:
+    """Tile sizes for C [m, n] on this device: a table, not a measurement.
+
+    On GPUs: as wide as fp32 sums fit into registers (128 x 256 with 8 warps) if that leaves no multiprocessor idle;
+    narrower, with 4 warps, where tiles are few or elements have 4 bytes; as few rows as tensor cores take for a few
+    rows. One persistent program a multiprocessor. Interpreted programs run in turns: a few, with small tiles.
+    """
+    if device.type == "cpu":
+        return Blocks(32, 32, 32, 2, 4, 2, 3)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if dtype == torch.float32:
+        block_m, block_n, block_k, num_warps, num_stages = 64 if m <= 64 else 128, 64, 32, 4, 3
+    elif m <= 64:
+        block_m, block_n, block_k, num_warps, num_stages = max(16, triton.next_power_of_2(m)), 128, 128, 4, 4
+    elif triton.cdiv(m, 128) * triton.cdiv(n, 256) >= processors:
+        block_m, block_n, block_k, num_warps, num_stages = 128, 256, 64, 8, 4
+    else:
+        block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 4, 4
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        num_stages = min(num_stages, 3)  # less shared memory than on Hopper
+    return Blocks(block_m, block_n, block_k, 8, num_warps, num_stages, processors)
+
+
+def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks) -> Operands:
+    """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
+
+    a and out are contiguous, and so is weight or its transpose.
+    """
+    (m, k), n = a.shape, weight.shape[0]
+    transposed = not weight.is_contiguous()
+    b = weight.t() if transposed else weight
+    by_tma = _takes_tma(a) and _takes_tma(b)
+    stores_by_tma = out is not None and by_tma and _takes_tma(out)
+    out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
+    exact = torch.get_float32_matmul_precision() == "highest"
+    constants = (blocks.m, blocks.n, blocks.k, blocks.group_rows, by_tma, transposed, stores_by_tma, out_parts)
+    gemm = Gemm(m, n, k, *map(tl.constexpr, constants), tl.constexpr("ieee" if exact else "tf32"))
+    if by_tma:
+        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
+        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
+    if stores_by_tma:
+        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // out_parts])
+    return Operands(gemm, a, b, out)
+
+
+def _takes_tma(matrix: Tensor) -> bool:
+    """Whether TMA takes this contiguous matrix on its device; interpreted descriptors have the same rules."""
+    if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
+        return False
+    if matrix.device.type == "cpu" and not INTERPRETED.value:
+        return False
+    if matrix.stride(1) != 1:  # of a dim of size 1
+        return False
+    return not (matrix.data_ptr() % _TMA_BYTES or matrix.stride(0) * matrix.element_size() % _TMA_BYTES)
+
+
+@triton.jit
+def order_tiles(index, row_tiles, column_tiles, group_rows):  # type: ignore[no-untyped-def]
+    """(row, column) of the index-th tile: down `group_rows` rows of tiles, then the next column, then the next rows."""
+    width = group_rows * column_tiles
+    first = index // width * group_rows
+    rows = min(row_tiles - first, group_rows)
+    within = index % width
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-def]
+    """fp32 [block_m, block_n]: rows from `row` of A times columns from `column` of C; zeros outside.
+
+    ready: what a wait for the rows of A has returned; every load of A depends on it.
+    """
+    total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+    if gemm.by_tma:
+        for start in range(0, gemm.k, gemm.block_k):
+            x = a.load([row + ready, start])
+            if gemm.transposed:
+                total = tl.dot(x, b.load([start, column]), total, input_precision=gemm.precision)
+            else:
+                total = tl.dot(x, b.load([column, start]).T, total, input_precision=gemm.precision)
+    else:
+        rows = (row + tl.arange(0, gemm.block_m)).to(tl.int64)[:, None]
+        columns = (column + tl.arange(0, gemm.block_n)).to(tl.int64)[None, :]
+        for start in range(0, gemm.k, gemm.block_k):
+            steps = start + tl.arange(0, gemm.block_k)
+            inside = (rows < gemm.m) & (steps[None, :] < gemm.k)
+            x = tl.load(a + ready + rows * gemm.k + steps[None, :], mask=inside, other=0)
+            inside = (columns < gemm.n) & (steps[:, None] < gemm.k)
+            if gemm.transposed:
+                y = tl.load(b + steps[:, None].to(tl.int64) * gemm.n + columns, mask=inside, other=0)
+            else:
+                y = tl.load(b + columns * gemm.k + steps[:, None], mask=inside, other=0)
+            total = tl.dot(x, y, total, input_precision=gemm.precision)
+    return total
+
+
+@triton.jit
+def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 [1, BLOCK]: the bias of the columns from `column` on."""
+    columns = column + tl.arange(0, BLOCK)
+    return tl.load(bias + columns, mask=columns < n, other=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_tile(gemm, out, total, row, column):  # type: ignore[no-untyped-def]
+    """Round a tile and store what of it is inside of out [m, n]."""
+    if gemm.stores_by_tma:
+        if gemm.out_parts == 2:
+            parts = tl.reshape(total, (gemm.block_m, 2, gemm.block_n // 2))
+            left, right = tl.split(tl.permute(parts, (0, 2, 1)))
+            out.store([row, column], left.to(out.dtype))
+            out.store([row, column + gemm.block_n // 2], right.to(out.dtype))
+        else:
+            out.store([row, column], total.to(out.dtype))
+    else:
+        rows = (row + tl.arange(0, gemm.block_m))[:, None]
+        columns = (column + tl.arange(0, gemm.block_n))[None, :]
+        inside = (rows < gemm.m) & (columns < gemm.n)
+        tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
