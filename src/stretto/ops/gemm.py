@@ -13,8 +13,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.tiles import INTERPRETED
-
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
 
 
@@ -99,8 +97,20 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     stores_by_tma = out is not None and by_tma and _takes_tma(out)
     out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
     exact = torch.get_float32_matmul_precision() == "highest"
-    constants = (blocks.m, blocks.n, blocks.k, blocks.group_rows, by_tma, transposed, stores_by_tma, out_parts)
-    gemm = Gemm(m, n, k, *map(tl.constexpr, constants), tl.constexpr("ieee" if exact else "tf32"))
+    gemm = Gemm(
+        m,
+        n,
+        k,
+        block_m=tl.constexpr(blocks.m),
+        block_n=tl.constexpr(blocks.n),
+        block_k=tl.constexpr(blocks.k),
+        group_rows=tl.constexpr(blocks.group_rows),
+        by_tma=tl.constexpr(by_tma),
+        transposed=tl.constexpr(transposed),
+        stores_by_tma=tl.constexpr(stores_by_tma),
+        out_parts=tl.constexpr(out_parts),
+        precision=tl.constexpr("ieee" if exact else "tf32"),
+    )
     if by_tma:
         a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
         b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
@@ -110,10 +120,8 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
 
 
 def _takes_tma(matrix: Tensor) -> bool:
-    """Whether TMA takes this contiguous matrix on its device; interpreted descriptors have the same rules."""
+    """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
     if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
-        return False
-    if matrix.device.type == "cpu" and not INTERPRETED.value:
         return False
     if matrix.stride(1) != 1:  # of a dim of size 1
         return False
@@ -145,17 +153,21 @@ def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-de
             else:
                 total = tl.dot(x, b.load([column, start]).T, total, input_precision=gemm.precision)
     else:
-        rows = (row + tl.arange(0, gemm.block_m)).to(tl.int64)[:, None]
-        columns = (column + tl.arange(0, gemm.block_n)).to(tl.int64)[None, :]
+        # Whole tiles are far apart (64 bits), what is in one is not (32 bits): half of the registers for addresses.
+        rows = tl.arange(0, gemm.block_m)[:, None]
+        columns = tl.arange(0, gemm.block_n)[None, :]
+        steps = tl.arange(0, gemm.block_k)
+        left = a + ready + tl.cast(row, tl.int64) * gemm.k
+        right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else gemm.k)
         for start in range(0, gemm.k, gemm.block_k):
-            steps = start + tl.arange(0, gemm.block_k)
-            inside = (rows < gemm.m) & (steps[None, :] < gemm.k)
-            x = tl.load(a + ready + rows * gemm.k + steps[None, :], mask=inside, other=0)
-            inside = (columns < gemm.n) & (steps[:, None] < gemm.k)
+            inside = (rows < gemm.m - row) & (steps[None, :] < gemm.k - start)
+            x = tl.load(left + start + (rows * gemm.k + steps[None, :]), mask=inside, other=0)
+            inside = (columns < gemm.n - column) & (steps[:, None] < gemm.k - start)
             if gemm.transposed:
-                y = tl.load(b + steps[:, None].to(tl.int64) * gemm.n + columns, mask=inside, other=0)
+                at = tl.cast(start, tl.int64) * gemm.n
+                y = tl.load(right + at + (steps[:, None] * gemm.n + columns), mask=inside, other=0)
             else:
-                y = tl.load(b + columns * gemm.k + steps[:, None], mask=inside, other=0)
+                y = tl.load(right + start + (columns * gemm.k + steps[:, None]), mask=inside, other=0)
             total = tl.dot(x, y, total, input_precision=gemm.precision)
     return total
 
