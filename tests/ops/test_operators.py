@@ -28,3 +28,48 @@ def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, ranks, sha
         for error, is_same in interpret(ranks, "multiply_and_scatter", shape, dtype, by_columns, has_bias):
             assert error <= 2 * ROUNDING[dtype]  # rounded before they travel, and after
             assert is_same
+
+
+def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret):
+    errors = {}
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        outcomes = interpret(4, "multiply_and_scatter", (37, 41, 33), torch.bfloat16, False, False, reduce_dtype)
+        errors[reduce_dtype] = max(error for error, _ in outcomes)
+    assert errors[torch.float32] <= 2**-8  # rounded once, at the end
+    assert errors[torch.float32] < errors[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
+@pytest.mark.parametrize("way", ["saved", "gathered again", "both outputs used"])
+def test_gradients_of_all_gather_matmul_are_the_unfused_layers(interpret, way, needs, dtype):
+    arguments = ((21, 40, 24), dtype, needs, way == "saved", way == "both outputs used")
+    for errors in interpret(3, "differentiate_gather", *arguments):
+        assert max(errors.values()) <= 3 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
+def test_gradients_of_matmul_reduce_scatter_are_the_unfused_layers(interpret, needs, dtype):
+    for errors in interpret(3, "differentiate_scatter", (21, 40, 24), dtype, needs):
+        assert max(errors.values()) <= 3 * ROUNDING[dtype]
+
+
+def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret):
+    assert interpret(4, "call_in_many_shapes", 10, 5) == [[]] * 4
+
+
+def test_sizes_of_zero_are_no_special_case_to_the_caller(interpret):
+    interpret(2, "call_with_nothing")
+
+
+def test_what_cannot_be_computed_is_refused_before_anything_runs(interpret):
+    interpret(2, "ask_wrongly")
+
+
+def test_the_operators_are_registered_as_torch_asks(interpret):
+    interpret(2, "check_registration", (8, 16, 16), timeout=200.0)
+
+
+def test_torch_compile_takes_them_without_a_graph_break(interpret):
+    assert interpret(2, "compile_an_mlp", (16, 32, 16), timeout=200.0) == [[True] * 4] * 2

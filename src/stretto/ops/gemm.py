@@ -123,7 +123,7 @@ def _takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
     if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
         return False
-    if matrix.stride(1) != 1:  # of a dim of size 1
+    if matrix.numel() == 0 or matrix.stride(1) != 1:  # another stride is of a dim of size 1
         return False
     return not (matrix.data_ptr() % _TMA_BYTES or matrix.stride(0) * matrix.element_size() % _TMA_BYTES)
 
