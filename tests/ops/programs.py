@@ -40,21 +40,26 @@ def gather_and_multiply(shape, dtype, by_columns, has_bias, piece_bytes=512):
     return error(out, expected), torch.equal(gathered, torch.cat(shards)), torch.equal(out, again)
 
 
-def multiply_and_scatter(shape, dtype, by_columns, has_bias, reduce_dtype=None):
+def multiply_and_scatter(shape, dtype, by_columns, has_bias):
     """(error, whether a second call has the same bits)."""
     rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
     inputs = [random_of(peer, rows * world, k, dtype=dtype) for peer in range(world)]
     weights = [random_of(10 + peer, n, k, dtype=dtype) for peer in range(world)]
     bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
     weight = lie(weights[rank], by_columns)
-    out, again = (
-        ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias, reduce_dtype=reduce_dtype) for _ in range(2)
-    )
+    out, again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias) for _ in range(2))
     expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
     expected = expected[rank * rows : (rank + 1) * rows]
     if has_bias:
         expected = expected + bias.double()
     return error(out, expected), torch.equal(out, again)
+
+
+def cancel(reduce_dtype):
+    """257 - 256 by two ranks in bf16, of which 257 is no number; (the sum, and of what kind it is)."""
+    weight = torch.tensor([[256.0, 1.0], [-256.0, 0.0]][dist.get_rank()]).repeat(3, 1).bfloat16()
+    out = ops.matmul_reduce_scatter(torch.ones(4, 2).bfloat16(), weight, reduce_dtype=reduce_dtype)
+    return out.unique().tolist(), out.dtype
 
 
 def make_layer(shape, rows_of_x, dtype, needs):
