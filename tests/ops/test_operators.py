@@ -4,7 +4,7 @@ import pytest
 import torch
 
 SHAPES = [(32, 64, 64), (37, 41, 33), (5, 72, 40), (50, 24, 16)]
-"""(rows of a rank, n, k): whole tiles, odd sizes (which TMA refuses), few rows (tiles of several ranks), few columns."""
+"""(rows of a rank, n, k): whole tiles; odd sizes, which TMA refuses; few rows, so that tiles have several ranks'."""
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
