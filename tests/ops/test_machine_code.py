@@ -19,12 +19,13 @@ from tests.tiles.machine_code import (
 )
 
 from stretto.ops.all_gather_matmul import all_gather_gemm, map_rows
-from stretto.ops.gemm import Blocks, describe_gemm
+from stretto.ops.gemm import Blocks, describe_gemm, look_up_blocks
 from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_tiles
 from stretto.tiles.compile_only import compile_kernel
 
 WIDE = Blocks(128, 256, 64, 8, 8, 4, 132)
-NARROW = Blocks(128, 128, 64, 8, 8, 3, 132)
+NARROW = Blocks(128, 128, 64, 8, 4, 4, 132)
+BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
 FEW_ROWS = Blocks(16, 128, 128, 8, 4, 4, 132)
 ROWS, N, K = 1024, 2048, 1024
 TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared\S*\.global"
@@ -76,7 +77,7 @@ def tma_loads(lines):
 def test_odd_sizes_compile_by_pointers_everywhere(name, target):
     kernel, arguments = KERNELS[name]
     for sizes in ({"k": 1021}, {"n": 2045, "transposed": True}):
-        forms = compile_kernel(kernel, arguments(NARROW, **sizes), {"num_warps": 8, "num_stages": 3}, target)
+        forms = compile_kernel(kernel, arguments(BY_POINTERS, **sizes), {"num_warps": 8, "num_stages": 3}, target)
         assert forms.keys() >= {"hsaco" if target == "gfx942" else "cubin"}
         assert "cp.async.bulk.tensor" not in forms.get("ptx", "")
 
@@ -134,3 +135,13 @@ def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(
     assert all(depends_on(lines, register, ZERO) for _, register in wide)
     assert not any(guarded for _, guarded, _ in tma_loads(lines))  # x and weight wait for nobody
     assert not any(re.search(r"sys\.relaxed|relaxed\.sys", line) for line in lines)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("m", [1, 20, 64, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_entry_of_the_table_of_block_sizes_compiles(name, m, dtype):
+    for by_tma in (True, False):
+        for fills_gpu in (True, False) if by_tma and m > 64 and dtype == torch.bfloat16 else (True,):
+            blocks = look_up_blocks(m, dtype == torch.float32, by_tma, fills_gpu, 132)
+            assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma

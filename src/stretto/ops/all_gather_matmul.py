@@ -84,7 +84,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, returned: T
     out = x.new_empty(rows * world, n)
     if rows == 0:
         return out
-    blocks = choose_blocks(rows * world, n, k, x.dtype, x.device)
+    blocks = choose_blocks(rows * world, x, weight)
     block_channel = find_workspace(group, x.device, count_bytes(rows * world, k, dtype=x.dtype))
     producer, consumer = map_rows(rows, world, blocks.m, x.stride(0) * x.element_size())
     channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast")

@@ -62,27 +62,42 @@ class Operands(NamedTuple):
     out: Any
 
 
-def choose_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Blocks:
-    """Tile sizes for C [m, n] on this device: a table, not a measurement.
+def choose_blocks(m: int, a: Tensor, weight: Tensor, *, shards: int = 1) -> Blocks:
+    """Tile sizes for C, of `shards` parts of m rows each that no tile crosses, on a's device.
 
-    On GPUs: as wide as fp32 sums fit into registers (128 x 256 with 8 warps) if that leaves no multiprocessor idle;
-    narrower, with 4 warps, where tiles are few or elements have 4 bytes; as few rows as tensor cores take for a few
-    rows. One persistent program a multiprocessor. Interpreted programs run in turns: a few, with small tiles.
+    Interpreted programs run in turns: a few, with small tiles. On GPUs: `look_up_blocks`.
     """
-    if device.type == "cpu":
+    if a.device.type == "cpu":
         return Blocks(32, 32, 32, 2, 4, 2, 3)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if dtype == torch.float32:
-        block_m, block_n, block_k, num_warps, num_stages = 64 if m <= 64 else 128, 64, 32, 4, 3
-    elif m <= 64:
-        block_m, block_n, block_k, num_warps, num_stages = max(16, triton.next_power_of_2(m)), 128, 128, 4, 4
-    elif triton.cdiv(m, 128) * triton.cdiv(n, 256) >= processors:
-        block_m, block_n, block_k, num_warps, num_stages = 128, 256, 64, 8, 4
-    else:
-        block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 4, 4
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        num_stages = min(num_stages, 3)  # less shared memory than on Hopper
-    return Blocks(block_m, block_n, block_k, 8, num_warps, num_stages, processors)
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    fills_gpu = shards * triton.cdiv(m, 128) * triton.cdiv(weight.shape[0], 256) >= processors
+    by_tma = _takes_tma(a) and _takes_tma(_stored(weight))
+    blocks = look_up_blocks(m, a.dtype == torch.float32, by_tma, fills_gpu, processors)
+    if torch.cuda.get_device_capability(a.device) < (9, 0):  # less shared memory than on Hopper
+        blocks = blocks._replace(num_stages=min(blocks.num_stages, 3))
+    return blocks
+
+
+def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
+    """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
+
+    As wide as fp32 sums fit into registers (128 x 256 with 8 warps) if such tiles fill the GPU, else narrower; as few
+    rows as tensor cores take where m is small; less at once where addresses (no TMA) or sums without tensor cores
+    (fp32) take the registers, since larger tiles spill them.
+    """
+    few = max(16, triton.next_power_of_2(min(m, 64)))
+    match is_fp32, by_tma, m <= 64, fills_gpu:
+        case True, _, _, _:
+            return Blocks(few, 64, 32, 8, 4 if few == 16 else 8, 3, processors)
+        case _, False, True, _:
+            return Blocks(few, 128, 64, 8, 4, 3, processors)
+        case _, False, _, _:
+            return Blocks(128, 128, 32, 8, 8, 3, processors)
+        case _, _, True, _:
+            return Blocks(few, 128, 128, 8, 4, 4, processors)
+        case _, _, _, True:
+            return Blocks(128, 256, 64, 8, 8, 4, processors)
+    return Blocks(128, 128, 64, 8, 4, 4, processors)
 
 
 def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks) -> Operands:
@@ -92,7 +107,7 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     """
     (m, k), n = a.shape, weight.shape[0]
     transposed = not weight.is_contiguous()
-    b = weight.t() if transposed else weight
+    b = _stored(weight)
     by_tma = _takes_tma(a) and _takes_tma(b)
     stores_by_tma = out is not None and by_tma and _takes_tma(out)
     out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
@@ -117,6 +132,11 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     if stores_by_tma:
         out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // out_parts])
     return Operands(gemm, a, b, out)
+
+
+def _stored(weight: Tensor) -> Tensor:
+    """The weight as it lies in memory, row by row: itself, or its transpose."""
+    return weight if weight.is_contiguous() else weight.t()
 
 
 def _takes_tma(matrix: Tensor) -> bool:

@@ -45,7 +45,7 @@ def _matmul_reduce_scatter(
     out = x.new_empty(rows, n)
     if out.numel() == 0:
         return out
-    blocks = choose_blocks(rows, n, x.shape[1], x.dtype, x.device)
+    blocks = choose_blocks(rows, x, weight, shards=world)
     dtype = reduce_dtype or x.dtype
     partials = map_tiles(rows, n, world, blocks)
     shape = (world, tiles.count_tiles(partials) // world, blocks.m * blocks.n)
