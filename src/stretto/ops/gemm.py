@@ -1,0 +1,217 @@
+"""The GEMM that all fused operators share: one tile's product, its order among tiles, and how large tiles are.
+
+C = A @ B.T with A [m, k] in rows of k elements, and B [n, k] (a linear's weight), or the transpose of a [k, n] that
+lies in rows (`transposed`: the input's gradient multiplies by the weight itself). Sums are fp32. Operands come by TMA
+where their layout allows, else by pointers. Nothing here waits or signals: operators do, around these functions.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+
+
+class Blocks(NamedTuple):
+    """Sizes of tiles, and how a kernel with them is launched.
+
+    group_rows: rows of tiles that are gone through together, so that what they share stays in the L2 cache. programs:
+    how many run at once.
+    """
+
+    m: int
+    n: int
+    k: int
+    group_rows: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+class Gemm(NamedTuple):
+    """What kernels are given of a product; one argument, made by `describe_gemm`. Sizes vary, the rest is compiled in.
+
+    by_tma: operands are descriptors. transposed: see the module. stores_by_tma: so is the output, of out_parts columns
+    of blocks a tile.
+    """
+
+    m: Any
+    n: Any
+    k: Any
+    block_m: Any
+    block_n: Any
+    block_k: Any
+    group_rows: Any
+    by_tma: Any
+    transposed: Any
+    stores_by_tma: Any
+    out_parts: Any
+    precision: Any
+
+
+class Operands(NamedTuple):
+    """A product's description, and its operands as kernels take them: descriptors or tensors."""
+
+    gemm: Gemm
+    a: Any
+    b: Any
+    out: Any
+
+
+def choose_blocks(m: int, a: Tensor, weight: Tensor, *, shards: int = 1) -> Blocks:
+    """Tile sizes for C, of `shards` parts of m rows each that no tile crosses, on a's device.
+
+    Interpreted programs run in turns: a few, with small tiles. On GPUs: `look_up_blocks`.
+    """
+    if a.device.type == "cpu":
+        return Blocks(32, 32, 32, 2, 4, 2, 3)
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    fills_gpu = shards * triton.cdiv(m, 128) * triton.cdiv(weight.shape[0], 256) >= processors
+    by_tma = _takes_tma(a) and _takes_tma(_stored(weight))
+    blocks = look_up_blocks(m, a.dtype == torch.float32, by_tma, fills_gpu, processors)
+    if torch.cuda.get_device_capability(a.device) < (9, 0):  # less shared memory than on Hopper
+        blocks = blocks._replace(num_stages=min(blocks.num_stages, 3))
+    return blocks
+
+
+def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
+    """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
+
+    As wide as fp32 sums fit into registers (128 x 256 with 8 warps) if such tiles fill the GPU, else narrower; as few
+    rows as tensor cores take where m is small; less at once where addresses (no TMA) or sums without tensor cores
+    (fp32) take the registers, since larger tiles spill them.
+    """
+    few = max(16, triton.next_power_of_2(min(m, 64)))
+    match is_fp32, by_tma, m <= 64, fills_gpu:
+        case True, _, _, _:
+            return Blocks(few, 64, 32, 8, 4 if few == 16 else 8, 3, processors)
+        case _, False, True, _:
+            return Blocks(few, 128, 64, 8, 4, 3, processors)
+        case _, False, _, _:
+            return Blocks(128, 128, 32, 8, 8, 3, processors)
+        case _, _, True, _:
+            return Blocks(few, 128, 128, 8, 4, 4, processors)
+        case _, _, _, True:
+            return Blocks(128, 256, 64, 8, 8, 4, processors)
+    return Blocks(128, 128, 64, 8, 4, 4, processors)
+
+
+def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks) -> Operands:
+    """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
+
+    a and out are contiguous, and so is weight or its transpose.
+    """
+    (m, k), n = a.shape, weight.shape[0]
+    transposed = not weight.is_contiguous()
+    b = _stored(weight)
+    by_tma = _takes_tma(a) and _takes_tma(b)
+    stores_by_tma = out is not None and by_tma and _takes_tma(out)
+    out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
+    exact = torch.get_float32_matmul_precision() == "highest"
+    gemm = Gemm(
+        m,
+        n,
+        k,
+        block_m=tl.constexpr(blocks.m),
+        block_n=tl.constexpr(blocks.n),
+        block_k=tl.constexpr(blocks.k),
+        group_rows=tl.constexpr(blocks.group_rows),
+        by_tma=tl.constexpr(by_tma),
+        transposed=tl.constexpr(transposed),
+        stores_by_tma=tl.constexpr(stores_by_tma),
+        out_parts=tl.constexpr(out_parts),
+        precision=tl.constexpr("ieee" if exact else "tf32"),
+    )
+    if by_tma:
+        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
+        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
+    if stores_by_tma:
+        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // out_parts])
+    return Operands(gemm, a, b, out)
+
+
+def _stored(weight: Tensor) -> Tensor:
+    """The weight as it lies in memory, row by row: itself, or its transpose."""
+    return weight if weight.is_contiguous() else weight.t()
+
+
+def _takes_tma(matrix: Tensor) -> bool:
+    """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
+    if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
+        return False
+    if matrix.numel() == 0 or matrix.stride(1) != 1:  # another stride is of a dim of size 1
+        return False
+    return not (matrix.data_ptr() % _TMA_BYTES or matrix.stride(0) * matrix.element_size() % _TMA_BYTES)
+
+
+@triton.jit
+def order_tiles(index, row_tiles, column_tiles, group_rows):  # type: ignore[no-untyped-def]
+    """(row, column) of the index-th tile: down `group_rows` rows of tiles, then the next column, then the next rows."""
+    width = group_rows * column_tiles
+    first = index // width * group_rows
+    rows = min(row_tiles - first, group_rows)
+    within = index % width
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-def]
+    """fp32 [block_m, block_n]: rows from `row` of A times columns from `column` of C; zeros outside.
+
+    ready: what a wait for the rows of A has returned; every load of A depends on it.
+    """
+    total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+    if gemm.by_tma:
+        for start in range(0, gemm.k, gemm.block_k):
+            x = a.load([row + ready, start])
+            if gemm.transposed:
+                total = tl.dot(x, b.load([start, column]), total, input_precision=gemm.precision)
+            else:
+                total = tl.dot(x, b.load([column, start]).T, total, input_precision=gemm.precision)
+    else:
+        # Whole tiles are far apart (64 bits), what is in one is not (32 bits): half of the registers for addresses.
+        rows = tl.arange(0, gemm.block_m)[:, None]
+        columns = tl.arange(0, gemm.block_n)[None, :]
+        steps = tl.arange(0, gemm.block_k)
+        left = a + ready + tl.cast(row, tl.int64) * gemm.k
+        right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else gemm.k)
+        for start in range(0, gemm.k, gemm.block_k):
+            inside = (rows < gemm.m - row) & (steps[None, :] < gemm.k - start)
+            x = tl.load(left + start + (rows * gemm.k + steps[None, :]), mask=inside, other=0)
+            inside = (columns < gemm.n - column) & (steps[:, None] < gemm.k - start)
+            if gemm.transposed:
+                at = tl.cast(start, tl.int64) * gemm.n
+                y = tl.load(right + at + (steps[:, None] * gemm.n + columns), mask=inside, other=0)
+            else:
+                y = tl.load(right + start + (columns * gemm.k + steps[:, None]), mask=inside, other=0)
+            total = tl.dot(x, y, total, input_precision=gemm.precision)
+    return total
+
+
+@triton.jit
+def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 [1, BLOCK]: the bias of the columns from `column` on."""
+    columns = column + tl.arange(0, BLOCK)
+    return tl.load(bias + columns, mask=columns < n, other=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_tile(gemm, out, total, row, column):  # type: ignore[no-untyped-def]
+    """Round a tile and store what of it is inside of out [m, n]."""
+    if gemm.stores_by_tma:
+        if gemm.out_parts == 2:
+            parts = tl.reshape(total, (gemm.block_m, 2, gemm.block_n // 2))
+            left, right = tl.split(tl.permute(parts, (0, 2, 1)))
+            out.store([row, column], left.to(out.dtype))
+            out.store([row, column + gemm.block_n // 2], right.to(out.dtype))
+        else:
+            out.store([row, column], total.to(out.dtype))
+    else:
+        rows = (row + tl.arange(0, gemm.block_m))[:, None]
+        columns = (column + tl.arange(0, gemm.block_n))[None, :]
+        inside = (rows < gemm.m) & (columns < gemm.n)
+        tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,138 @@
+"""Overlapped operators on real GPUs: random shapes past stragglers and poison, graphs, and gradients."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto import ops
+from stretto.bench.harness import run_ranks
+from stretto.ops import workspace
+from stretto.parallel import Grid
+
+RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
+SEED = random.randrange(2**31)
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+RAGGED = (4091, 5120, 1024)
+
+pytestmark = pytest.mark.skipif(RANKS < 2, reason="operators take two GPUs or more")
+
+
+def poison() -> None:
+    for cache in workspace._caches.values():
+        for (size, _), channel in cache.channels.items():
+            channel.tensor((size,), torch.uint8).fill_(0xFF)
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    every = x.new_empty(RANKS * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(every, x)
+    return every
+
+
+def scatter(x: torch.Tensor) -> torch.Tensor:
+    own = x.new_empty(x.shape[0] // RANKS, *x.shape[1:])
+    dist.reduce_scatter_tensor(own, x)
+    return own
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
+    Grid(data=RANKS, device="cuda")
+    rng, rank = random.Random(seed), dist.get_rank()
+    torch.manual_seed(seed + rank)
+    wrong = []
+    for call in range(calls):
+        dtype = rng.choice(list(ROUNDING))
+        rows, n, k = RAGGED if call == 0 else (rng.randint(1, 700), rng.randint(1, 1500), rng.randint(1, 1500))
+        if rng.random() < 0.5:
+            n, k = n + -n % 8, k + -k % 8  # what TMA takes
+        x, whole = torch.randn(rows, k, device="cuda"), torch.randn(rows * RANKS, k, device="cuda")
+        weight = torch.randn(n, k, device="cuda") * (1 + rank)
+        bias = torch.randn(n, device="cuda") if rng.random() < 0.5 else None
+        x, whole, weight = x.to(dtype), whole.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        if rng.random() < 0.5:
+            weight = weight.t().contiguous().t()
+        late, cycles = rng.randrange(RANKS), rng.choice([0, 100_000, 2_000_000])
+        for name, operand in (("gather", x), ("scatter", whole)):
+            operator = ops.all_gather_matmul if name == "gather" else ops.matmul_reduce_scatter
+            poison()
+            if late == rank:
+                torch.cuda._sleep(cycles)
+            out = operator(operand, weight, bias=bias)
+            again = operator(operand, weight, bias=bias)
+            product = (gather(x) if name == "gather" else whole).double() @ weight.double().T
+            expected = product if name == "gather" else scatter(product)
+            expected = expected if bias is None else expected + bias.double()
+            if not torch.equal(out, again) or not error(out, expected) <= ROUNDING[dtype]:
+                wrong.append((call, name, rows, n, k, str(dtype), error(out, expected), torch.equal(out, again)))
+    torch.cuda.synchronize()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+
+
+def replay(folder: Path) -> None:
+    Grid(data=RANKS, device="cuda")
+    rank, rows, n, k = dist.get_rank(), 256, 1024, 512
+    x, up, down = (torch.randn(*size, device="cuda").bfloat16() for size in ((rows, k), (n, k), (k, n)))
+
+    def mlp() -> torch.Tensor:
+        return ops.matmul_reduce_scatter(torch.relu(ops.all_gather_matmul(x, up)), down)
+
+    mlp()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mlp()
+    wrong = []
+    for call in range(50):
+        x.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        replayed = out.clone()
+        if not torch.equal(replayed, mlp()):
+            wrong.append(call)
+    torch.cuda.synchronize()
+    dist.barrier()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+
+
+def differentiate(folder: Path) -> None:
+    Grid(data=RANKS, device="cuda")
+    rank, rows, n, k = dist.get_rank(), 384, 1024, 512
+    sizes = ((rows, k), (n, k), (k, n), (rows, k))
+    x, up, down, factor = (torch.randn(*size, device="cuda").bfloat16() for size in sizes)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
+    ops.matmul_reduce_scatter(ops.all_gather_matmul(leaves[0], leaves[1]), leaves[2]).backward(factor)
+    whole, factors = gather(x).double(), gather(factor).double()
+    hidden, between = whole @ up.double().T, factors @ down.double()
+    expected = [scatter(between @ up.double()), between.T @ whole, factors.T @ hidden]
+    errors = [error(leaf.grad, grad) for leaf, grad in zip(leaves, expected, strict=True)]
+    dist.barrier()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps([value for value in errors if not value < 2e-2]))
+
+
+def read(folder: Path) -> list[object]:
+    return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_random_shapes_are_right_and_the_same_twice(tmp_path: Path) -> None:
+    run_ranks(RANKS, multiply_in_random_shapes, tmp_path, SEED, 60)
+    assert read(tmp_path) == [[]] * RANKS, SEED
+
+
+def test_a_captured_graph_replays_both_operators(tmp_path: Path) -> None:
+    run_ranks(RANKS, replay, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS
+
+
+def test_gradients_are_those_of_the_unfused_layers(tmp_path: Path) -> None:
+    run_ranks(RANKS, differentiate, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS

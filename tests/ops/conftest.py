@@ -1,0 +1,34 @@
+"""Ranks whose kernels are interpreted, for programs of this folder."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.pool import Pool
+
+# Triton is for Linux alone: elsewhere there is nothing here to test.
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def operator_pool() -> Iterator[Pool]:
+    """Processes that interpret, apart from the session's."""
+    pool = Pool(4, {"TRITON_INTERPRET": "1"})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def interpret(operator_pool: Pool) -> Callable[..., list[Any]]:
+    """`interpret(ranks, "name", *arguments)` runs a function of tests.ops.programs; its results in rank order."""
+
+    def run(ranks: int, name: str, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+        return operator_pool.run(ranks, _interpret, name, arguments, timeout=timeout)
+
+    return run
+
+
+def _interpret(name: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(importlib.import_module("tests.ops.programs"), name)(*arguments)

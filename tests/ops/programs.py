@@ -1,0 +1,222 @@
+"""What ranks run whose kernels are interpreted. Only they import this: see conftest."""
+
+import importlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto import ops, tiles
+from stretto.ops import workspace
+
+assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
+
+
+def random_of(rank, *shape, dtype=torch.float32, seed=0):
+    """The same numbers on whichever rank asks for them."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+
+
+def lie(weight, by_columns):
+    """The same weight, or one that is the transpose of a contiguous tensor."""
+    return weight.t().contiguous().t() if by_columns else weight
+
+
+def error(result, expected):
+    """The largest error, relative to the largest number."""
+    return ((result.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def gather_and_multiply(shape, dtype, by_columns, has_bias, piece_bytes=512):
+    """(error of the product, whether the gathered x and a second call's product are right to the last bit)."""
+    # Pieces of a shard are small here, so that there are several; the package's name for the module is the function.
+    importlib.import_module("stretto.ops.all_gather_matmul").PIECE_BYTES = piece_bytes
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    shards = [random_of(peer, rows, k, dtype=dtype) for peer in range(world)]
+    weight = lie(random_of(10 + rank, n, k, dtype=dtype), by_columns)
+    bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
+    out, gathered = ops.all_gather_matmul_gathered(shards[rank], weight, bias=bias)
+    again = ops.all_gather_matmul(shards[rank], weight, bias=bias)
+    expected = torch.cat(shards).double() @ weight.double().T
+    if has_bias:
+        expected += bias.double()
+    return error(out, expected), torch.equal(gathered, torch.cat(shards)), torch.equal(out, again)
+
+
+def multiply_and_scatter(shape, dtype, by_columns, has_bias):
+    """(error, whether a second call has the same bits)."""
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    inputs = [random_of(peer, rows * world, k, dtype=dtype) for peer in range(world)]
+    weights = [random_of(10 + peer, n, k, dtype=dtype) for peer in range(world)]
+    bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
+    weight = lie(weights[rank], by_columns)
+    out, again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias) for _ in range(2))
+    expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
+    expected = expected[rank * rows : (rank + 1) * rows]
+    if has_bias:
+        expected = expected + bias.double()
+    return error(out, expected), torch.equal(out, again)
+
+
+def cancel(reduce_dtype):
+    """257 - 256 by two ranks in bf16, of which 257 is no number; (the sum, and of what kind it is)."""
+    weight = torch.tensor([[256.0, 1.0], [-256.0, 0.0]][dist.get_rank()]).repeat(3, 1).bfloat16()
+    out = ops.matmul_reduce_scatter(torch.ones(4, 2).bfloat16(), weight, reduce_dtype=reduce_dtype)
+    return out.unique().tolist(), out.dtype
+
+
+def make_layer(shape, rows_of_x, dtype, needs):
+    """All ranks' x, weight and bias in fp64 with gradients, for the unfused layer, and this rank's own in `dtype`."""
+    rank, world, (_, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    sizes = {"x": (rows_of_x, k), "weight": (n, k), "bias": (n,)}
+    every, own = {}, {}
+    for place, (name, size) in enumerate(sizes.items()):
+        values = [random_of(10 * place + peer, *size, dtype=dtype) for peer in range(world)]
+        every[name] = [value.double().requires_grad_() for value in values]
+        own[name] = values[rank].clone().requires_grad_(name in needs)
+    return every, own
+
+
+def compare_gradients(every, own, needs):
+    """The error of each gradient that is needed; the others must be None."""
+    rank = dist.get_rank()
+    assert all(own[name].grad is None for name in own if name not in needs)
+    return {name: error(own[name].grad, every[name][rank].grad) for name in needs}
+
+
+def differentiate_gather(shape, dtype, needs, saves_gathered, uses_gathered):
+    """Errors of the gradients of all-gather + GEMM; uses_gathered: the loss takes the gathered x too."""
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    every, own = make_layer(shape, rows, dtype, needs)
+    factors = [random_of(40 + peer, rows * world, n, dtype=dtype) for peer in range(world)]
+    others = [random_of(50 + peer, rows * world, k, dtype=dtype) for peer in range(world)]
+    x, weight, bias = own.values()
+    if uses_gathered:
+        out, gathered = ops.all_gather_matmul_gathered(x, weight, bias=bias)
+        torch.autograd.backward([out, gathered], [factors[rank], others[rank]])
+    else:
+        ops.all_gather_matmul(x, weight, bias=bias, saves_gathered=saves_gathered).backward(factors[rank])
+    whole = torch.cat(every["x"])
+    for weight, bias, factor, other in zip(every["weight"], every["bias"], factors, others, strict=True):
+        loss = ((whole @ weight.T + bias) * factor.double()).sum()
+        if uses_gathered:
+            loss = loss + (whole * other.double()).sum()
+        loss.backward(retain_graph=True)
+    return compare_gradients(every, own, needs)
+
+
+def differentiate_scatter(shape, dtype, needs):
+    """Errors of the gradients of GEMM + reduce-scatter."""
+    rank, world, (rows, n, _) = dist.get_rank(), dist.get_world_size(), shape
+    every, own = make_layer(shape, rows * world, dtype, needs)
+    factors = [random_of(40 + peer, rows, n, dtype=dtype) for peer in range(world)]
+    x, weight, bias = own.values()
+    ops.matmul_reduce_scatter(x, weight, bias=bias).backward(factors[rank])
+    total = sum(x @ weight.T for x, weight in zip(every["x"], every["weight"], strict=True))
+    for part, bias, factor in zip(total.split(rows), every["bias"], factors, strict=True):
+        ((part + bias) * factor.double()).sum().backward(retain_graph=True)
+    return compare_gradients(every, own, needs)
+
+
+def poison():
+    """Fill this rank's workspaces with NaN, as it may between two calls: peers write only once all have begun one."""
+    for cache in workspace._caches.values():
+        for size, channel in ((key[0], channel) for key, channel in cache.channels.items()):
+            channel.tensor((size,), torch.uint8).fill_(0xFF)
+
+
+def call_in_many_shapes(calls, seed):
+    """Both operators in turn, in subgroups as well, past stragglers; what is wrong, of numbers that are exact."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([first, (first + 1) % world]) for first in range(0, world - 1, 2)]
+    generator = torch.Generator().manual_seed(seed)
+    wrong = []
+    for call in range(calls):
+        rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
+        group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
+        if call % 2 and group is None:
+            continue
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        place = members.index(rank)
+        xs = [random_of(peer, rows, k, seed=call).round() for peer in members]
+        inputs = [random_of(peer, rows * len(members), k, seed=call).round() for peer in members]
+        weights = [random_of(10 + peer, n, k, seed=call).round() for peer in members]
+        poison()
+        time.sleep(0.02 * ((call + rank) % world))
+        out = ops.all_gather_matmul(xs[place], weights[place], group)
+        if not torch.equal(out, torch.cat(xs) @ weights[place].T):
+            wrong.append(("gather", call, rows, n, k))
+        summed = sum(x @ weight.T for x, weight in zip(inputs, weights, strict=True))
+        poison()
+        out = ops.matmul_reduce_scatter(inputs[place], weights[place], group)
+        if not torch.equal(out, summed[place * rows : (place + 1) * rows]):
+            wrong.append(("scatter", call, rows, n, k))
+    return wrong
+
+
+def call_with_nothing():
+    """Sizes of 0 need no kernel."""
+    assert ops.all_gather_matmul(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    assert ops.matmul_reduce_scatter(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    bias = torch.arange(4.0)
+    assert torch.equal(ops.all_gather_matmul(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(6, 1))
+    assert torch.equal(ops.matmul_reduce_scatter(torch.zeros(6, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
+    assert ops.all_gather_matmul(torch.zeros(3, 8), torch.zeros(0, 8)).shape == (6, 0)
+
+
+def ask_wrongly():
+    x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
+    for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter):
+        name = operator.__name__
+        for arguments, words in (
+            ((x[None], weight), f"{name} takes x .* of two dims each, not .1, 4, 8. and .6, 8."),
+            ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
+            ((x, weight.bfloat16()), "x is torch.float32 and weight torch.bfloat16"),
+            ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
+            ((x, weight.to("meta")), "x is on cpu and weight on meta"),
+            ((torch.zeros(8, 4).t(), weight), r"takes contiguous x and bias: call contiguous\(\)"),
+            ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                operator(*arguments)
+        with pytest.raises(ValueError, match=r"a bias for weight \[6, 8\] is \[6\], not \[5\]"):
+            operator(x, weight, bias=torch.zeros(5))
+    with pytest.raises(ValueError, match="2 ranks do not divide x's 3 rows: 4 rows will do"):
+        ops.matmul_reduce_scatter(x[:3], weight)
+    with pytest.raises(ValueError, match=r"travel in torch.float32 or torch.float32, not torch.bfloat16"):
+        ops.matmul_reduce_scatter(x, weight, reduce_dtype=torch.bfloat16)
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"this process \(rank 1\) is not in the group"):
+            ops.all_gather_matmul(x, weight, group)
+
+
+def check_registration(shape):
+    """torch's own checks: schema, fake implementation, autograd and ahead-of-time dispatch."""
+    rows, n, k = shape
+    name = dist.group.WORLD.group_name
+    x, weight, bias = (random_of(0, *size).requires_grad_() for size in ((rows * 2, k), (n, k), (n,)))
+    for arguments in ((x, weight, bias, name), (x, weight, None, name)):
+        torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, arguments)
+        torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, arguments)
+        torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None))
+
+
+def compile_an_mlp(shape):
+    """A layer of both operators, traced whole by torch.compile, has the bits of the eager one, forward and backward."""
+    rank, (rows, n, k) = dist.get_rank(), shape
+    tensors = [random_of(10 * place + rank, *size) for place, size in enumerate(((rows, k), (n, k), (k, n)))]
+
+    group = dist.group.WORLD
+
+    def mlp(x, up, down):
+        return ops.matmul_reduce_scatter(torch.relu(ops.all_gather_matmul(x, up, group)), down, group)
+
+    outcomes = []
+    for layer in (mlp, torch.compile(mlp, backend="aot_eager", fullgraph=True)):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = layer(*leaves)
+        out.square().sum().backward()
+        outcomes.append([out, *(leaf.grad for leaf in leaves)])
+    return [torch.equal(eager, compiled) for eager, compiled in zip(*outcomes, strict=True)]
