@@ -50,8 +50,8 @@ class ShardOptimizer:
         if isinstance(self.inner, AdamW):
             self.inner.step(scale=scale)
         else:
-            if scale is not None:
-                gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+            gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+            if scale is not None and gradients:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             self.inner.step()
         self.inner.zero_grad(set_to_none=True)
