@@ -63,6 +63,18 @@ def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces)
 
 
 @needs_compiler
+def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(folder, small_pieces):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder)
+    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    kernels = make(
+        CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
+    )
+    check(kernels, torch.int16, "sum", True, 9001, 0, rng)
+    assert kernels[0]._pieces > 2 * copied.SLOTS
+
+
+@needs_compiler
 def test_a_peer_that_never_comes_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)
     add_copy_areas(workspaces, copied.HEAD + (1 << 16))

@@ -2,8 +2,8 @@
 // calls before this one; a piece's tick is its number among all.
 
 // Before a piece is pushed: all peers are done with what its slot held before. Then its tick lies ready to be sent.
-extern "C" __global__ void begin(State* state, Report* report, u64 limit, u64 kernel, const u64* base, u64 index, u64 behind, u64 rank,
-                                 u64 world, u64* done, u64* word) {
+extern "C" __global__ void begin(State* state, Report* report, u64 limit, u64 kernel, const u64* base, u64 index,
+                                 u64 behind, u64 rank, u64 world, u64* done, u64* word) {
   u64 tick = *base + index + 1, wanted = behind < index + 1 ? tick - behind : *base;
   Wait wait(state, report, limit, kernel, (u32)tick);
   for (u64 peer = threadIdx.x; peer < world; peer += blockDim.x)

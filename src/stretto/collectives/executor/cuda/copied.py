@@ -19,7 +19,12 @@ from torch import Tensor
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.kernel import find_sizes, moves_chunks, require_runnable
+from stretto.collectives.executor.cuda.kernel import (
+    find_aligned_layout,
+    find_sizes,
+    moves_chunks,
+    require_runnable,
+)
 from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Send, lower_to_lanes
 from stretto.collectives.executor.cuda.queues import Queues
 from stretto.collectives.executor.cuda.source import (
@@ -178,17 +183,18 @@ class CopiedSchedule:
             "world": workspace.world_size,
         }
         mine = area.addresses[workspace.rank]
+        compiled = replace(self.variant, protocol="Simple")  # in mailboxes lies what Simple would have stored
         self._kernels: list[Launchable | None] = []
         for number, level in enumerate(self._levels):
             if level.kernel is None:
                 self._kernels.append(None)
                 continue
-            source = write_level_source(self.lanes, program, number, level.kernel, self.block_chunks, self.variant)
+            source = write_level_source(self.lanes, program, number, level.kernel, self.block_chunks, compiled)
             kernel = workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
             for name in ("state", "report", "limit", "kernel", "base"):
                 kernel.set(name, fixed[name])
             self._kernels.append(kernel)
-        source = write_macros(self.lanes, workspace.rank, self.variant) + read_sources(
+        source = write_macros(self.lanes, workspace.rank, compiled) + read_sources(
             "ptx.cu", "primitives.cu", "copied.cu"
         )
         self._begin = workspace.load(source, list(BEGIN_PARAMETERS), "begin")
@@ -209,10 +215,7 @@ class CopiedSchedule:
         self.workspace.check()
         self.workspace.follow_stream()
         sizes = find_sizes(self.collective, input, output)
-        layout = find_layout(self.collective, *sizes)
-        if not self.needs_even:  # chunks that begin at multiples of 16 bytes, where the collective leaves the choice
-            per_access = 16 // self._itemsize
-            layout = replace(layout, chunk_elements=-(-layout.chunk_elements // per_access) * per_access)
+        layout = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
         self._chunk_bytes = layout.chunk_elements * self._itemsize
         self._block_bytes = layout.block_elements * self._itemsize
         if self._chunk_bytes == 0:

@@ -102,7 +102,7 @@ class LaneKernel:
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
 
     def _plan(self, sizes: tuple[int | None, int | None]) -> "_Launches":
-        layout = self._layout(*sizes)
+        layout = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
         chunk_bytes = layout.chunk_elements * self._itemsize
         slots = self._slots(chunk_bytes)
         # A piece is whole warps of slots, so that it is also whole lines of LL128 and a multiple of any element.
@@ -133,13 +133,6 @@ class LaneKernel:
             return -(-lines // 4) * 32  # whole warps of four lines
         return -(-chunk_bytes // DATA_BYTES[self.variant.protocol])
 
-    def _layout(self, input_elements: int | None, output_elements: int | None) -> Layout:
-        """Chunks that begin at multiples of 16 bytes where the collective leaves the choice."""
-        layout = find_layout(self.collective, input_elements, output_elements)
-        per_access = _ALIGNMENT // self._itemsize
-        rounded = -(-layout.chunk_elements // per_access) * per_access
-        return layout if self.needs_even else replace(layout, chunk_elements=rounded)
-
 
 def require_runnable(schedule: Schedule, workspace: Workspace, variant: Variant) -> None:
     """ValueError for a schedule for another number of ranks, or a protocol that these links do not bear."""
@@ -149,6 +142,16 @@ def require_runnable(schedule: Schedule, workspace: Workspace, variant: Variant)
             f"{workspace.world_size}"
         )
     workspace.require_lines_for(variant.protocol, schedule.name)
+
+
+def find_aligned_layout(
+    collective: Collective, sizes: tuple[int | None, int | None], itemsize: int, *, needs_even: bool
+) -> Layout:
+    """Chunks that begin at multiples of 16 bytes where the collective leaves the choice; sizes: of `find_sizes`."""
+    layout = find_layout(collective, *sizes)
+    per_access = _ALIGNMENT // itemsize
+    rounded = -(-layout.chunk_elements // per_access) * per_access
+    return layout if needs_even else replace(layout, chunk_elements=rounded)
 
 
 def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> tuple[int | None, int | None]:

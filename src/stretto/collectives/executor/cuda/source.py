@@ -19,7 +19,7 @@ ELEMENTS = {
     "uint8": "unsigned char",
 }
 OPERATIONS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
-PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE", "Copy": "SIMPLE"}
+PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE"}
 MAX_THREADS = 512
 PARAMETERS = (
     ("char*", "input"),
@@ -117,7 +117,7 @@ class _Writer:
         self.meets = lanes.meets
         self.in_place = lanes.collective.in_place
         self.block_chunks = block_chunks
-        self.is_simple = PROTOCOLS[variant.protocol] == "SIMPLE"
+        self.is_simple = variant.protocol == "Simple"
         self.is_line = variant.protocol == "LL128"
         self.completes = {reduce.value for level in program.levels for reduce in level.reduces if reduce.completes}
         self.sums = {reduce.value for level in program.levels for reduce in level.reduces}
