@@ -1,4 +1,4 @@
-"""Fixtures for every test: ranks, from one pool of processes."""
+"""Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +27,14 @@ class Ranks:
 def pool() -> Iterator[Pool]:
     """The session's worker processes, started by the first test that uses them."""
     pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreted_pool() -> Iterator[Pool]:
+    """Processes that interpret Triton's kernels, apart from the others: Triton decides that when a kernel is made."""
+    pool = Pool(4, {"TRITON_INTERPRET": "1"})
     yield pool
     pool.close()
 

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,20 +12,12 @@ from tests.pool import Pool
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
-def operator_pool() -> Iterator[Pool]:
-    """Processes that interpret, apart from the session's."""
-    pool = Pool(4, {"TRITON_INTERPRET": "1"})
-    yield pool
-    pool.close()
-
-
 @pytest.fixture
-def interpret(operator_pool: Pool) -> Callable[..., list[Any]]:
+def interpret(interpreted_pool: Pool) -> Callable[..., list[Any]]:
     """`interpret(ranks, "name", *arguments)` runs a function of tests.ops.programs; its results in rank order."""
 
     def run(ranks: int, name: str, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-        return operator_pool.run(ranks, _interpret, name, arguments, timeout=timeout)
+        return interpreted_pool.run(ranks, _interpret, name, arguments, timeout=timeout)
 
     return run
 

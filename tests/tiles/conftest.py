@@ -1,8 +1,8 @@
-"""Ranks whose kernels are interpreted: processes of their own, since Triton decides that when a kernel is made."""
+"""Ranks whose kernels are interpreted, for programs of this folder."""
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +10,6 @@ from tests.pool import Pool
 
 # Triton is for Linux alone: elsewhere there is nothing here to test.
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def interpreted_pool() -> Iterator[Pool]:
-    """Processes that interpret, apart from the session's."""
-    pool = Pool(4, {"TRITON_INTERPRET": "1"})
-    yield pool
-    pool.close()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tests.tiles.machine_code import (
 from triton.compiler import CompilationError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto.tiles import signals
 from stretto.tiles.compile_only import TARGETS, compile_kernel
 
 X = torch.zeros(256, dtype=torch.bfloat16)
@@ -61,6 +62,16 @@ def test_every_kernel_compiles(target):
             continue
         forms = compile_kernel(getattr(kernels, name), arguments, {}, target)
         assert forms.keys() >= {"cubin" if target in NVIDIA else "hsaco"}, name
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
+def test_the_kernels_that_wait_on_a_stream_compile(target):
+    channel = make_channel("broadcast")
+    for kernel, arguments in ((signals.wait_for_channel, (channel, 1, 2)), (signals.wait_for_all, (channel, 2, 9))):
+        lines = compile_kernel(kernel, arguments, {}, target)
+        assert lines.keys() >= {"cubin" if target in NVIDIA else "hsaco"}
+    ptx = compile_to_ptx(signals.wait_for_all, (channel, 2, 9))
+    assert sum(bool(re.search(ACQUIRE, line)) for line in ptx) == 2 * 3  # a look and a loop for each other rank
 
 
 def test_unknown_targets_are_refused():

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from stretto.bench.training_runs import Step
 from stretto.train.intervals import Interval, merge, subtract, total
+from stretto.train.timeline import is_communication
 
 STEPS = 2
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -46,13 +47,13 @@ def profile_exposed(step: Step) -> dict[str, Any]:
 def exposed_time(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     """How long collectives run alone, and how long they run, in the unit of a Chrome trace's events (microseconds).
 
-    Collectives are NCCL's kernels; other kernels, copies and fills are work that may hide them. Where two collectives
-    run at once, the time counts once.
+    Collectives are NCCL's kernels, copies between GPUs, and the kernels that wait for these; other kernels, copies and
+    fills are work that may hide them. Where two collectives run at once, the time counts once.
     """
     intervals: dict[bool, list[Interval]] = {True: [], False: []}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in WORK:
             start = float(event["ts"])
-            intervals["nccl" in str(event["name"]).lower()].append((start, start + float(event["dur"])))
+            intervals[is_communication(str(event["name"]))].append((start, start + float(event["dur"])))
     collectives, work = merge(intervals[True]), merge(intervals[False])
     return total(subtract(collectives, work)), total(collectives)

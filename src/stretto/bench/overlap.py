@@ -3,7 +3,7 @@
 All of them on one grid, one grid after another, in one job; results have the same bits, only their time differs.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from stretto.parallel import Grid, Overlap
 # In paper 003's order (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
 STAGES = {
     "none": Overlap.none(),
-    "+ all_reduce": Overlap(all_reduce=True, reduce_scatter=False, all_gather=False, data=False),
-    "+ reduce_scatter": Overlap(all_reduce=True, reduce_scatter=True, all_gather=False, data=False),
-    "+ all_gather": Overlap(all_reduce=True, reduce_scatter=True, all_gather=True, data=False),
+    "+ all_reduce": replace(Overlap.none(), all_reduce=True),
+    "+ reduce_scatter": replace(Overlap.none(), all_reduce=True, reduce_scatter=True),
+    "+ all_gather": replace(Overlap(), data=False, copy_engines=False),
+    "+ copy_engines": replace(Overlap(), data=False),
     "+ data": Overlap(),
 }
 COLUMNS = (

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.bench.harness import time_steps
+from stretto.memory import allocated_bytes
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -202,7 +203,8 @@ def _peak_memory_gib(device: torch.device) -> float | None:
     """What the rank that needed most had allocated."""
     if device.type != "cuda":
         return None
-    highest = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.int64, device=device)
+    peak = torch.cuda.max_memory_allocated(device) + allocated_bytes(device)
+    highest = torch.tensor(peak, dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     return int(highest) / 2**30
 

@@ -1,6 +1,7 @@
 """Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
 
 from stretto.memory.allocation import allocate
+from stretto.memory.cuda import allocated_bytes
 from stretto.memory.exchange import exchange, find_own_rank
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
@@ -16,6 +17,7 @@ __all__ = [
     "SymmetricMemory",
     "allocate",
     "allocate_in_process",
+    "allocated_bytes",
     "empty",
     "exchange",
     "find_own_rank",

@@ -1,6 +1,7 @@
 """Symmetric memory between the GPUs of one machine, made by torch's symmetric memory."""
 
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from stretto.memory.symmetric import SymmetricMemory
 from stretto.memory.waiting import MASK, PeerError, has_reached
 
 _ALIGNMENT = 128
+_alive: weakref.WeakSet["CudaMemory"] = weakref.WeakSet()
 
 
 class CudaMemory(SymmetricMemory):
@@ -30,6 +32,7 @@ class CudaMemory(SymmetricMemory):
         self._handle = handle
         self._start = _pad_bytes(self.world_size, signals)
         self._counts: dict[tuple[int, int], int] = {}
+        _alive.add(self)
         self.addresses = [int(address) + self._start for address in handle.buffer_ptrs]  # type: ignore[attr-defined]
 
     @classmethod
@@ -93,11 +96,20 @@ class CudaMemory(SymmetricMemory):
         self._storage = None
         self._handle = None
 
+    def held_bytes(self) -> int:
+        """The bytes that this rank's part takes; 0 once it was closed."""
+        return 0 if self._storage is None else self._storage.numel()
+
     def _whole(self, rank: int) -> Tensor:
         assert self._storage is not None, "this memory was closed"
         if rank == self.rank:
             return self._storage
         return self._handle.get_buffer(rank, [self._storage.numel()], torch.uint8)  # type: ignore[attr-defined]
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What this process holds of symmetric memory on a GPU; torch.cuda.memory_allocated does not count it."""
+    return sum(memory.held_bytes() for memory in list(_alive) if memory.device == device)
 
 
 def _allocate(total: int, device: torch.device) -> Tensor:

@@ -81,6 +81,7 @@ class AdamW(torch.optim.AdamW):
         for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
             launch(local(parameter), local(parameter.grad), first, second, corrections[number], scale, group)
+            torch.autograd.graph.increment_version(parameter)  # as torch's own ways of writing do
 
 
 def local(tensor: Tensor) -> Tensor:

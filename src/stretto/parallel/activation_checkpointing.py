@@ -6,13 +6,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.parallel import huggingface
+from stretto.parallel.linear import ParallelLinear
 
 
 def checkpoint_activations(model: nn.Module) -> None:
     """Checkpoint every block of the model: each child of its longest nn.ModuleList. Names do not change.
 
-    Weights gathered over z are gathered again when a block is recomputed. Raises ValueError if there are no blocks.
+    Weights gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError if
+    there are no blocks.
     """
+    for module in model.modules():
+        if isinstance(module, ParallelLinear) and (pushed := module.plan.shard.gather_ahead.pushed) is not None:
+            pushed.stop()
     if huggingface.is_pretrained_model(model) and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return

@@ -13,8 +13,9 @@ from stretto.parallel.communication import Pending, all_reduce, start_all_reduce
 from stretto.parallel.gradients import GradientSum
 from stretto.parallel.layout import local
 from stretto.parallel.matmul import MatmulTuner
-from stretto.parallel.overlap import GatherAhead
+from stretto.parallel.overlap import GatherAhead, Version, version_of
 from stretto.parallel.precision import Precision
+from stretto.parallel.pushed import Pushable
 from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
@@ -43,7 +44,7 @@ class WeightShard:
         shard = local(parameter)
         if self.group.size() == 1:
             return self.precision.cast(shard)
-        return self.gather_ahead.gather(self, shard, self._start)
+        return self.gather_ahead.gather(self, shard, version_of(parameter), self._start)
 
     def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Send the gradient of the whole rows on its way to the parameter; it arrives before `backward` returns."""
@@ -59,9 +60,15 @@ class WeightShard:
         """Whether other ranks have parts of the gradient."""
         return self.group.size() > 1 or self.gradients.is_summed(parameter)
 
-    def watch(self, parameter: Tensor) -> None:
-        """Gather this parameter ahead from now on."""
-        self.gather_ahead.register(self, lambda: (local(parameter), self._start))
+    def watch(self, parameter: Tensor, *, stays: bool) -> None:
+        """Gather this parameter ahead from now on. `stays`: its memory may be kept for as long as the model lives."""
+        self.gather_ahead.register(self, lambda: (local(parameter), version_of(parameter), self._start))
+        if stays and self.gather_ahead.pushed is not None:
+            self.gather_ahead.pushed.register(self, Pushable(parameter, self.rows, self.precision.compute))
+
+    def version(self) -> Version | None:
+        """Which state of the shard the gathered rows are of, where they lie in memory that is written over."""
+        return None if self.gather_ahead.pushed is None else self.gather_ahead.pushed.version(self)
 
     def _start(self, shard: Tensor) -> Pending:
         return start_gather_rows(self.precision.cast(shard), self.rows, self.group)
@@ -127,6 +134,7 @@ class _Linear3D(torch.autograd.Function):
             if bias is not None:
                 y += bias
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
+        ctx.version = plan.shard.version()
         ctx.save_for_backward(x, weight if plan.keep_gathered else None)
         return y
 
@@ -136,7 +144,13 @@ class _Linear3D(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_bias = pending = None
         if ctx.needs_input_grad[0]:
-            weight = plan.shard.gather(ctx.parameter) if weight is None else weight
+            if weight is None:
+                weight = plan.shard.gather(ctx.parameter)
+            elif ctx.version != plan.shard.version():
+                raise RuntimeError(
+                    f"the weight of {plan.name} was changed, and a forward pass run with it, before the backward pass "
+                    "of an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
+                )
             grad_x = plan.multiply("input", gradient, weight.t() if plan.is_transposed else weight)
             pending = start_all_reduce(grad_x, plan.input_group)
             if not plan.hides_all_reduce:

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stretto.parallel.communication import Pending
+from stretto.parallel.layout import local
+
+if TYPE_CHECKING:
+    from stretto.parallel.pushed import PushedGather
 
 # How many weights are on their way besides the one in use: one is enough while it takes less time than a product.
 GATHERED_AHEAD = 1
@@ -20,12 +25,15 @@ class Overlap:
     reduce_scatter: weight gradients' way to their shards under the rest of the backward pass ("ORS").
     all_gather: the next weight's gathering under this one's product ("OAG").
     data: buckets of gradients are summed over data under the backward pass, otherwise after it.
+    copy_engines: where all_gather is on, weights stay gathered for the backward pass, and NVLink links z's GPUs, copy
+        engines gather them, all of a forward pass from its beginning on (`stretto.parallel.pushed`).
     """
 
     all_reduce: bool = True
     reduce_scatter: bool = True
     all_gather: bool = True
     data: bool = True
+    copy_engines: bool = True
 
     @classmethod
     def none(cls) -> "Overlap":
@@ -43,12 +51,22 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+Version = tuple[int, int, int]
+"""Changes when a parameter's shard is written to in place, or replaced."""
+
+
+def version_of(parameter: Tensor) -> Version:
+    """The version of a DTensor parameter: what writes to it counts there or at its shard, as it goes."""
+    shard = local(parameter)
+    return shard.data_ptr(), shard._version, parameter._version
+
+
 @dataclass(frozen=True)
 class _Gathering:
     """A weight on its way, and what it was gathered from: it is stale if that has changed since."""
 
     key: object
-    version: tuple[int, int]
+    version: Version
     pending: Pending
 
 
@@ -75,31 +93,45 @@ class GatherAhead:
 
     Forward passes have one order and backward passes another: with activation checkpointing or weights that are not
     kept, these gather again. An order that turns out wrong is learned anew, and costs only what it would have hidden.
+
+    pushed: gathers those weights that were registered with it in its own way, and they have no place in these orders.
     """
 
-    def __init__(self, is_on: bool) -> None:
+    def __init__(self, is_on: bool, pushed: "PushedGather | None" = None) -> None:
         self.is_on = is_on
+        self.pushed = pushed
         self._forward, self._backward = _Chain(), _Chain()
-        self._weights: dict[object, Callable[[], tuple[Tensor, Callable[[Tensor], Pending]]]] = {}
+        self._weights: dict[object, Callable[[], tuple[Tensor, Version, Callable[[Tensor], Pending]]]] = {}
         self._graph_task = -1
 
     def begin_forward(self) -> None:
         """A forward pass of the whole model begins."""
         if not in_backward():
             self._forward.restart()
+            if self.pushed is not None:
+                self.pushed.begin()
 
-    def register(self, key: object, weight: Callable[[], tuple[Tensor, Callable[[Tensor], Pending]]]) -> None:
-        """`weight()` returns the shard as it is now, and what starts to gather it."""
+    def end_forward(self) -> None:
+        """It has ended, by an exception perhaps."""
+        if self.pushed is not None and not in_backward():
+            self.pushed.end()
+
+    def register(self, key: object, weight: Callable[[], tuple[Tensor, Version, Callable[[Tensor], Pending]]]) -> None:
+        """`weight()` returns the shard as it is now, its version, and what starts to gather it."""
         self._weights[key] = weight
 
-    def gather(self, key: object, shard: Tensor, start: Callable[[Tensor], Pending]) -> Tensor:
+    def gather(self, key: object, shard: Tensor, version: Version, start: Callable[[Tensor], Pending]) -> Tensor:
         """The whole weight of `shard`: what was gathered ahead, or gathered now."""
+        if self.pushed is not None:
+            whole = self.pushed.take(key, version, in_backward=in_backward())
+            if whole is not None:
+                return whole
         if not self.is_on:
             return start(shard).wait()
         chain = self._current_chain()
         self._follow(chain, key)
         ahead = chain.ahead.pop(0) if chain.ahead and chain.ahead[0].key == key else None
-        if ahead is not None and ahead.version != _version(shard):
+        if ahead is not None and ahead.version != version:
             ahead.pending.wait()
             ahead = None
         pending = start(shard) if ahead is None else ahead.pending
@@ -129,10 +161,5 @@ class GatherAhead:
     def _start_next(self, chain: _Chain) -> None:
         while len(chain.ahead) < GATHERED_AHEAD and chain.position + len(chain.ahead) < len(chain.order):
             key = chain.order[chain.position + len(chain.ahead)]
-            shard, start = self._weights[key]()
-            chain.ahead.append(_Gathering(key, _version(shard), start(shard)))
-
-
-def _version(shard: Tensor) -> tuple[int, int]:
-    """Changes when the shard is written to in place, or replaced."""
-    return shard.data_ptr(), shard._version
+            shard, version, start = self._weights[key]()
+            chain.ahead.append(_Gathering(key, version, start(shard)))

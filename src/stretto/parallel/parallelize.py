@@ -27,6 +27,7 @@ from stretto.parallel.norm_kinds import norm_kind
 from stretto.parallel.overlap import GatherAhead, Overlap, in_backward
 from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
+from stretto.parallel.pushed import PushedGather, can_push
 from stretto.parallel.validation import is_conv1d, validate_plan
 
 
@@ -94,6 +95,7 @@ def parallelize(
         builder.gradient_sum,
     )  # the builder holds the whole model: it goes
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gather_ahead, gradient_sum))
+    model.register_forward_hook(lambda *_: _end_forward(gather_ahead), always_call=True)
     return model
 
 
@@ -130,7 +132,9 @@ class _Builder:
         self.matmuls = matmuls
         self.linears = 0
         self.gradient_sum = GradientSum(grid, precision, overlap, at_end=matmuls.finish)
-        self.gather_ahead = GatherAhead(overlap.all_gather)
+        is_pushed = keep_gathered and overlap.all_gather and overlap.copy_engines
+        pushed = PushedGather(grid.group("z")) if is_pushed and can_push(grid.group("z"), grid.device) else None
+        self.gather_ahead = GatherAhead(overlap.all_gather, pushed)
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
         self._originals = list(model.parameters())
@@ -164,7 +168,7 @@ class _Builder:
         is_transposed = is_conv1d(module)
         cut = cut_of(role, "weight", is_transposed=is_transposed)
         rows = cut.splits[0] if not is_transposed else cut.splits[1]
-        weight, shard = self._weight(module, source, cut, rows)
+        weight, shard = self._weight(module, source, cut, rows, stays=self.keep_gathered)
         bias = None
         if module.bias is not None:
             bias = self._parameter(module.bias, source.bias, cut_of(role, "bias"))  # type: ignore[arg-type]
@@ -192,7 +196,7 @@ class _Builder:
         if role.role == "positions":
             weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_sum)
-        weight, shard = self._weight(module, source, cut, cut.splits[0])
+        weight, shard = self._weight(module, source, cut, cut.splits[0], stays=False)
         first = self._first(module.num_embeddings)
         return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx)
 
@@ -217,9 +221,12 @@ class _Builder:
         )
 
     def _weight(
-        self, module: nn.Module, source: nn.Module | Namespace, cut: Cut, rows: Split
+        self, module: nn.Module, source: nn.Module | Namespace, cut: Cut, rows: Split, *, stays: bool
     ) -> tuple[nn.Parameter, WeightShard]:
-        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further."""
+        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further.
+
+        stays: see `WeightShard.watch`.
+        """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
         weight = self._parameter(original, source.weight, cut)  # type: ignore[arg-type]
@@ -227,7 +234,7 @@ class _Builder:
         before_z = Layout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
         shard = WeightShard(before_z, local_rows, grid.group("z"), self.precision, self.gather_ahead, self.gradient_sum)
-        shard.watch(weight)
+        shard.watch(weight, stays=stays)
         return weight, shard
 
     def _parameter(self, original: nn.Parameter, whole: Tensor, cut: Cut) -> nn.Parameter:
@@ -274,6 +281,11 @@ def _begin_forward(model: nn.Module, gather_ahead: GatherAhead, gradient_sum: Gr
     if not in_backward():
         gather_ahead.begin_forward()
         gradient_sum.drop_failed_passes()
+
+
+@torch.compiler.disable
+def _end_forward(gather_ahead: GatherAhead) -> None:
+    gather_ahead.end_forward()
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:

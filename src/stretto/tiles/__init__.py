@@ -7,7 +7,7 @@ that share memory. docs/tiles.md goes through it all.
 
 from stretto.tiles.channel import BlockChannel, Channel
 from stretto.tiles.data import peer_pointer, tile_pull_data, tile_push_data
-from stretto.tiles.host import copy_engine, join_copies, rank_copy_data, rank_notify, rank_wait
+from stretto.tiles.host import copy_engine, join_copies, rank_copy_data, rank_notify, rank_wait, rank_wait_all
 from stretto.tiles.intrinsics import INTERPRETED
 from stretto.tiles.mapping import (
     DynamicMapping,
@@ -45,6 +45,7 @@ __all__ = [
     "rank_notify",
     "rank_tiles",
     "rank_wait",
+    "rank_wait_all",
     "shard_tiles",
     "tile_channels",
     "tile_column",

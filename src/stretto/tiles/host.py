@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.memory.ordering import find_fence
 from stretto.tiles.channel import BlockChannel
-from stretto.tiles.signals import wait_for_channel
+from stretto.tiles.signals import wait_for_all, wait_for_channel
 
 
 @contextlib.contextmanager
@@ -81,6 +81,13 @@ def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
     """
     _require_inside(channel, index, rank)
     wait_for_channel[(1,)](channel.current, rank, index, num_warps=1)
+
+
+def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
+    """Wait for all other ranks at once: for rank r's signal of channel r * stride + index. See `rank_wait`."""
+    _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
+    _require_inside(channel, index, 0)
+    wait_for_all[(1,)](channel.current, index, stride, num_warps=1)
 
 
 def _require_inside(channel: BlockChannel, index: int, rank: int) -> None:

@@ -301,3 +301,13 @@ def wait_for_channel(channel, source, index):  # type: ignore[no-untyped-def]
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
     _await(channel, counter, target, OF_HOST, 0, index, source, False)
+
+
+@triton.jit
+def wait_for_all(channel, index, stride):  # type: ignore[no-untyped-def]
+    """`rank_wait_all` as a kernel of one program: `wait_for_channel` for channel r * stride + index of all others r."""
+    for distance in tl.static_range(1, channel.world):
+        source = (channel.rank + distance) % channel.world
+        counter = source * channel.capacity + source * stride + index
+        target = tl.load(channel.state + HEADER + counter)
+        _await(channel, counter, target, OF_HOST, 0, source * stride + index, source, False)

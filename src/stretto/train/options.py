@@ -106,6 +106,9 @@ class OverlapConfig(Section):
     all_reduce: bool = option(True, "sum input gradients over x and y under the weight gradient's product (OAR)")
     reduce_scatter: bool = option(True, "scatter weight gradients over z under the rest of the backward pass (ORS)")
     all_gather: bool = option(True, "gather the next weight over z under this one's product (OAG)")
+    copy_engines: bool = option(
+        True, "on GPUs that NVLink links, copy engines gather all weights from the forward pass's beginning on"
+    )
     data: bool = option(True, "sum buckets of gradients over data under the backward pass, not after it")
 
 

@@ -24,6 +24,9 @@ COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
 AXES = ("x", "y", "z", "data")
 ROWS = (COMPUTE, *AXES, OTHER)
+# Copy engines push weights over z alone; kernels of `stretto.tiles` begin that and wait for it.
+PUSHED_AXIS = "z"
+WAITING_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
@@ -189,10 +192,22 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
             row = COMPUTE
-            if event["name"].startswith("nccl") or "Collective name" in about:
+            if is_pushed(event["name"]):
+                row = PUSHED_AXIS
+            elif is_communication(event["name"]) or "Collective name" in about:
                 row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
             spans.append(Span(row, event["name"], *_interval(event)))
     return spans
+
+
+def is_communication(name: str) -> bool:
+    """Whether a kernel or copy of this name brings something to another GPU, or waits for what comes from one."""
+    return "nccl" in name.lower() or is_pushed(name)
+
+
+def is_pushed(name: str) -> bool:
+    """Whether it belongs to what copy engines push: a copy between GPUs, or a kernel that waits for one."""
+    return name in WAITING_KERNELS or (name.startswith("Memcpy") and "PtoP" in name)
 
 
 def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:

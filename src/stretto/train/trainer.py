@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import allocated_bytes
 from stretto.models import GPT
 from stretto.parallel import (
     AXES,
@@ -299,7 +300,7 @@ def _last_checkpoint(config: TrainConfig) -> str:
 def _peak_memory(grid: Grid) -> int:
     """The most memory, in bytes, that any rank has had: allocated on its GPU, or resident in its process."""
     if grid.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(grid.device)
+        peak = torch.cuda.max_memory_allocated(grid.device) + allocated_bytes(grid.device)
     else:
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

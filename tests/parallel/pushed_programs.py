@@ -1,0 +1,181 @@
+"""What each interpreted rank does in test_pushed.py."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, Overlap, checkpoint_activations, linear, parallelize
+from stretto.parallel.communication import gather_rows
+from stretto.parallel.layout import local
+from stretto.parallel.overlap import version_of
+from stretto.parallel.pushed import PushedGather
+
+SEED = 23
+BATCH, SEQ_LEN = 6, 6
+CONFIG = GPTConfig(layers=2, hidden=24, heads=2, vocab=37, max_seq_len=SEQ_LEN)
+
+
+class Setup:
+    """A model on a grid, and this rank's rows of a fixed text."""
+
+    def __init__(self, x: int, z: int, *, is_pushed: bool, dtype: torch.dtype | None = None) -> None:
+        self.grid = Grid(x=x, z=z)
+        torch.manual_seed(SEED)
+        module = import_module("stretto.parallel.parallelize")
+        on_host = partial(PushedGather, backend="host")
+        with (
+            mock.patch.object(module, "can_push", lambda group, device: group.size() > 1),
+            mock.patch.object(module, "PushedGather", on_host),
+        ):
+            self.model = parallelize(GPT(CONFIG), self.grid, overlap=Overlap(copy_engines=is_pushed), dtype=dtype)
+        text = torch.randint(CONFIG.vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+        self.text = text.chunk(z)[self.grid.coordinate("z")]
+        self.gathers = 0
+
+    @property
+    def pushed(self) -> PushedGather | None:
+        shard = next(m.plan.shard for m in self.model.modules() if isinstance(m, linear.ParallelLinear))
+        return shard.gather_ahead.pushed
+
+    @property
+    def num_pushed(self) -> int:
+        return 0 if self.pushed is None else len(self.pushed._places)
+
+    def loss(self) -> torch.Tensor:
+        return self.model(self.text[:, :-1], self.text[:, 1:], num_targets=BATCH * SEQ_LEN)
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
+                parameter.grad = None
+
+    def shards(self) -> list[torch.Tensor]:
+        return [parameter.to_local().detach().clone() for parameter in self.model.parameters()]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the weights that go through the process group."""
+        real = linear.start_gather_rows
+
+        def counted(*arguments: Any) -> Any:
+            self.gathers += 1
+            return real(*arguments)
+
+        with mock.patch.object(linear, "start_gather_rows", counted):
+            yield
+
+
+def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles: bool) -> dict[str, Any]:
+    """Three steps; the second and third know the order of use."""
+    setup = Setup(x, z, is_pushed=is_pushed, dtype=dtype)
+    pause = random.Random(SEED + setup.grid.coordinate("world"))
+    real = PushedGather._push
+
+    def late(*arguments: Any) -> None:
+        time.sleep(pause.random() / 50)
+        real(*arguments)
+
+    with setup.counting(), mock.patch.object(PushedGather, "_push", late if straggles else real):
+        for _ in range(3):
+            loss = setup.loss()
+            if straggles:
+                time.sleep(pause.random() / 10)
+            loss.backward()
+            setup.update()
+    return {"shards": setup.shards(), "gathers": setup.gathers, "pushed": setup.num_pushed}
+
+
+def hold_two_graphs(is_pushed: bool) -> list[torch.Tensor]:
+    """Two forward passes before their two backward passes."""
+    setup = Setup(1, 2, is_pushed=is_pushed)
+    first, second = setup.loss(), setup.loss()
+    first.backward()
+    second.backward()
+    setup.update()
+    return setup.shards()
+
+
+def change_before_backward() -> str:
+    """What the backward pass says if the weights it needs were written over."""
+    setup = Setup(1, 2, is_pushed=True)
+    early = setup.loss()
+    with torch.no_grad():
+        for parameter in setup.model.parameters():
+            parameter.mul_(0.5)
+    setup.loss()
+    try:
+        early.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def call_a_part(is_pushed: bool) -> list[torch.Tensor]:
+    """A submodule by itself, after the weights have changed in a way that no version counter shows; then all."""
+    setup = Setup(1, 2, is_pushed=is_pushed)
+    setup.loss().backward()
+    hidden = torch.ones(1, SEQ_LEN, CONFIG.hidden)
+    for parameter in setup.model.parameters():
+        parameter.to_local().detach().numpy()[...] *= 0.5
+    with torch.no_grad():
+        part = setup.model.blocks[0].mlp(hidden)
+        return [part, setup.loss()]
+
+
+def checkpoint_later(is_pushed: bool, how: str) -> dict[str, Any]:
+    """Activation checkpointing, by Stretto's own function or by the user, who tells nobody."""
+    setup = Setup(1, 2, is_pushed=is_pushed)
+    if how == "stretto":
+        checkpoint_activations(setup.model)
+    else:
+        for block in setup.model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=how == "reentrant")
+    for _ in range(3):
+        setup.loss().backward()
+        setup.update()
+    return {"shards": setup.shards(), "pushed": setup.num_pushed}
+
+
+def look_only() -> int:
+    """How many weights have a place after passes without gradients."""
+    setup = Setup(1, 2, is_pushed=True)
+    with torch.no_grad():
+        setup.loss()
+    return setup.num_pushed
+
+
+def take_at_once() -> list[bool]:
+    """Whether each weight is whole when it is taken, though a rank pushes late."""
+    setup = Setup(1, 3, is_pushed=True)
+    pushed, rank = setup.pushed, setup.grid.coordinate("z")
+    assert pushed is not None
+    real = PushedGather._push
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.02 * rank)
+        real(*arguments)
+
+    equal = []
+    for turn in range(2):
+        for parameter in setup.model.parameters():
+            with torch.no_grad():
+                parameter.add_(1 + turn)
+        with mock.patch.object(PushedGather, "_push", late):
+            pushed.begin()
+        for key, weight in pushed._weights.items():
+            whole = pushed.take(key, version_of(weight.parameter), in_backward=False)
+            assert whole is not None
+            equal.append((whole.clone(), weight))
+        pushed.end()
+    last = equal[len(equal) // 2 :]
+    return [torch.equal(whole, gather_rows(local(w.parameter).detach(), w.rows, pushed.group)) for whole, w in last]
