@@ -27,6 +27,8 @@ RUNS = {
     "sgd": "train.optimizer=sgd train.lr=0.1 train.momentum=0.9 train.micro_batch=1 {second}",
     "graph": "train.cuda_graph=true train.checkpoint_every=3 {first}",
 }
+RUNS["sequence"] = "train.shard_sequence=true {first}"
+RUNS["sequence graph"] = "train.cuda_graph=true " + RUNS["sequence"]
 RUNS["sgd graph"] = "train.cuda_graph=true " + RUNS["sgd"]
 
 
@@ -91,13 +93,17 @@ def test_a_resumed_run_continues_bit_by_bit_on_the_same_grid(folder: Path) -> No
         assert torch.equal(read_tensor(whole, entry), read_tensor(again, entries[name])), name
 
 
+def test_a_sharded_sequence_changes_no_loss(folder: Path) -> None:
+    assert losses(folder, "sequence") == pytest.approx(losses(folder, "whole"), abs=1e-5)
+
+
 def test_a_resumed_run_continues_on_another_grid(folder: Path) -> None:
     assert losses(folder, "other") == pytest.approx(losses(folder, "whole")[3:], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["whole", "sgd"])
+@pytest.mark.parametrize("name", ["whole", "sgd", "sequence"])
 def test_a_captured_run_is_the_run_itself(folder: Path, name: str) -> None:
-    captured = {"whole": "graph", "sgd": "sgd graph"}[name]
+    captured = {"whole": "graph", "sgd": "sgd graph", "sequence": "sequence graph"}[name]
     assert losses(folder, captured) == pytest.approx(losses(folder, name), abs=1e-5)
 
 

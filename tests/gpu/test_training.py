@@ -70,6 +70,8 @@ def train_on_all_grids() -> dict[str, Any]:
         results[name] = train(parallelize(new_model(), grid), grid)
         for again in ("", " again"):
             results[f"bf16 {name}{again}"] = train(parallelize(new_model(), grid, dtype=torch.bfloat16), grid)
+        if sizes["x"] > 1:
+            results[f"sequence {name}"] = train(parallelize(new_model(), grid, shard_sequence=True), grid)
         model = parallelize(new_model(), grid)
         results[f"share {name}"] = {
             key: p.to_local().numel() / p.numel() for key, p in model.named_parameters() if ".qkv.weight" in key
@@ -85,9 +87,12 @@ def trained() -> dict[str, Any]:
     return run_watched(RANKS, train_on_all_grids)
 
 
-@pytest.mark.parametrize("sizes", grids(), ids=str)
-def test_every_grid_trains_like_one_gpu_in_fp32(trained: dict[str, Any], sizes: dict[str, int]) -> None:
-    plain, actual = trained["plain"], trained[str(sizes)]
+SHARDED = [f"sequence {sizes}" for sizes in grids() if sizes["x"] > 1]
+
+
+@pytest.mark.parametrize("name", [*map(str, grids()), *SHARDED])
+def test_every_grid_trains_like_one_gpu_in_fp32(trained: dict[str, Any], name: str) -> None:
+    plain, actual = trained["plain"], trained[name]
     assert actual["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert actual["norms"] == pytest.approx(plain["norms"], rel=1e-4)
     for name, weight in plain["weights"].items():

@@ -58,6 +58,7 @@ class Case:
     micro_batches: int = 1
     checkpoints_activations: bool = False
     keep_gathered: bool = True
+    shards_sequence: bool = False
     batch: int = 8
     seq_len: int = 16
     vocab: int = 61
@@ -137,7 +138,9 @@ def train_on_grid(sizes: Sizes, case: Case, precision: Precision, *, optimizes_s
     """
     data, x, y, z = sizes
     grid = Grid(data=data, x=x, y=y, z=z)
-    model = parallelize(build(case, precision), grid, keep_gathered=case.keep_gathered)
+    model = parallelize(
+        build(case, precision), grid, keep_gathered=case.keep_gathered, shard_sequence=case.shards_sequence
+    )
     if case.checkpoints_activations:
         checkpoint_activations(model)
     parameters = list(model.parameters())

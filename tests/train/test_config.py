@@ -131,6 +131,14 @@ def test_what_is_wrong_is_said_with_key_value_rule_and_what_would_do(override: s
     assert words in refusal(override)
 
 
+def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> None:
+    options = ["grid.x=3", "ranks=3", "train.batch=4", "train.seq_len=8"]
+    said = refusal("train.shard_sequence=true", *options)
+    assert "grid.x = 3 must divide a rank's 32 tokens at once" in said
+    assert "train.seq_len=9 would do" in said
+    make_config(SMALLEST, [*options, "train.shard_sequence=true", "train.micro_batch=none", "train.seq_len=9"])
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -6,6 +6,7 @@ fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not. Co
 CUDA graph a step ("captured"): with a small batch the host is the limit otherwise.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -150,9 +151,11 @@ def _stretto_runs(
         if grids is None and workload.batch % (sizes["data"] * sizes["z"]):
             continue
         grid = make_grid(sizes)
-        for is_compiled in (False, True):
-            name = f"Stretto {grid_name(sizes)}" + (", compiled" if is_compiled else "")
-            options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls}
+        ways = [{}, {"shards_sequence": True}] if sizes["x"] > 1 else [{}]
+        for way, is_compiled in itertools.product(ways, (False, True)):
+            name = f"Stretto {grid_name(sizes)}" + (", sequence sharded" if way else "")
+            name += ", compiled" if is_compiled else ""
+            options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls} | way
             run = stretto_run(workload, grid, name, **options)
             runs += [run, captured(run)] if is_compiled and device.type == "cuda" else [run]
     return runs

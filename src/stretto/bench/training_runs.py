@@ -261,6 +261,7 @@ def build_stretto(
     overlap: Overlap | bool = True,
     is_compiled: bool = False,
     tunes_matmuls: bool = False,
+    shards_sequence: bool = False,
 ) -> Step:
     """A training step by `stretto.parallelize`. Raises ValueError where the grid cannot hold the model or the batch.
 
@@ -274,6 +275,7 @@ def build_stretto(
         reduce_dtype=torch.float32 if workload.reduce_fp32 else None,
         overlap=overlap,
         tune_matmuls=tunes_matmuls,
+        shard_sequence=shards_sequence,
     )
     if workload.checkpointing:
         checkpoint_activations(model)

@@ -1,7 +1,8 @@
 """GPT: a pre-norm, decoder-only transformer (paper 003, section 5.2.1 and Table 5.1).
 
-Nothing here knows about ranks. Two habits let `stretto.parallelize` shard it: shapes inside attention are written with
--1 where a number of heads would stand, and `GPT.parallel_plan` says, as plain data, what each submodule is.
+Nothing here knows about ranks. Three habits let `stretto.parallelize` shard it: shapes inside attention are written
+with -1 where a number of heads would stand, batch size and sequence length are there those of what the linear returned
+(`GPT.takes_sharded_sequence`), and `GPT.parallel_plan` says, as plain data, what each submodule is.
 """
 
 from typing import Any
@@ -45,8 +46,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        batch, seq_len, _ = x.shape
-        groups = self.qkv(x).view(batch, seq_len, -1, self.queries_per_group + 2, self.head_dim)
+        qkv = self.qkv(x)
+        batch, seq_len, _ = qkv.shape
+        groups = qkv.view(batch, seq_len, -1, self.queries_per_group + 2, self.head_dim)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key, value = groups[..., -2, :].transpose(1, 2), groups[..., -1, :].transpose(1, 2)
         if angles is not None:
@@ -107,6 +109,8 @@ class GPT(nn.Module):
     loss over the valid targets (those that are not -100), or their sum over `num_targets` where that is given: with
     gradient accumulation the divisor is the whole batch's count, which one micro-batch cannot know.
     """
+
+    takes_sharded_sequence = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

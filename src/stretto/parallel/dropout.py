@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.parallel.grid import Grid
+from stretto.parallel.sequence import TokenShards
 from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
 _MASK64 = (1 << 64) - 1
@@ -29,12 +30,17 @@ class ParallelDropout(ShardedModule):
     """Dropout of activations [batch / (data x Z), ..., features / size of `axis`].
 
     The mask is a hash of a seed and the element's place in the whole activation. The seed is drawn from torch's default
-    CPU generator, which ranks must have seeded alike; recomputation under activation checkpointing restores it.
-    The batch that it is given is all that the rank has of the global batch, unless `micro_batch_of` says otherwise.
+    CPU generator, which ranks must have seeded alike; recomputation under activation checkpointing restores it. The
+    batch that it is given is all that the rank has of the global batch, unless `micro_batch_of` says otherwise. With
+    sequence sharding it is given this rank's tokens, [1, tokens / X, ...] (`tokens`; None inside attention and MLP,
+    where sequences are whole).
     """
 
-    def __init__(self, p: float, grid: Grid, axis: str, name: str = "this dropout") -> None:
+    def __init__(
+        self, p: float, grid: Grid, axis: str, name: str = "this dropout", tokens: TokenShards | None = None
+    ) -> None:
         super().__init__()
+        self.tokens = tokens
         self.p = p
         self.grid = grid
         self.axis = axis
@@ -55,12 +61,15 @@ class ParallelDropout(ShardedModule):
         return note_features(self._drop(x, seed), self.axis)
 
     def _drop(self, x: Tensor, seed: int) -> Tensor:
-        rows, columns = x.shape[0], x.shape[-1]
-        middle = x[0].numel() // columns
-        first = self.grid.coordinate("batch") * (self.rows or rows) + self.first
-        row = torch.arange(rows, device=x.device) + first
+        columns = x.shape[-1]
         column = torch.arange(columns, device=x.device) + self.grid.coordinate(self.axis) * columns
-        position = row[:, None] * middle + torch.arange(middle, device=x.device)
+        if self.tokens is None:
+            rows, middle = x.shape[0], x[0].numel() // columns
+            here = slice(0, rows * middle)
+        else:
+            (rows, middle), here = self.tokens.shape, self.tokens.here
+        first = self.grid.coordinate("batch") * (self.rows or rows) + self.first
+        position = torch.arange(here.start, here.stop, device=x.device) + first * middle
         element = position[..., None] * (columns * self.grid.size(self.axis)) + column
         bits = _mix(_mix(element * _signed(0x9E3779B97F4A7C15)) + seed)
         is_kept = (bits & ((1 << 53) - 1)).to(torch.float64) >= self.p * 2.0**53

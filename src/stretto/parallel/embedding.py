@@ -12,6 +12,7 @@ from stretto.parallel.gradients import GradientSum
 from stretto.parallel.layout import local
 from stretto.parallel.linear import WeightShard
 from stretto.parallel.precision import Precision
+from stretto.parallel.sequence import TokenShards
 from stretto.parallel.sharded_module import ShardedModule, note_features
 
 
@@ -25,6 +26,7 @@ class _VocabularyLookup(torch.autograd.Function):
         padding_row: int,
         weight: WeightShard,
         group: Any,
+        tokens: TokenShards | None,
     ) -> Tensor:
         rows = weight.gather(parameter)
         ids = ids - first_row
@@ -34,27 +36,30 @@ class _VocabularyLookup(torch.autograd.Function):
             found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
         else:
             found = rows.new_zeros(*ids.shape, rows.shape[1])
-        ctx.weight, ctx.padding_row, ctx.parameter = weight, padding_row, parameter
+        ctx.weight, ctx.padding_row, ctx.parameter, ctx.tokens = weight, padding_row, parameter, tokens
         ctx.save_for_backward(ids, is_elsewhere)
-        return all_reduce(found, group)
+        return all_reduce(found, group) if tokens is None else tokens.scatter_sum(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ids, is_elsewhere = ctx.saved_tensors
         weight: WeightShard = ctx.weight
+        if ctx.tokens is not None:
+            gradient = ctx.tokens.gather_rows(gradient).view(*ids.shape, gradient.shape[-1])
         gradient = gradient.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         if weight.rows:
             rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
         else:
             rows = gradient.new_zeros(0, gradient.shape[-1])
         weight.deliver(ctx.parameter, rows)
-        return None, None, None, None, None, None
+        return None, None, None, None, None, None, None
 
 
 class ParallelEmbedding(ShardedModule):
     """A token embedding [vocab, hidden]: each x rank looks up its part of the vocabulary, the sum over x has them all.
 
-    ids [...] int64 -> [..., hidden / Y]. A vocabulary that x does not divide leaves the last ranks fewer rows.
+    ids [...] int64 -> [..., hidden / Y], or, with sequence sharding, [1, tokens / X, hidden / Y]. A vocabulary that x
+    does not divide leaves the last ranks fewer rows.
     `padding_idx`: a row that gets no gradient, as in nn.Embedding.
     """
 
@@ -65,8 +70,10 @@ class ParallelEmbedding(ShardedModule):
         plan: WeightShard,
         group: dist.ProcessGroup,
         padding_idx: int | None,
+        tokens: TokenShards | None = None,
     ) -> None:
         super().__init__(plan.gradients)
+        self.tokens = tokens
         self.weight = weight
         self.plan = plan
         self.group = group
@@ -79,20 +86,29 @@ class ParallelEmbedding(ShardedModule):
     @torch.compiler.disable
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.weight.shape[0], "token id")
-        found = _VocabularyLookup.apply(ids, self.weight, self.first_row, self.padding_row, self.plan, self.group)
-        return note_features(found, "y")
+        if self.tokens is not None:
+            self.tokens.note(ids.shape)
+        whose = self.first_row, self.padding_row, self.plan, self.group, self.tokens
+        return note_features(_VocabularyLookup.apply(ids, self.weight, *whose), "y")
 
 
 class ParallelPositions(ShardedModule):
     """A small embedding [positions, hidden], replicated but for its hidden features, which y splits.
 
-    ids [...] int64 -> [..., hidden / Y].
+    ids [...] int64 -> [..., hidden / Y]; with sequence sharding, ids are those of a sequence or of the whole batch, and
+    what is returned are those of this rank's tokens.
     """
 
     def __init__(
-        self, weight: nn.Parameter, precision: Precision, padding_idx: int | None, gradients: GradientSum
+        self,
+        weight: nn.Parameter,
+        precision: Precision,
+        padding_idx: int | None,
+        gradients: GradientSum,
+        tokens: TokenShards | None = None,
     ) -> None:
         super().__init__(gradients)
+        self.tokens = tokens
         self.weight = weight
         self.precision = precision
         self.padding_idx = padding_idx
@@ -100,6 +116,8 @@ class ParallelPositions(ShardedModule):
     @torch.compiler.disable
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.weight.shape[0], "position")
+        if self.tokens is not None:
+            ids = ids.expand(self.tokens.shape).reshape(1, -1)[:, self.tokens.here]
         return F.embedding(ids, self.precision.cast(local(self.weight)), self.padding_idx)
 
 

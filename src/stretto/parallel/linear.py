@@ -16,6 +16,7 @@ from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.overlap import GatherAhead, Version, version_of
 from stretto.parallel.precision import Precision
 from stretto.parallel.pushed import Pushable
+from stretto.parallel.sequence import GatheringLinear, ScatteringLinear, TokenShards
 from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
@@ -94,6 +95,8 @@ class LinearPlan:
     hides_all_reduce: bool
     matmuls: MatmulTuner
     place: int  # which of the model's linears this is
+    is_swapped: bool = False
+    tokens: TokenShards | None = None  # activations between blocks are sharded by tokens
 
     def multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims."""
@@ -116,6 +119,23 @@ class LinearPlan:
         for half in pending:
             half.wait()
         return y.view(*x.shape[:-1], columns)
+
+    def weight_for_backward(self, kept: Tensor | None, parameter: Tensor, version: Version | None) -> Tensor:
+        """The weight that the forward pass took, kept or gathered again. RuntimeError if it was written over since."""
+        if kept is None:
+            return self.shard.gather(parameter)
+        if version != self.shard.version():
+            raise RuntimeError(
+                f"the weight of {self.name} was changed, and a forward pass run with it, before the backward pass of "
+                "an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
+            )
+        return kept
+
+    def deliver_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
+        """Make the weight's gradient of x [tokens, inputs] and the output's [tokens, outputs], and send it."""
+        left, right = (x, gradient) if self.is_transposed else (gradient, x)
+        dtype = self.shard.gradient_dtype(parameter)
+        self.shard.deliver(parameter, self.multiply("weight", left.t(), right, dtype))
 
 
 class _Linear3D(torch.autograd.Function):
@@ -144,22 +164,14 @@ class _Linear3D(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_bias = pending = None
         if ctx.needs_input_grad[0]:
-            if weight is None:
-                weight = plan.shard.gather(ctx.parameter)
-            elif ctx.version != plan.shard.version():
-                raise RuntimeError(
-                    f"the weight of {plan.name} was changed, and a forward pass run with it, before the backward pass "
-                    "of an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
-                )
+            weight = plan.weight_for_backward(weight, ctx.parameter, ctx.version)
             grad_x = plan.multiply("input", gradient, weight.t() if plan.is_transposed else weight)
             pending = start_all_reduce(grad_x, plan.input_group)
             if not plan.hides_all_reduce:
                 pending.wait()
         rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            left, right = (columns, rows) if plan.is_transposed else (rows, columns)
-            dtype = plan.shard.gradient_dtype(ctx.parameter)
-            plan.shard.deliver(ctx.parameter, plan.multiply("weight", left.t(), right, dtype))
+            plan.deliver_gradient(ctx.parameter, columns, rows)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         if pending is not None:
@@ -187,8 +199,23 @@ class ParallelLinear(ShardedModule):
         self.check_input(x)
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(local(self.bias))
-        y = _Linear3D.apply(cast(x), self.weight, bias, self.plan)
+        y = self._multiply(cast(x), bias)
         return note_features(y, self.plan.output_axis)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        tokens = self.plan.tokens
+        if tokens is None:
+            return _Linear3D.apply(x, self.weight, bias, self.plan)
+        rows = x.flatten(0, -2).contiguous()
+        if self.plan.is_swapped:
+            tokens.whole(rows)  # refuses tokens of another batch
+            return ScatteringLinear.apply(rows, self.weight, bias, self.plan).unsqueeze(0)
+        # Linears that take the same input share what the first of them has gathered.
+        version, known = getattr(x, "stretto_gathered", (None, None))
+        gathered = known if version == x._version else None
+        y, gathered = GatheringLinear.apply(rows, gathered, self.weight, bias, self.plan)
+        x.stretto_gathered = (x._version, gathered)  # type: ignore[attr-defined]
+        return tokens.whole(y)
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast that would differ."""

@@ -192,6 +192,8 @@ class ParallelLoss(nn.Module):
             )
         precision = head.plan.shard.precision
         hidden = precision.cast(hidden).flatten(0, -2)
+        if head.plan.tokens is not None:
+            hidden = head.plan.tokens.gather(hidden)
         scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
         bias = None if head.bias is None else local(head.bias)
         part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head)

@@ -28,7 +28,8 @@ from stretto.parallel.overlap import GatherAhead, Overlap, in_backward
 from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
 from stretto.parallel.pushed import PushedGather, can_push
-from stretto.parallel.validation import is_conv1d, validate_plan
+from stretto.parallel.sequence import TokenShards
+from stretto.parallel.validation import check_takes_sharded_sequence, is_conv1d, validate_plan
 
 
 def parallelize(
@@ -43,6 +44,7 @@ def parallelize(
     sharded_loss: bool = True,
     overlap: Overlap | bool = True,
     tune_matmuls: bool = False,
+    shard_sequence: bool = False,
     seed: int = 0,
 ) -> nn.Module:
     """Shard `model` over `grid` in place, and return it (paper 003, Algorithm 3).
@@ -64,6 +66,10 @@ def parallelize(
     overlap: which collectives hide under computation (False: none); results are the same.
     tune_matmuls: time every linear's products in each layout at the end of the first backward pass, and take the
         fastest from then on (paper 003, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or ~/.cache/stretto.
+    shard_sequence: between blocks, keep only this x rank's share of the tokens: in place of all-reduces over x come
+        all-gathers before normal linears and reduce-scatters after swapped ones, which on GPUs run within the products
+        (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
+        (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
     seed: a model on the meta device is initialized here, from this seed and each module's name, alike on every grid.
 
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
@@ -71,11 +77,14 @@ def parallelize(
     """
     plan = read_plan(model, roles, local_attributes)
     validate_plan(model, plan, grid.sizes)
+    if shard_sequence:
+        check_takes_sharded_sequence(model)
     _check_ranks_agree(model, plan, grid)
     if isinstance(overlap, bool):
         overlap = Overlap() if overlap else Overlap.none()
     matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
-    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, matmuls, keep_gathered, seed)
+    tokens = TokenShards(grid.group("x")) if shard_sequence and grid.size("x") > 1 else None
+    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, matmuls, keep_gathered, tokens, seed)
     # All that can fail comes first, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     buffers = builder.buffers()
@@ -121,12 +130,14 @@ class _Builder:
         overlap: Overlap,
         matmuls: MatmulTuner,
         keep_gathered: bool,
+        tokens: TokenShards | None,
         seed: int,
     ) -> None:
         self.model = model
         self.grid = grid
         self.precision = precision
         self.keep_gathered = keep_gathered
+        self.tokens = tokens
         self.seed = seed
         self.overlap = overlap
         self.matmuls = matmuls
@@ -160,7 +171,9 @@ class _Builder:
                 return self._norm(name, module, role)
             case _:
                 assert isinstance(module, nn.Dropout)
-                return ParallelDropout(module.p, self.grid, "y" if role.role == "dropout" else "x", name)
+                if role.role == "dropout":
+                    return ParallelDropout(module.p, self.grid, "y", name, self.tokens)
+                return ParallelDropout(module.p, self.grid, "x", name)
 
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         grid, source = self.grid, self._initializer.real(name, module)
@@ -171,7 +184,7 @@ class _Builder:
         weight, shard = self._weight(module, source, cut, rows, stays=self.keep_gathered)
         bias = None
         if module.bias is not None:
-            bias = self._parameter(module.bias, source.bias, cut_of(role, "bias"))  # type: ignore[arg-type]
+            bias = self._parameter(module.bias, source.bias, self._cut(role, "bias"))  # type: ignore[arg-type]
         plan = LinearPlan(
             name,
             shard,
@@ -184,6 +197,8 @@ class _Builder:
             hides_all_reduce=self.overlap.all_reduce,
             matmuls=self.matmuls,
             place=self.linears,
+            is_swapped=role.role == "swapped",
+            tokens=self.tokens,
         )
         self.linears += 1
         if role.role == "head":
@@ -192,20 +207,20 @@ class _Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source, cut = self._initializer.real(name, module), cut_of(role, "weight")
+        source, cut = self._initializer.real(name, module), self._cut(role, "weight")
         if role.role == "positions":
             weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
-            return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_sum)
+            return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_sum, self.tokens)
         weight, shard = self._weight(module, source, cut, cut.splits[0], stays=False)
         first = self._first(module.num_embeddings)
-        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx)
+        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         source, kind = self._initializer.real(name, module), norm_kind(module, name)
         weight, bias = (
             None
             if getattr(module, part, None) is None
-            else self._parameter(getattr(module, part), getattr(source, part), cut_of(role, part))
+            else self._parameter(getattr(module, part), getattr(source, part), self._cut(role, part))
             for part in ("weight", "bias")
         )
         return ParallelNorm(
@@ -219,6 +234,14 @@ class _Builder:
             gradients=self.gradient_sum,
             name=name,
         )
+
+    def _cut(self, role: Role, part: str) -> Cut:
+        """`cut_of` what is used on this rank's tokens alone: with sequence sharding, other x ranks have others."""
+        cut = cut_of(role, part)
+        is_of_tokens = role.role in ("norm", "positions") or (role.role == "swapped" and part == "bias")
+        if self.tokens is not None and is_of_tokens:
+            return dataclasses.replace(cut, sum_axes=(*cut.sum_axes, "x"))
+        return cut
 
     def _weight(
         self, module: nn.Module, source: nn.Module | Namespace, cut: Cut, rows: Split, *, stays: bool

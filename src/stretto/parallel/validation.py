@@ -54,6 +54,16 @@ def validate_plan(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Non
         check_divides(value, sizes[axis], axis, owner, attribute)
 
 
+def check_takes_sharded_sequence(model: nn.Module) -> None:
+    """Raise ValueError unless the model says that its code lets tokens be sharded between blocks."""
+    if not getattr(model, "takes_sharded_sequence", False):
+        raise ValueError(
+            f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
+            "inside attention, it must take batch size and sequence length from what linears return, not from the "
+            "input; if it does, set takes_sharded_sequence = True on it"
+        )
+
+
 def _hidden(modules: Mapping[str, nn.Module], plan: Plan) -> int | None:
     for name in plan.named("embedding", "positions"):
         return getattr(modules[name], "embedding_dim", None)

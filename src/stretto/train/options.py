@@ -230,6 +230,9 @@ class RunConfig(Section):
     tune_matmuls: bool = option(
         False, "time each linear's products in every layout in the first step, and take the fastest from then on"
     )
+    shard_sequence: bool = option(
+        False, "between blocks, shard tokens over x: all-gathers and reduce-scatters, within products, for all-reduces"
+    )
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph: faster where a step is so short that the host cannot keep up"
     )
@@ -294,6 +297,13 @@ def _contradictions(config: TrainConfig) -> list[str]:
             f"{min(divisors(local), key=lambda n: abs(n - wanted))}, "
             f"or a train.batch of {nearest_multiple(run.batch, parts * wanted)}"
         )
+    else:
+        tokens = (run.micro_batch or run.batch // parts) * run.seq_len
+        if run.shard_sequence and tokens % grid.x:
+            problems.append(
+                f"train.shard_sequence is on, but grid.x = {grid.x} must divide a rank's {tokens} tokens at once "
+                f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
+            )
     if run.min_lr > run.lr:
         problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
     if run.optimizer != "sgd" and run.momentum:

@@ -145,6 +145,7 @@ class _Run:
             keep_gathered=options.keep_gathered,
             overlap=Overlap(**dict(config.overlap)),
             tune_matmuls=options.tune_matmuls,
+            shard_sequence=options.shard_sequence,
             seed=options.seed,
         )
         if options.checkpoint_activations:
