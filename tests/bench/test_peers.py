@@ -33,6 +33,7 @@ def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_p
         "TP=2, bf16 weights",
         "Stretto data=2",
         "Stretto x=2",
+        "Stretto x=2, sequence sharded",
         "Stretto y=2",
         "Stretto z=2",
     }
@@ -52,7 +53,12 @@ def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_p
 def test_fsdp_and_tensor_parallelism_together_train_alike(ranks):
     only = ("FSDP2=2 TP=2, weights kept", "Stretto x=2 z=2")
     rows = ranks(4).run(measure_peers, WORKLOAD, 4, "x=2 z=2", only, False, False)[0]
-    assert [row["name"] for row in rows] == [only[0], f"{only[0]}, bf16 reduction", only[1]]
+    assert [row["name"] for row in rows] == [
+        only[0],
+        f"{only[0]}, bf16 reduction",
+        only[1],
+        f"{only[1]}, sequence sharded",
+    ]
     for row in rows:
         assert row["loss"] == pytest.approx(rows[-1]["loss"], abs=1e-2)
         assert row["gradient_norm"] == pytest.approx(rows[-1]["gradient_norm"], rel=2e-2)
@@ -64,7 +70,11 @@ def test_what_cannot_cut_the_batch_is_a_row_with_the_reason(ranks):
     errors = {row["name"]: row.get("error") for row in rows}
     assert errors["FSDP2=2, weights kept"] == "a batch of 1 cannot be cut into 2 parts"
     # Which of the two is faster is no matter here.
-    assert {name for name, error in errors.items() if error is None} == {"Stretto y=2", "Stretto x=2"}
+    assert {name for name, error in errors.items() if error is None} == {
+        "Stretto y=2",
+        "Stretto x=2",
+        "Stretto x=2, sequence sharded",
+    }
 
 
 def test_a_speedup_is_of_the_fastest_over_the_fastest():

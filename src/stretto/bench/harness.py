@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from stretto.train.launch import allocator_environment
+
 
 @dataclass(frozen=True)
 class Column:
@@ -102,6 +104,7 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
     """Call `entry(*args)` on `ranks` processes with torchrun's machinery; returns what rank 0 returned."""
     # one thread a rank unless the user says otherwise: the ranks share the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.update(allocator_environment())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -50,7 +50,7 @@ class Workload:
     rounds: int
     checkpointing: bool = False
     reduce_fp32: bool = False
-    learning_rate: float = 1e-4
+    learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
 
     def flops(self) -> float:
         """Model FLOPs of a step, by Narayanan et al.'s formula: 72 B s l h^2 (1 + s / 6h + V / 12lh).

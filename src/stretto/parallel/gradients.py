@@ -274,13 +274,22 @@ def _accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = Fals
             return
         assert isinstance(parameter, DTensor)
         parameter.grad = DTensor.from_local(
-            mine.to(parameter.dtype, copy=is_shared),
+            _converted(mine, parameter.dtype, copies=is_shared),
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
+    """The tensor in `dtype`, and in memory of its own if it `copies`."""
+    if tensor.dtype == dtype or not tensor.is_cuda:
+        return tensor.to(dtype, copy=copies)
+    result = torch.empty_like(tensor, dtype=dtype)
+    torch._foreach_copy_([result], [tensor])  # twice as fast as `to`, whose kernel does not read 16 bytes at a time
+    return result
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
