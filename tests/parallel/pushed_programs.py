@@ -10,14 +10,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Overlap, checkpoint_activations, linear, parallelize
+from stretto.parallel import Grid, Overlap, checkpoint_activations, linear, parallelize, pushed_scatter
 from stretto.parallel.communication import gather_rows
 from stretto.parallel.layout import local
 from stretto.parallel.overlap import version_of
 from stretto.parallel.pushed import PushedGather
+from stretto.parallel.pushed_scatter import SLOTS, PushedScatter, ScatterRing
 
 SEED = 23
 BATCH, SEQ_LEN = 6, 6
@@ -31,15 +33,15 @@ class Setup:
         self.grid = Grid(x=x, z=z)
         torch.manual_seed(SEED)
         module = import_module("stretto.parallel.parallelize")
-        on_host = partial(PushedGather, backend="host")
         with (
             mock.patch.object(module, "can_push", lambda group, device: group.size() > 1),
-            mock.patch.object(module, "PushedGather", on_host),
+            mock.patch.object(module, "PushedGather", partial(PushedGather, backend="host")),
+            mock.patch.object(module, "make_ring", partial(ScatterRing, backend="host")),
         ):
             self.model = parallelize(GPT(CONFIG), self.grid, overlap=Overlap(copy_engines=is_pushed), dtype=dtype)
         text = torch.randint(CONFIG.vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
         self.text = text.chunk(z)[self.grid.coordinate("z")]
-        self.gathers = 0
+        self.gathers = self.scatters = 0
 
     @property
     def pushed(self) -> PushedGather | None:
@@ -64,14 +66,22 @@ class Setup:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the weights that go through the process group."""
-        real = linear.start_gather_rows
+        """Count the weights and gradients that go through the process group."""
+        gather, scatter = linear.start_gather_rows, linear.start_scatter_rows
 
-        def counted(*arguments: Any) -> Any:
+        def counted_gather(*arguments: Any) -> Any:
             self.gathers += 1
-            return real(*arguments)
+            return gather(*arguments)
 
-        with mock.patch.object(linear, "start_gather_rows", counted):
+        def counted_scatter(*arguments: Any) -> Any:
+            self.scatters += 1
+            return scatter(*arguments)
+
+        with (
+            mock.patch.object(linear, "start_gather_rows", counted_gather),
+            mock.patch.object(linear, "start_scatter_rows", counted_scatter),
+            mock.patch.object(pushed_scatter, "start_scatter_rows", counted_scatter),
+        ):
             yield
 
 
@@ -92,7 +102,8 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
                 time.sleep(pause.random() / 10)
             loss.backward()
             setup.update()
-    return {"shards": setup.shards(), "gathers": setup.gathers, "pushed": setup.num_pushed}
+    counts = {"gathers": setup.gathers, "scatters": setup.scatters, "pushed": setup.num_pushed}
+    return {"shards": setup.shards()} | counts
 
 
 def hold_two_graphs(is_pushed: bool) -> list[torch.Tensor]:
@@ -179,3 +190,66 @@ def take_at_once() -> list[bool]:
         pushed.end()
     last = equal[len(equal) // 2 :]
     return [torch.equal(whole, gather_rows(local(w.parameter).detach(), w.rows, pushed.group)) for whole, w in last]
+
+
+def scatter_many(seed: int) -> list[str]:
+    """Random gradients, several at a time, past stragglers: what is not the sum in rank order, rounded once."""
+    rng = random.Random(seed)  # drawn alike on all ranks, but for pauses
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pauses = random.Random(seed + 1 + rank)
+    scatter = PushedScatter(dist.group.WORLD, -(-40 // world) * 24 * 4, backend="host")
+    wrong: list[str] = []
+    waiting: list[tuple[Any, torch.Tensor]] = []
+
+    def settle() -> None:
+        pending, expected = waiting.pop(0)
+        time.sleep(pauses.choice([0, 0, 0.003]))
+        if not torch.equal(pending.wait(), expected) or pending.wait() is not pending.result:
+            wrong.append(f"{list(expected.shape)} {expected.dtype}")
+
+    for number in range(60):
+        rows, columns = rng.randint(1, 40), rng.randint(1, 24)
+        dtype, out = rng.choice([(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+        every = [
+            torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * number + source)).to(dtype)
+            for source in range(world)
+        ]
+        chunk = -(-rows // world)
+        mine = slice(rank * chunk, min((rank + 1) * chunk, rows))
+        expected = torch.zeros(every[0][mine].shape)
+        for part in every:
+            expected += part[mine].float()
+        time.sleep(pauses.choice([0, 0, 0.003]))
+        assert scatter.takes(every[rank])
+        waiting.append((scatter.start(every[rank], expected.shape[0], out), expected.to(out)))
+        while len(waiting) >= rng.randint(1, SLOTS):
+            settle()
+    while waiting:
+        settle()
+    return wrong
+
+
+def give_up_a_pass(is_pushed: bool) -> tuple[list[torch.Tensor], int]:
+    """A backward pass that ends in an exception with gradients on their way, and a step after it."""
+    setup = Setup(1, 2, is_pushed=is_pushed)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    hidden = []
+    handle = setup.model.blocks[0].attention_norm.register_forward_hook(lambda *_: hidden.append(_[-1]))
+    loss = setup.loss()
+    hidden[0].register_hook(fail)
+    try:
+        loss.backward()
+    except ArithmeticError:
+        pass
+    else:
+        raise AssertionError("the backward pass was to fail")
+    handle.remove()
+    for parameter in setup.model.parameters():
+        parameter.grad = None
+    with setup.counting():
+        setup.loss().backward()
+    setup.update()
+    return setup.shards(), setup.scatters

@@ -1,6 +1,7 @@
 """What each overlap is worth: none, then all-reduce, reduce-scatter, all-gather and buckets added one after another.
 
-All of them on one grid, one grid after another, in one job; results have the same bits, only their time differs.
+All of them on one grid, one grid after another, in one job; results have the same bits, only their time differs. With
+copy engines, which come last, gradients over more than two ranks of z are added in another order.
 """
 
 from dataclasses import asdict, replace
@@ -16,12 +17,12 @@ from stretto.parallel import Grid, Overlap
 
 # In paper 003's order (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
 STAGES = {
-    "none": Overlap.none(),
-    "+ all_reduce": replace(Overlap.none(), all_reduce=True),
-    "+ reduce_scatter": replace(Overlap.none(), all_reduce=True, reduce_scatter=True),
-    "+ all_gather": replace(Overlap(), data=False, copy_engines=False),
-    "+ copy_engines": replace(Overlap(), data=False),
-    "+ data": Overlap(),
+    "none": (none := replace(Overlap.none(), copy_engines=False)),
+    "+ all_reduce": replace(none, all_reduce=True),
+    "+ reduce_scatter": replace(none, all_reduce=True, reduce_scatter=True),
+    "+ all_gather": replace(none, all_reduce=True, reduce_scatter=True, all_gather=True),
+    "+ data": replace(Overlap(), copy_engines=False),
+    "+ copy_engines": Overlap(),
 }
 COLUMNS = (
     Column("grid", "grid"),

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -18,6 +18,9 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layout import layout_of
 from stretto.parallel.overlap import Overlap, at_end_of_backward
 from stretto.parallel.precision import Precision
+
+if TYPE_CHECKING:
+    from stretto.parallel.pushed_scatter import ScatterRing
 
 # A bucket's size: large enough for the links' full bandwidth, small enough that the last one is not long in the way.
 BUCKET_BYTES = 64 * 2**20
@@ -45,6 +48,7 @@ class GradientSum:
         self.precision = precision
         self.overlap = overlap
         self.at_end = at_end
+        self.ring: ScatterRing | None = None  # through which weights' gradients come
         self.is_deferred = False
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
@@ -84,6 +88,8 @@ class GradientSum:
 
     def drop_failed_passes(self) -> None:
         """Forget the passes that an exception has ended. No backward pass may be running."""
+        if self._passes and self.ring is not None:
+            self.ring.drop()
         self._passes.clear()
 
     def scatter(self, parameter: nn.Parameter, start: Callable[[], Pending]) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from stretto.parallel.pushed import Pushable
 from stretto.parallel.sequence import GatheringLinear, ScatteringLinear, TokenShards
 from stretto.parallel.sharded_module import ShardedModule, check_features, note_features
 
+if TYPE_CHECKING:
+    from stretto.parallel.pushed_scatter import ScatterRing
+
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
 # rows, if it has at least so many inputs: with fewer, the product hides less than a second message costs.
 HALVED_BYTES = 2 * 8 * 2**20
@@ -30,7 +33,7 @@ class WeightShard:
     """How a weight's shard becomes the block that one rank multiplies with, and a gradient finds back to the shard.
 
     Gathered over z along dim 0 in the compute dtype (Algorithm 3, line 2); gradients are scattered over z in the
-    reduction dtype (line 14).
+    reduction dtype (line 14), through the `ring` if there is one.
     """
 
     rows: int
@@ -39,6 +42,7 @@ class WeightShard:
     precision: Precision
     gather_ahead: GatherAhead
     gradients: GradientSum
+    ring: "ScatterRing | None" = None
 
     def gather(self, parameter: Tensor) -> Tensor:
         """The whole rows of a DTensor parameter."""
@@ -51,7 +55,11 @@ class WeightShard:
         """Send the gradient of the whole rows on its way to the parameter; it arrives before `backward` returns."""
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
-        self.gradients.scatter(parameter, partial(start_scatter_rows, gradient, self.local_rows, self.group))
+        if self.ring is None:
+            start = partial(start_scatter_rows, gradient, self.local_rows, self.group)
+        else:
+            start = partial(self.ring.start, gradient, self.local_rows, parameter.dtype)
+        self.gradients.scatter(parameter, start)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
         """What the gradient of the whole rows is best made in: the parameter's own if it stays here (None: any)."""
@@ -63,6 +71,8 @@ class WeightShard:
 
     def watch(self, parameter: Tensor, *, stays: bool) -> None:
         """Gather this parameter ahead from now on. `stays`: its memory may be kept for as long as the model lives."""
+        if self.ring is not None:
+            self.ring.register(self.rows, local(parameter).shape[1:].numel())
         self.gather_ahead.register(self, lambda: (local(parameter), version_of(parameter), self._start))
         if stays and self.gather_ahead.pushed is not None:
             self.gather_ahead.pushed.register(self, Pushable(parameter, self.rows, self.precision.compute))

@@ -19,14 +19,17 @@ GATHERED_AHEAD = 1
 
 @dataclass(frozen=True)
 class Overlap:
-    """What `parallelize` hides. Switching one off changes when things are sent, never what: results keep their bits.
+    """What `parallelize` hides. Switching one off changes when things are sent, never what: results keep their bits,
+    but for copy_engines.
 
     all_reduce: an input gradient's sum under the weight gradient's product ("OAR").
     reduce_scatter: weight gradients' way to their shards under the rest of the backward pass ("ORS").
     all_gather: the next weight's gathering under this one's product ("OAG").
     data: buckets of gradients are summed over data under the backward pass, otherwise after it.
-    copy_engines: where all_gather is on, weights stay gathered for the backward pass, and NVLink links z's GPUs, copy
-        engines gather them, all of a forward pass from its beginning on (`stretto.parallel.pushed`).
+    copy_engines: where NVLink links z's GPUs, copy engines bring linears' gradients to their shards
+        (`stretto.parallel.pushed_scatter`), and, where all_gather is on and weights stay gathered for the backward
+        pass, gather the weights, all of a forward pass from its beginning on (`stretto.parallel.pushed`). Over more
+        than two ranks gradients are then added in another order than NCCL's: off, they may differ in their last bit.
     """
 
     all_reduce: bool = True
@@ -37,8 +40,8 @@ class Overlap:
 
     @classmethod
     def none(cls) -> "Overlap":
-        """Every collective is waited for where it is issued."""
-        return cls(**{option.name: False for option in fields(cls)})
+        """Every collective is waited for where it is issued; copy engines still bring gradients."""
+        return cls(**{option.name: option.name == "copy_engines" for option in fields(cls)})
 
 
 def in_backward() -> bool:

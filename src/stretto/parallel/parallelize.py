@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace as Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from stretto.parallel.norm_kinds import norm_kind
 from stretto.parallel.overlap import GatherAhead, Overlap, in_backward
 from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
-from stretto.parallel.pushed import PushedGather, can_push
+from stretto.parallel.pushed import PushedGather, can_push, make_ring
 from stretto.parallel.sequence import TokenShards
 from stretto.parallel.validation import check_takes_sharded_sequence, is_conv1d, validate_plan
 
@@ -119,6 +119,10 @@ def validate(
     validate_plan(model, read_plan(model, roles, local_attributes), sizes)
 
 
+if TYPE_CHECKING:
+    from stretto.parallel.pushed_scatter import ScatterRing
+
+
 class _Builder:
     """Makes the parallel counterpart of each submodule, once, and of each parameter, however many places share it."""
 
@@ -143,9 +147,12 @@ class _Builder:
         self.matmuls = matmuls
         self.linears = 0
         self.gradient_sum = GradientSum(grid, precision, overlap, at_end=matmuls.finish)
-        is_pushed = keep_gathered and overlap.all_gather and overlap.copy_engines
-        pushed = PushedGather(grid.group("z")) if is_pushed and can_push(grid.group("z"), grid.device) else None
-        self.gather_ahead = GatherAhead(overlap.all_gather, pushed)
+        over_z = grid.group("z")
+        pushes = overlap.copy_engines and can_push(over_z, grid.device)
+        self.ring = self.gradient_sum.ring = make_ring(over_z) if pushes else None
+        self.gather_ahead = GatherAhead(
+            overlap.all_gather, PushedGather(over_z) if pushes and keep_gathered and overlap.all_gather else None
+        )
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
         self._originals = list(model.parameters())
@@ -181,7 +188,8 @@ class _Builder:
         is_transposed = is_conv1d(module)
         cut = cut_of(role, "weight", is_transposed=is_transposed)
         rows = cut.splits[0] if not is_transposed else cut.splits[1]
-        weight, shard = self._weight(module, source, cut, rows, stays=self.keep_gathered)
+        ring = None if role.role == "head" else self.ring  # a head's gradient would make all of its slots large
+        weight, shard = self._weight(module, source, cut, rows, stays=self.keep_gathered, ring=ring)
         bias = None
         if module.bias is not None:
             bias = self._parameter(module.bias, source.bias, self._cut(role, "bias"))  # type: ignore[arg-type]
@@ -211,7 +219,7 @@ class _Builder:
         if role.role == "positions":
             weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_sum, self.tokens)
-        weight, shard = self._weight(module, source, cut, cut.splits[0], stays=False)
+        weight, shard = self._weight(module, source, cut, cut.splits[0], stays=False, ring=None)
         first = self._first(module.num_embeddings)
         return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
 
@@ -244,11 +252,18 @@ class _Builder:
         return cut
 
     def _weight(
-        self, module: nn.Module, source: nn.Module | Namespace, cut: Cut, rows: Split, *, stays: bool
+        self,
+        module: nn.Module,
+        source: nn.Module | Namespace,
+        cut: Cut,
+        rows: Split,
+        *,
+        stays: bool,
+        ring: "ScatterRing | None",
     ) -> tuple[nn.Parameter, WeightShard]:
         """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further.
 
-        stays: see `WeightShard.watch`.
+        stays: see `WeightShard.watch`. ring: what its gradient is scattered through, if not the process group.
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
@@ -256,7 +271,9 @@ class _Builder:
         coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
         before_z = Layout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
-        shard = WeightShard(before_z, local_rows, grid.group("z"), self.precision, self.gather_ahead, self.gradient_sum)
+        shard = WeightShard(
+            before_z, local_rows, grid.group("z"), self.precision, self.gather_ahead, self.gradient_sum, ring
+        )
         shard.watch(weight, stays=stays)
         return weight, shard
 

@@ -21,6 +21,7 @@ from stretto.parallel.layout import local
 from stretto.parallel.overlap import Version, version_of
 
 if TYPE_CHECKING:
+    from stretto.parallel.pushed_scatter import ScatterRing
     from stretto.tiles import BlockChannel
 
 # Weights that are cast in one launch before they are pushed: the first are on their way while the rest is cast.
@@ -208,6 +209,13 @@ def can_push(group: dist.ProcessGroup, device: torch.device) -> bool:
     from stretto.collectives.executor.cuda.links import has_nvlink
 
     return has_nvlink(group, device)
+
+
+def make_ring(group: dist.ProcessGroup) -> "ScatterRing":
+    """What gradients go back through."""
+    from stretto.parallel.pushed_scatter import ScatterRing  # here: Triton may be missing where nothing is pushed
+
+    return ScatterRing(group)
 
 
 def _batches(keys: Sequence[object]) -> Iterator[Sequence[object]]:

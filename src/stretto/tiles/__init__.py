@@ -7,7 +7,15 @@ that share memory. docs/tiles.md goes through it all.
 
 from stretto.tiles.channel import BlockChannel, Channel
 from stretto.tiles.data import peer_pointer, tile_pull_data, tile_push_data
-from stretto.tiles.host import copy_engine, join_copies, rank_copy_data, rank_notify, rank_wait, rank_wait_all
+from stretto.tiles.host import (
+    copy_engine,
+    join_copies,
+    rank_copy_data,
+    rank_notify,
+    rank_set_slot,
+    rank_wait,
+    rank_wait_all,
+)
 from stretto.tiles.intrinsics import INTERPRETED
 from stretto.tiles.mapping import (
     DynamicMapping,
@@ -43,6 +51,7 @@ __all__ = [
     "producer_tile_notify",
     "rank_copy_data",
     "rank_notify",
+    "rank_set_slot",
     "rank_tiles",
     "rank_wait",
     "rank_wait_all",

@@ -155,9 +155,17 @@ class BlockChannel:
         """
         self.check()
         self._require_fitting(producer, consumer, mode, counts)
+        channel = self._current = self.describe(operator, mode)
+        begin_call[(1,)](
+            channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
+        )
+        return channel
+
+    def describe(self, operator: str, mode: str = "p2p") -> Channel:
+        """What kernels are given that begin no call: they count by themselves in the slots between peers."""
         if operator not in self._operators:
             self._operators.append(operator)
-        channel = Channel(
+        return Channel(
             self.rank,
             tl.constexpr(self.world_size),
             tl.constexpr(self.channels),
@@ -170,11 +178,11 @@ class BlockChannel:
             self._clock,
             self._report,
         )
-        self._current = channel
-        begin_call[(1,)](
-            channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
-        )
-        return channel
+
+    def slot_word(self, rank: int, tile: int) -> Tensor:
+        """int32 [1]: where that rank has what this one has last said of a tile between peers."""
+        at = self.world_size * self.channels + tile * self.world_size + self.rank
+        return self._signals[rank][at : at + 1]
 
     def check(self) -> None:
         """Raise PeerError if a wait was given up, with its operator, call, tile and the rank that was waited for.

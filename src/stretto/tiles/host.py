@@ -90,6 +90,19 @@ def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
     wait_for_all[(1,)](channel.current, index, stride, num_warps=1)
 
 
+def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:
+    """Put `value` (int32 [1], on the device) into `rank`'s slot of a tile between peers. See `rank_notify`."""
+    if not 0 <= tile < channel.peer_tiles:
+        raise ValueError(f"the channel has peer_tiles 0 to {channel.peer_tiles - 1}, not {tile}")
+    if channel.device.type == "cpu":
+        fence = find_fence()
+        if fence is not None:
+            fence()
+        channel.slot_word(rank, tile).numpy()[0] = value.item()
+    else:
+        channel.slot_word(rank, tile).copy_(value, non_blocking=True)
+
+
 def _require_inside(channel: BlockChannel, index: int, rank: int) -> None:
     if not 0 <= index < channel.channels:
         raise ValueError(f"the channel has channels 0 to {channel.channels - 1}, not {index}")
