@@ -86,4 +86,6 @@ def test_mlperfs_model_has_its_published_sizes() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        DLRMConfig.preset("small", **{"rows": (5, 7, 4), "dim": 3, "bottom": (3,), "top": (1,), "pooling": (1,)} | change)
+        DLRMConfig.preset(
+            "small", **{"rows": (5, 7, 4), "dim": 3, "bottom": (3,), "top": (1,), "pooling": (1,)} | change
+        )

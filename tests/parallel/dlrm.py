@@ -22,13 +22,22 @@ def make_batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     random = np.random.default_rng(step)
     lengths = random.integers(0, 5, size=(CONFIG.tables, BATCH))
     lengths[1] = 0  # a table that nobody asks
-    indices = [random.integers(0, rows, size=of_table.sum()) for rows, of_table in zip(CONFIG.rows, lengths, strict=True)]
+    indices = [
+        random.integers(0, rows, size=of_table.sum()) for rows, of_table in zip(CONFIG.rows, lengths, strict=True)
+    ]
     offsets = np.concatenate(([0], lengths.reshape(-1).cumsum()))
     dense, labels = random.standard_normal((BATCH, CONFIG.dense)), random.integers(0, 2, size=BATCH)
-    return torch.from_numpy(dense), torch.from_numpy(np.concatenate(indices)), torch.from_numpy(offsets), torch.from_numpy(labels)
+    return (
+        torch.from_numpy(dense),
+        torch.from_numpy(np.concatenate(indices)),
+        torch.from_numpy(offsets),
+        torch.from_numpy(labels),
+    )
 
 
-def local_part(batch: tuple[Tensor, Tensor, Tensor, Tensor], rank: int, world: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def local_part(
+    batch: tuple[Tensor, Tensor, Tensor, Tensor], rank: int, world: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rank's samples of a global batch."""
     dense, indices, offsets, labels = batch
     size = BATCH // world

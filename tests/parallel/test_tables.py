@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Ranks
-from tests.parallel import dlrm
 
 from stretto.models import DLRM
 from stretto.parallel import TablePlacement, TableSize, distribute_tables, place_tables
 from stretto.parallel.index_exchange import check_offsets
 from stretto.parallel.pooled_exchange import choose_operator
+from tests.conftest import Ranks
+from tests.parallel import dlrm
 
 MakeRanks = Callable[[int], Ranks]
 STEPS = 4
@@ -95,7 +95,7 @@ def test_a_kernel_that_cannot_run_is_refused_and_auto_does_without() -> None:
     cpu = torch.device("cpu")
     assert choose_operator("auto", torch.float64, cpu) is None
     assert choose_operator("library", torch.float32, cpu) is None
-    with pytest.raises(ValueError, match="implementation is 'kernel', but .*; implementation='library' would do"):
+    with pytest.raises(ValueError, match=r"implementation is 'kernel', but .*; implementation='library' would do"):
         choose_operator("kernel", torch.float64, cpu)
     with pytest.raises(ValueError, match="implementation is 'kernal', but must be one of auto, kernel, library"):
         choose_operator("kernal", torch.float32, cpu)  # type: ignore[arg-type]
@@ -154,5 +154,5 @@ def test_a_rank_may_have_no_table_and_says_so() -> None:
 def test_nothing_to_place_is_refused() -> None:
     with pytest.raises(ValueError, match="0 tables on 2 ranks"):
         place_tables([], 2)
-    with pytest.raises(ValueError, match="table 1 is .*rows=0"):
+    with pytest.raises(ValueError, match=r"table 1 is .*rows=0"):
         place_tables([TableSize(1, 1), TableSize(0, 1)], 2)

@@ -89,9 +89,12 @@ KAGGLE_ROWS = (
 
 DLRM_PRESETS: dict[str, DLRMConfig] = {
     "small": DLRMConfig(
-        rows=(1000, 20, 500, 3, 200, 100, 1000, 50), dim=16, bottom=(64, 16), top=(64, 32, 1),
+        rows=(1000, 20, 500, 3, 200, 100, 1000, 50),
+        dim=16,
+        bottom=(64, 16),
+        top=(64, 32, 1),
         pooling=(3, 1, 7, 1, 12, 2, 5, 1),
-    ),  # fmt: skip
+    ),
     "kaggle": DLRMConfig(rows=KAGGLE_ROWS, dim=16, bottom=(512, 256, 64, 16), top=(512, 256, 1)),
     # With a dot interaction, as in MLPerf's first DLRM, where v2 has a DCN of low rank.
     "mlperf-v2": DLRMConfig(

@@ -27,7 +27,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 raise ValueError(f"a parameter has shape {list(parameter.shape)}, but must be a table, [rows, dim]")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the tables by their gradients. Returns what `closure` does."""
         loss = None
         if closure is not None:

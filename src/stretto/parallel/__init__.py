@@ -1,7 +1,7 @@
 """Put a model on a grid of data x X x Y x Z ranks (paper 003, section 5.1.1).
 
-`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` the embedding tables
-of a recommendation model; the rest is what a training loop needs.
+`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` spreads embedding
+tables of a recommendation model; the rest is what a training loop needs.
 """
 
 from stretto.parallel.activation_checkpointing import checkpoint_activations

@@ -1,6 +1,7 @@
-"""The first all-to-all of a distributed DLRM: each rank sends the indices of its samples to the owners of the tables."""
+"""The first all-to-all of a distributed DLRM: the indices of a rank's samples go to the owners of the tables."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def exchange_indices(
     if world == 1:
         offsets = offsets.to(indices.device, non_blocking=True)
         return Lookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
-    sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+    sizes = [stop - start for start, stop in pairwise(ends)]
     lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
 
     leaving = torch.cat([lengths[table] for table in placement.order])
@@ -62,13 +63,14 @@ def check_offsets(indices: Tensor, offsets: Tensor, tables: int) -> int:
     bags = len(offsets) - 1
     if offsets.dim() != 1 or bags < tables or bags % tables:
         raise ValueError(
-            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} tables"
+            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} "
+            "tables"
         )
     if offsets.device.type == "cpu":  # elsewhere this would wait for the device
         if int(offsets[0]) != 0 or int(offsets[-1]) != len(indices):
             raise ValueError(
-                f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but must go from 0 to the number of indices, "
-                f"{len(indices)}"
+                f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but must go from 0 to the number of "
+                f"indices, {len(indices)}"
             )
         if bool((falls := offsets.diff() < 0).any()):
             place = int(falls.nonzero()[0])

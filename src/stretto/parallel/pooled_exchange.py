@@ -44,8 +44,8 @@ def pool_and_exchange(
     """Add up every bag's rows of its table, and return the local batch's vectors from all ranks' tables.
 
     tables: this rank's, [rows, dim] each, of `dtype`; it may have none. dims: how wide the vectors of each rank's
-    tables are together. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with respect to
-    the tables, with sparse gradients. Collective, forward and backward, also for a rank without a table.
+    tables are together. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with
+    respect to the tables, with sparse gradients. Collective, forward and backward, also for a rank without a table.
 
     "auto" takes the operator where it is there and knows the dtype and device; "kernel" raises ValueError elsewhere.
     """
@@ -99,9 +99,7 @@ def _pool(lookups: Lookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Ten
         start, stop = lookups.ends[number : number + 2]
         bags = lookups.offsets[number * lookups.batch : (number + 1) * lookups.batch + 1] - start
         pooled.append(
-            F.embedding_bag(
-                lookups.indices[start:stop], table, bags, mode="sum", sparse=True, include_last_offset=True
-            )
+            F.embedding_bag(lookups.indices[start:stop], table, bags, mode="sum", sparse=True, include_last_offset=True)
         )
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 

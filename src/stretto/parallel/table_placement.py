@@ -1,4 +1,4 @@
-"""Which rank owns which embedding table: balanced by memory and by work, explained, the same wherever it is computed."""
+"""Which rank owns which embedding table: balanced by memory and by work, explained, the same on every machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,12 +66,12 @@ def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
     """
     if not tables or ranks < 1:
         raise ValueError(f"{len(tables)} tables on {ranks} ranks: there must be at least one of each")
-    for number, table in enumerate(tables):
-        if table.rows < 1 or table.dim < 1 or table.pooling < 0:
-            raise ValueError(f"table {number} is {table}, but has at least 1 row of at least 1 number")
-    all_numbers = sum(table.numbers for table in tables)
-    all_work = sum(table.work for table in tables)
-    parts = [(table.numbers / all_numbers, table.work / all_work) for table in tables]
+    for number, size in enumerate(tables):
+        if size.rows < 1 or size.dim < 1 or size.pooling < 0:
+            raise ValueError(f"table {number} is {size}, but has at least 1 row of at least 1 number")
+    all_numbers = sum(size.numbers for size in tables)
+    all_work = sum(size.work for size in tables)
+    parts = [(size.numbers / all_numbers, size.work / all_work) for size in tables]
     loads = [(0.0, 0.0)] * ranks
     owned: list[list[int]] = [[] for _ in range(ranks)]
 

@@ -36,9 +36,7 @@ class ShardedTables(nn.ModuleDict):
         self.placement, self.group, self.implementation, self.dtype = placement, group, implementation, dtype
         self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
         needs_host = device.type == "cuda" and group.size() > 1
-        self._host_group = (
-            dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if needs_host else None
-        )
+        self._host_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if needs_host else None
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))
@@ -49,7 +47,7 @@ class ShardedTables(nn.ModuleDict):
 
     def pool(self, lookups: Lookups) -> Tensor:
         """This rank's samples' vectors from all tables."""
-        weights = [table.weight for table in self.values()]
+        weights = [table.get_parameter("weight") for table in self.values()]
         return pool_and_exchange(
             lookups, weights, self.dims, self.group, dtype=self.dtype, implementation=self.implementation
         )

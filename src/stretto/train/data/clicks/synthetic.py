@@ -25,7 +25,14 @@ class SyntheticClicks:
     """
 
     def __init__(
-        self, samples: int, rows: Sequence[int], pooling: Sequence[int], *, dense: int, seed: int, is_jagged: bool = False
+        self,
+        samples: int,
+        rows: Sequence[int],
+        pooling: Sequence[int],
+        *,
+        dense: int,
+        seed: int,
+        is_jagged: bool = False,
     ) -> None:
         if samples < 1:
             raise ValueError(f"{samples} samples are too few: give at least 1")
