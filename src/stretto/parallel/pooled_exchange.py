@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,10 +82,10 @@ def choose_operator(
 
 def _find_operator() -> Callable[..., Tensor] | None:
     try:
-        import stretto.ops as ops  # takes Triton, which is not everywhere
+        operators = import_module("stretto.ops")  # takes Triton, which is not everywhere
     except ImportError:
         return None
-    return getattr(ops, OPERATOR, None)
+    return getattr(operators, OPERATOR, None)
 
 
 def _pool(lookups: Lookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
