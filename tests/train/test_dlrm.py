@@ -12,7 +12,7 @@ from tests.conftest import Ranks
 from tests.train import dlrm_runs
 from torch.nn import functional as F
 
-from stretto.models import DLRM
+from stretto.models import DLRM, GPTConfig
 from stretto.optim import RowWiseAdagrad
 from stretto.train.auc import roc_auc
 from stretto.train.checkpoint import check_checkpoint, checkpoint_path, find_checkpoint
@@ -171,8 +171,6 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
             preflight(dlrm_runs.configure(tmp_path / "other", checkpoint, override))
     preflight(dlrm_runs.configure(tmp_path / "other", checkpoint, "model.pooling=[3]"))
     with pytest.raises(ValueError, match="is of another model"):
-        from stretto.models import GPTConfig
-
         check_checkpoint(checkpoint_path(tmp_path / "run", 1), GPTConfig(layers=1, hidden=4, heads=1))
 
 

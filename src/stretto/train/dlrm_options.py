@@ -107,7 +107,6 @@ class DLRMRunConfig(RunOptions):
     """How to train. The MLPs have `optimizer`, `lr` and what belongs to it; the tables have options of their own."""
 
     batch: int = option(..., "global batch; the ranks must divide it", unit="samples", ge=1, lt=1 << 31)
-    seed: int = option(0, "seed of weights and order of the data", ge=0, lt=1 << 63)
     dtype: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation")
     weight_decay: float = option(0.0, "decoupled weight decay of the MLPs' matrices; biases and tables have none", ge=0)
     beta2: float = option(0.999, "adamw: decay of the squared gradient's mean", ge=0, lt=1)

@@ -199,6 +199,8 @@ class RunOptions(Section):
     steps: int = option(
         ..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1, le=MAX_STEPS
     )
+    batch: int = option(..., "global batch", ge=1, lt=1 << 31)
+    seed: int = option(0, "seed of weights and order of the data", ge=0, lt=1 << 63)
     optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
     min_lr: float = option(0.0, "learning rate that the cosine ends at", ge=0)
