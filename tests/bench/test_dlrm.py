@@ -31,7 +31,7 @@ def test_both_implementations_are_rows_and_a_missing_kernel_says_why(
     assert library["samples_per_second"] == pytest.approx(64 / min(library["seconds"]))
     assert 0.5 < library["loss"] < 1.2
     assert library["last_loss"] != library["loss"]
-    if pooled_exchange._find_operator() is None:
+    if pooled_exchange._find_operators() is None:
         assert "there is no stretto.ops.embedding_all_to_all here" in rows["kernel"]["error"]
     assert result["setting"]["batch"] == 64
     assert (tmp_path / "dlrm.png").stat().st_size > 1000

@@ -34,7 +34,7 @@ def test_rows_are_updated_by_the_formula(is_sparse: bool) -> None:
         optimizer.step()
     torch.testing.assert_close(table.detach(), by_formula(start, gradients))
     assert torch.equal(table.detach()[[0, 2, 3]], start[[0, 2, 3]])
-    assert optimizer.sums(table).shape == (5, 1)
+    assert optimizer.sums(table).shape == (5,)
 
 
 def test_a_batch_that_looks_nothing_up_changes_nothing() -> None:

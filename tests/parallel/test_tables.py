@@ -10,7 +10,7 @@ import torch
 from stretto.models import DLRM
 from stretto.parallel import TablePlacement, TableSize, distribute_tables, place_tables
 from stretto.parallel.index_exchange import check_offsets
-from stretto.parallel.pooled_exchange import choose_operator
+from stretto.parallel.pooled_exchange import choose_operators
 from tests.conftest import Ranks
 from tests.parallel import dlrm
 
@@ -93,12 +93,12 @@ def test_offsets_that_divide_nothing_are_refused(offsets: list[int], words: str)
 
 def test_a_kernel_that_cannot_run_is_refused_and_auto_does_without() -> None:
     cpu = torch.device("cpu")
-    assert choose_operator("auto", torch.float64, cpu) is None
-    assert choose_operator("library", torch.float32, cpu) is None
+    assert choose_operators("auto", torch.float64, cpu) is None
+    assert choose_operators("library", torch.float32, cpu) is None
     with pytest.raises(ValueError, match=r"implementation is 'kernel', but .*; implementation='library' would do"):
-        choose_operator("kernel", torch.float64, cpu)
+        choose_operators("kernel", torch.float64, cpu)
     with pytest.raises(ValueError, match="implementation is 'kernal', but must be one of auto, kernel, library"):
-        choose_operator("kernal", torch.float32, cpu)  # type: ignore[arg-type]
+        choose_operators("kernal", torch.float32, cpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,31 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_losses(
         assert ours["samples"] == theirs["samples"] == 16 * ours["step"]
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_checkpoints(
+    ranks: MakeRanks, tmp_path: Path, count: int
+) -> None:
+    options = [
+        "train.dtype=fp32",
+        "train.checkpoint_every=3",
+        "model.rows=[30, 3, 12]",
+        "model.pooling=[2, 1, 5]",
+    ]
+    library = run(ranks, tmp_path / "library", *options)
+    config = dlrm_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
+    updates = ranks(count).run(dlrm_runs.train_with_stand_in, config, timeout=60)
+    assert updates == [6] * count
+    kernel = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in kernel] == pytest.approx([line["loss"] for line in library], abs=1e-5)
+    assert kernel[-1]["auc"] == pytest.approx(library[-1]["auc"], abs=1e-3)
+    ours, theirs = (state_of(checkpoint_path(tmp_path / name, 6)) for name in ("kernel", "library"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=name)
+    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={checkpoint_path(config.out, 3)}")
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in library[3:]], abs=1e-5)
+
+
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: MakeRanks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", "ranks=2")
     config = dlrm_runs.configure(tmp_path / "stopped", "ranks=2")

@@ -1,7 +1,8 @@
 """A training step of a DLRM with its look-up and exchange fused, and with PyTorch's functions, interleaved in one job.
 
 Same model, same batches, same optimizers; only `implementation` differs. "library" is what paper 002 compares with:
-nn.functional.embedding_bag a table, all_to_all_single, and cat.
+nn.functional.embedding_bag a table, all_to_all_single, and cat, with row-wise Adagrad on the sparse gradients; "kernel"
+updates the tables in the fused backward pass.
 """
 
 import gc
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.plots import plot_dlrm
 from stretto.models import DLRM, DLRMConfig
-from stretto.optim import RowWiseAdagrad
 from stretto.parallel import Grid, ShardedTables, TableSize, distribute_tables, place_tables
 from stretto.parallel.pooled_exchange import Implementation
 from stretto.train.data import rank_rows
 from stretto.train.data.clicks import SyntheticClicks
+from stretto.train.table_optimizer import TableOptimizer
 
 COLUMNS = (
     Column("name", "look-up and exchange"),
@@ -136,9 +137,9 @@ def _build(
     assert isinstance(model.tables, ShardedTables)
     mlps = nn.ModuleList([model.bottom, model.top])
     fused = grid.device.type == "cuda"
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(mlps.parameters(), lr=1e-3, fused=fused)]
-    if len(model.tables):
-        optimizers.append(RowWiseAdagrad(model.tables.parameters(), lr=0.02))
+    optimizer = torch.optim.AdamW(mlps.parameters(), lr=1e-3, fused=fused)
+    table_optimizer = TableOptimizer(model.tables, "rowwise-adagrad", eps=1e-8, device=grid.device)
+    table_optimizer.set_lr(0.02)
     turn = 0
 
     def step() -> Tensor:
@@ -147,9 +148,9 @@ def _build(
         turn += 1
         loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=setting.batch)
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        table_optimizer.step()
         return loss.detach()
 
     return step, model.tables

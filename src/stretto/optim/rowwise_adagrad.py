@@ -13,7 +13,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         sum[row] += mean(grad[row]^2);   weight[row] -= lr * grad[row] / (sqrt(sum[row]) + eps)
 
     For parameters [rows, dim] with sparse gradients, of which only the rows that were looked up are touched, or dense
-    ones. `state[parameter]["sum"]` is [rows, 1]. Repeated rows of a sparse gradient are added up first, in their order.
+    ones. `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, table: Tensor, gradient: Tensor, lr: float | Tensor, eps: float) -> None:
         sums = self.sums(table)
         if not gradient.is_sparse:
-            sums += gradient.square().mean(dim=1, keepdim=True)
-            table -= lr * gradient / (sums.sqrt() + eps)
+            sums += gradient.square().mean(dim=1)
+            table -= lr * gradient / (sums.sqrt() + eps).unsqueeze(1)
             return
         gradient = gradient.coalesce()
         rows, values = gradient.indices()[0], gradient.values()
-        seen = sums.index_select(0, rows) + values.square().mean(dim=1, keepdim=True)
+        seen = sums.index_select(0, rows) + values.square().mean(dim=1)
         sums.index_copy_(0, rows, seen)
-        table.index_add_(0, rows, values * (-lr / (seen.sqrt() + eps)))
+        table.index_add_(0, rows, values * (-lr / (seen.sqrt() + eps)).unsqueeze(1))
 
     def sums(self, table: Tensor) -> Tensor:
-        """A table's state, [rows, 1]; made when it is asked for first."""
+        """A table's state, [rows]; made when it is asked for first."""
         state = self.state[table]
         if "sum" not in state:
-            state["sum"] = torch.zeros_like(table[:, :1], requires_grad=False)
+            state["sum"] = table.new_zeros(len(table))
         return state["sum"]

@@ -1,9 +1,10 @@
 """Look up the global batch in this rank's tables and hand every rank its rows: the one place where that is chosen.
 
-`pool_and_exchange` runs stretto.ops' fused operator ("kernel") or what plain PyTorch has for it ("library").
+`pool_and_exchange` runs stretto.ops' fused operator ("kernel") or what plain PyTorch has for it ("library"). Nothing
+else in training knows of the operator, but who says that its backward pass is to update the tables (`FusedUpdate`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -33,6 +34,19 @@ class Lookups:
     batch: int
 
 
+@dataclass(frozen=True)
+class FusedUpdate:
+    """What the operator's backward pass does with the rows that were looked up, in place of making gradients.
+
+    settings: fp32 [2] on the device, learning rate and epsilon. states: for "adagrad", the row-wise one, fp32 [rows] of
+    each of this rank's tables.
+    """
+
+    optimizer: Literal["sgd", "adagrad"]
+    settings: Tensor
+    states: tuple[Tensor, ...] = ()
+
+
 def pool_and_exchange(
     lookups: Lookups,
     tables: Sequence[Tensor],
@@ -41,51 +55,102 @@ def pool_and_exchange(
     *,
     dtype: torch.dtype,
     implementation: Implementation = "auto",
+    name: str = "",
+    update: FusedUpdate | None = None,
 ) -> Tensor:
     """Add up every bag's rows of its table, and return the local batch's vectors from all ranks' tables.
 
     tables: this rank's, [rows, dim] each, of `dtype`; it may have none. dims: how wide the vectors of each rank's
-    tables are together. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with
-    respect to the tables, with sparse gradients. Collective, forward and backward, also for a rank without a table.
+    tables are together. name: another one for each set of tables of a group. Returns [global batch / ranks, sum of
+    dims] in order of rank, then table. Differentiable with respect to the tables, with sparse gradients; with `update`,
+    which takes the operator, the backward pass changes the tables instead. Collective, forward and backward, also for a
+    rank without a table.
 
-    "auto" takes the operator where it is there and knows the dtype and device; "kernel" raises ValueError elsewhere.
+    "auto" takes the operator on a GPU, where it is there and knows the dtype; "kernel" raises ValueError where it
+    cannot run.
     """
-    if (operator := choose_operator(implementation, dtype, lookups.indices.device)) is not None:
-        return operator(lookups.indices, lookups.offsets, list(tables), group, mode="sum")
+    operators = choose_operators(implementation, dtype, lookups.indices.device)
+    if operators is not None:
+        if update is None or not torch.is_grad_enabled():
+            return _look_up(operators, lookups, tables, group, name)
+        # The output needs a gradient for something, though no table has one.
+        anchor = torch.empty(0, device=lookups.indices.device, requires_grad=True)
+        return _LookUpAndUpdate.apply(anchor, operators, lookups, tuple(tables), group, name, update)
+    if update is not None:
+        raise ValueError("the library's path makes gradients, and updates no table by itself: update must be None")
     pooled = _pool(lookups, tables, dtype)
     if group.size() == 1:
         return pooled
     return _HandOut.apply(pooled, tuple(dims), group)
 
 
-def choose_operator(
-    implementation: Implementation, dtype: torch.dtype, device: torch.device
-) -> Callable[..., Tensor] | None:
-    """The operator that runs; None for the library's path. The same on every rank. ValueError where it must and cannot.
+def choose_operators(implementation: Implementation, dtype: torch.dtype, device: torch.device) -> Any | None:
+    """The module whose operators run; None for the library's path. The same on every rank.
 
-    This is where stretto.ops' operator is switched in: it is found by its name.
+    ValueError where they must and cannot. This is where stretto.ops' operator is switched in: it is found by its name.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation is {implementation!r}, but must be one of {known}")
     if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
         return None
-    operator, reason = _find_operator(), None
-    if operator is None:
+    operators, reason = _find_operators(), None
+    if operators is None:
         reason = f"there is no stretto.ops.{OPERATOR} here"
     elif dtype not in KERNEL_DTYPES:
         reason = f"the kernel does not know {str(dtype).removeprefix('torch.')}"
     if implementation == "kernel" and reason is not None:
         raise ValueError(f"implementation is 'kernel', but {reason}; implementation='library' would do")
-    return operator if reason is None else None
+    return operators if reason is None else None
 
 
-def _find_operator() -> Callable[..., Tensor] | None:
+def _find_operators() -> Any | None:
     try:
         operators = import_module("stretto.ops")  # takes Triton, which is not everywhere
     except ImportError:
         return None
-    return getattr(operators, OPERATOR, None)
+    return operators if hasattr(operators, OPERATOR) else None
+
+
+def _look_up(operators: Any, lookups: Lookups, tables: Sequence[Tensor], group: dist.ProcessGroup, name: str) -> Tensor:
+    return operators.embedding_all_to_all(
+        lookups.indices, lookups.offsets, list(tables), group, batch=lookups.batch, name=name, sparse=True
+    )
+
+
+class _LookUpAndUpdate(torch.autograd.Function):
+    """The operator, whose backward pass changes the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        operators: Any,
+        lookups: Lookups,
+        tables: tuple[Tensor, ...],
+        group: dist.ProcessGroup,
+        name: str,
+        update: FusedUpdate,
+    ) -> Tensor:
+        ctx.arguments = operators, lookups, tables, group, name, update
+        return _look_up(operators, lookups, tables, group, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        operators, lookups, tables, group, name, update = ctx.arguments
+        operators.embedding_all_to_all_update(
+            gradients[0].contiguous(),
+            lookups.indices,
+            lookups.offsets,
+            list(tables),
+            group,
+            optimizer=update.optimizer,
+            settings=update.settings,
+            states=list(update.states),
+            batch=lookups.batch,
+            name=name,
+        )
+        return (None,) * 7
 
 
 def _pool(lookups: Lookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

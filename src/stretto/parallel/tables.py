@@ -1,5 +1,6 @@
 """A model with embedding tables on several ranks: whole tables here and there, everything else on every rank."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,13 @@ from torch import Tensor, nn
 from stretto.parallel.grid import Grid
 from stretto.parallel.index_exchange import exchange_indices
 from stretto.parallel.meta import MetaInitializer
-from stretto.parallel.pooled_exchange import Implementation, Lookups, choose_operator, pool_and_exchange
+from stretto.parallel.pooled_exchange import (
+    FusedUpdate,
+    Implementation,
+    Lookups,
+    choose_operators,
+    pool_and_exchange,
+)
 from stretto.parallel.replicated import ReplicatedGradients
 from stretto.parallel.table_placement import TablePlacement, TableSize, place_tables
 
@@ -20,7 +27,8 @@ class ShardedTables(nn.ModuleDict):
 
     `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
     [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward.
-    `exchange` is its first half, `pool` its second.
+    `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
+    `fuse_update` has its backward pass update the tables.
     """
 
     def __init__(
@@ -34,6 +42,10 @@ class ShardedTables(nn.ModuleDict):
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
         self.placement, self.group, self.implementation, self.dtype = placement, group, implementation, dtype
+        self.is_fused = choose_operators(implementation, dtype, device) is not None
+        self.fused_update: FusedUpdate | None = None
+        # What is the same on all ranks, and another for other tables.
+        self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
         self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
         needs_host = device.type == "cuda" and group.size() > 1
         self._host_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if needs_host else None
@@ -49,8 +61,22 @@ class ShardedTables(nn.ModuleDict):
         """This rank's samples' vectors from all tables."""
         weights = [table.get_parameter("weight") for table in self.values()]
         return pool_and_exchange(
-            lookups, weights, self.dims, self.group, dtype=self.dtype, implementation=self.implementation
+            lookups,
+            weights,
+            self.dims,
+            self.group,
+            dtype=self.dtype,
+            implementation=self.implementation,
+            name=self.name,
+            update=self.fused_update,
         )
+
+    def fuse_update(self, update: FusedUpdate) -> None:
+        """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
+        if not self.is_fused:
+            raise ValueError("only the fused operator updates tables: implementation must be 'kernel'")
+        self.fused_update = update
+        self.requires_grad_(False)
 
 
 def distribute_tables(
@@ -89,7 +115,7 @@ def distribute_tables(
             f"{len(tables)} tables and {ranks} ranks"
         )
     dtype = tables[0].weight.dtype
-    choose_operator(implementation, dtype, grid.device)
+    choose_operators(implementation, dtype, grid.device)
 
     initializer = MetaInitializer(model, grid.device, seed)
     mine = placement.owned[grid.coordinate("data")]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stretto.models import DLRMConfig
 from stretto.parallel import TablePlacement, TableSize, place_tables
-from stretto.parallel.pooled_exchange import choose_operator
+from stretto.parallel.pooled_exchange import choose_operators
 from stretto.train.apart import check_apart
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint_metadata import CheckpointMetadata, first_difference, read_metadata
@@ -35,7 +35,7 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
     for paths in (config.data.path, config.data.evaluation_path):
         check_apart(config.out, paths or [])
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.train.dtype]
-    choose_operator(config.train.implementation, dtype, torch.device(config.device))
+    choose_operators(config.train.implementation, dtype, torch.device(config.device))
     open_clicks(config)
     model = config.model.to_dlrm()
     _check_fits(config, model)

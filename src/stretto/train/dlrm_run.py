@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models import DLRM
-from stretto.optim import RowWiseAdagrad
-from stretto.parallel import Grid, distribute_tables
+from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.communication import all_reduce
 from stretto.train.auc import roc_auc
 from stretto.train.checkpoint import allocate_slots, load_state, save_state, training_state
@@ -24,6 +23,7 @@ from stretto.train.dlrm_options import DLRMTrainConfig, describe
 from stretto.train.dlrm_preflight import check_dlrm_checkpoint, open_clicks, optimizer_name, place
 from stretto.train.optimizer import build_optimizer
 from stretto.train.run import Evaluation, Run
+from stretto.train.table_optimizer import TableOptimizer
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -54,24 +54,24 @@ class DLRMRun(Run):
             f"tables.{table}.weight": self.model.get_parameter(f"tables.{table}.weight")
             for table in self.placement.owned[grid.coordinate("data")]
         }
-        self.table_optimizer = self._make_table_optimizer()
+        assert isinstance(self.model.tables, ShardedTables)
+        self.table_optimizer = TableOptimizer(
+            self.model.tables, options.table_optimizer, eps=options.table_eps, device=grid.device
+        )
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Step `step` (1 is the first): the global mean loss and the norm of the MLPs' gradient."""
         options = self.config.train
         rows = rank_rows(options.batch, self.grid.coordinate("data"), self.grid.size("data"))
         dense, indices, offsets, labels = self._read(self.data.training, self.sampler.indices(step - 1)[rows])
+        self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
         loss = self.model(dense, indices, offsets, labels=labels, num_samples=options.batch)
         loss.backward()
         total = all_reduce(loss.detach().double(), self.grid.group("data"))
         gradients = [parameter.grad for parameter in self.mlps.parameters() if parameter.grad is not None]
         norm = torch.stack(torch._foreach_norm(gradients, 2)).double().square().sum().sqrt()
         self.optimizer.step(lr)
-        if self.table_optimizer is not None:
-            for group in self.table_optimizer.param_groups:
-                group["lr"] = options.table_lr * lr / options.lr
-            self.table_optimizer.step()
-            self.table_optimizer.zero_grad()
+        self.table_optimizer.step()
         return total, norm
 
     def evaluation(self, step: int) -> Evaluation | None:
@@ -130,22 +130,13 @@ class DLRMRun(Run):
         """Which tables lie on which rank."""
         return self.placement.explain(self.dtype.itemsize) if self.config.ranks > 1 else None
 
-    def _make_table_optimizer(self) -> torch.optim.Optimizer | None:
-        """None on a rank without tables."""
-        options = self.config.train
-        if not self.tables:
-            return None
-        if options.table_optimizer == "sgd":
-            return torch.optim.SGD(self.tables.values(), lr=options.table_lr)
-        return RowWiseAdagrad(self.tables.values(), lr=options.table_lr, eps=options.table_eps)
-
     def _state(self) -> dict[str, ShardedState]:
         """What this rank holds of the training state: all of the MLPs, and its own tables whole."""
         state = training_state(self.mlps, self.optimizer)
         for name, table in self.tables.items():
             state[f"model.{name}"] = _whole(table.detach())
-            if isinstance(self.table_optimizer, RowWiseAdagrad):
-                state[f"optimizer.{name}.sum"] = _whole(self.table_optimizer.sums(table))
+        for name, sums in zip(self.tables, self.table_optimizer.states, strict=False):  # SGD has none
+            state[f"optimizer.{name}.sum"] = _whole(sums)
         return state
 
     def _read(self, clicks: ClickDataset, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
