@@ -1,5 +1,6 @@
 """What ranks do in the tests of distributed tables: functions of a module, so that a pool can import them."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 from stretto.models import DLRM, DLRMConfig
 from stretto.optim import RowWiseAdagrad
 from stretto.parallel import Grid, ShardedTables, TablePlacement, TableSize, distribute_tables
+from stretto.parallel.replicated import ReplicatedGradients
 
 # Six tables: a long one, one of a single row, and the one that is looked up most is not the longest.
 CONFIG = DLRMConfig(
@@ -109,3 +111,36 @@ def exchange(dtype: torch.dtype) -> Any:
     assert isinstance(model.tables, ShardedTables)
     lookups = model.tables.exchange(indices.to(dtype), offsets)
     return placement.owned[torch.distributed.get_rank()], lookups
+
+
+def exchange_bad_index(index: int) -> None:
+    """Rank 1's second sample asks table 3 for a row that is not there; the other rank waits for it."""
+    rank = torch.distributed.get_rank()
+    model = meta_dlrm()
+    distribute_tables(model, Grid(data=2, device="cpu"))
+    bags = BATCH // 2
+    offsets = torch.zeros(CONFIG.tables * bags + 1, dtype=torch.int64)
+    offsets[3 * bags + 2 :] = 1
+    offsets[5 * bags :] = 2
+    model.tables(torch.tensor([index if rank == 1 else 0, 0]), offsets)
+
+
+def fail_and_go_on() -> tuple[Tensor, Tensor]:
+    """A pass that an exception ends half-way, then one that does not: the gradients that should be, and that are."""
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    sums = ReplicatedGradients([[first], [second]], torch.distributed.group.WORLD)
+    scale = torch.distributed.get_rank() + 1.0
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("half-way")
+
+    hook = first.register_hook(fail)
+    with contextlib.suppress(RuntimeError):
+        (scale * first * second.detach() + second).sum().backward()
+    hook.remove()
+    first.grad = second.grad = None
+    (scale * first + 2 * second).sum().backward()
+    assert sums is not None
+    assert first.grad is not None
+    assert second.grad is not None
+    return torch.tensor([3.0, 3.0, 4.0, 4.0]), torch.cat((first.grad, second.grad))

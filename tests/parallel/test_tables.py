@@ -91,6 +91,18 @@ def test_offsets_that_divide_nothing_are_refused(offsets: list[int], words: str)
         check_offsets(torch.zeros(4, dtype=torch.int64), torch.tensor(offsets), 2)
 
 
+@pytest.mark.parametrize("index", [-1, 20])
+def test_an_index_outside_of_its_table_is_named_with_table_sample_and_rank(ranks: MakeRanks, index: int) -> None:
+    words = rf"index {index} at position \d+ \(table 3, sample 1 of rank 1\) is outside .* rows 0 to 19"
+    with pytest.raises(ValueError, match=words):
+        ranks(2).run(dlrm.exchange_bad_index, index)
+
+
+def test_a_backward_pass_after_one_that_failed_sums_all_gradients(ranks: MakeRanks) -> None:
+    for expected, found in ranks(2).run(dlrm.fail_and_go_on):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_kernel_that_cannot_run_is_refused_and_auto_does_without() -> None:
     cpu = torch.device("cpu")
     assert choose_operators("auto", torch.float64, cpu) is None

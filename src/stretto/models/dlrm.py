@@ -103,7 +103,7 @@ class DLRM(nn.Module):
         labels: Tensor | None = None,
         num_samples: int | None = None,
     ) -> Tensor:
-        # The tables first: where they are on several ranks, the bottom MLP is computed while their vectors travel.
+        # The tables first, so that the backward pass comes to them last: the MLPs' gradients may be summed meanwhile.
         pooled = self.tables(indices, offsets)
         logits = self.top(self.interaction(self.bottom(dense), pooled)).squeeze(1)
         if labels is None:

@@ -25,11 +25,15 @@ def exchange_indices(
     waiting for a GPU. Sends how many indices there are for each table (over `host_group`, if the indices are on a GPU,
     so that the host knows without waiting for it), then the bags' lengths, then the indices.
 
-    Raises ValueError for offsets that are not such: of another count, falling, or not those of `indices`.
+    Raises ValueError for offsets that are not such: of another count, falling, or not those of `indices`; and, where
+    they are on the CPU, for an index outside of its table, with table, sample and rank. (On a GPU the look-up refuses
+    it.)
     """
     world, mine = group.size(), placement.owned[group.rank()]
     batch = check_offsets(indices, offsets, len(placement.tables))
     ends = offsets[::batch].tolist()
+    if indices.device.type == "cpu":
+        _check_indices(indices, offsets, ends, placement, group.rank())
     if world == 1:
         offsets = offsets.to(indices.device, non_blocking=True)
         return Lookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
@@ -79,6 +83,21 @@ def check_offsets(indices: Tensor, offsets: Tensor, tables: int) -> int:
                 "cannot end before it begins"
             )
     return bags // tables
+
+
+def _check_indices(indices: Tensor, offsets: Tensor, ends: Sequence[int], placement: TablePlacement, rank: int) -> None:
+    sizes = torch.tensor(ends).diff()
+    limits = torch.tensor([table.rows for table in placement.tables]).repeat_interleave(sizes)
+    bad = (indices < 0) | (indices >= limits)
+    if not bool(bad.any()):
+        return
+    place = int(bad.nonzero()[0])
+    bag = int(torch.searchsorted(offsets, place, right=True)) - 1
+    table, sample = divmod(bag, (len(offsets) - 1) // len(placement.tables))
+    raise ValueError(
+        f"index {int(indices[place])} at position {place} (table {table}, sample {sample} of rank {rank}) is outside "
+        f"of the table, which has rows 0 to {placement.tables[table].rows - 1}"
+    )
 
 
 def _feature_major(arrived: Tensor, lengths: Tensor, counts: Sequence[Sequence[int]]) -> Lookups:

@@ -18,7 +18,8 @@ from stretto.train.auc import roc_auc
 from stretto.train.checkpoint import allocate_slots, load_state, save_state, training_state
 from stretto.train.checkpoint_storage import Piece, ShardedState
 from stretto.train.data import Sampler, rank_rows
-from stretto.train.data.clicks import ClickDataset
+from stretto.train.data.clicks import ClickBatch
+from stretto.train.data.clicks.ahead import Ahead
 from stretto.train.dlrm_options import DLRMTrainConfig, describe
 from stretto.train.dlrm_preflight import check_dlrm_checkpoint, open_clicks, optimizer_name, place
 from stretto.train.optimizer import build_optimizer
@@ -38,6 +39,7 @@ class DLRMRun(Run):
         self.data = open_clicks(config)
         self.model_config = config.model.to_dlrm()
         self.sampler = Sampler(self.data.samples, options.batch, options.seed)
+        self._ahead = Ahead(self._read_step, last=options.steps)
         self.dtype = DTYPES[options.dtype]
         with torch.device("meta"):
             self.model = DLRM(self.model_config).to(self.dtype)
@@ -62,8 +64,7 @@ class DLRMRun(Run):
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Step `step` (1 is the first): the global mean loss and the norm of the MLPs' gradient."""
         options = self.config.train
-        rows = rank_rows(options.batch, self.grid.coordinate("data"), self.grid.size("data"))
-        dense, indices, offsets, labels = self._read(self.data.training, self.sampler.indices(step - 1)[rows])
+        dense, indices, offsets, labels = self._to_device(self._ahead.read(step))
         self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
         loss = self.model(dense, indices, offsets, labels=labels, num_samples=options.batch)
         loss.backward()
@@ -85,7 +86,7 @@ class DLRMRun(Run):
         """AUC and mean loss over all samples that are not trained on. Collective; on ranks other than 0, nothing."""
         scores, labels = [], []
         for samples, is_real in self._evaluation_batches():
-            dense, indices, offsets, wanted = self._read(self.data.evaluation, samples)
+            dense, indices, offsets, wanted = self._to_device(self.data.evaluation.read(samples))
             scores.append(self.model(dense, indices, offsets)[is_real])
             labels.append(wanted[is_real])
         every_score, every_label = self._gather(torch.cat(scores)), self._gather(torch.cat(labels))
@@ -139,9 +140,17 @@ class DLRMRun(Run):
             state[f"optimizer.{name}.sum"] = _whole(sums)
         return state
 
-    def _read(self, clicks: ClickDataset, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._ahead.close()
+
+    def _read_step(self, step: int) -> ClickBatch:
+        """This rank's samples of a step's batch."""
+        rows = rank_rows(self.config.train.batch, self.grid.coordinate("data"), self.grid.size("data"))
+        return self.data.training.read(self.sampler.indices(step - 1)[rows])
+
+    def _to_device(self, batch: ClickBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Numbers, indices and labels on the device; offsets stay on the CPU, where the exchange wants them."""
-        batch = clicks.read(samples)
         dense, indices, labels = (torch.from_numpy(array) for array in (batch.dense, batch.indices, batch.labels))
         if self.grid.device.type == "cuda":
             dense, indices, labels = (
