@@ -5,7 +5,6 @@ nn.functional.embedding_bag a table, all_to_all_single, and cat, with row-wise A
 updates the tables in the fused backward pass.
 """
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
+from stretto.bench.harness import (
+    Column,
+    empty_memory,
+    peak_memory_gib,
+    print_table,
+    run_ranks,
+    time_steps,
+    write_result,
+)
 from stretto.bench.plots import plot_dlrm
 from stretto.models import DLRM, DLRMConfig
-from stretto.parallel import Grid, ShardedTables, TableSize, distribute_tables, place_tables
+from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.pooled_exchange import Implementation
 from stretto.train.data import rank_rows
 from stretto.train.data.clicks import SyntheticClicks
@@ -103,7 +110,7 @@ def _measure_once(
     row: dict[str, Any], name: Implementation, setting: Setting, grid: Grid, batches: list[_Batch]
 ) -> None:
     """One round of one implementation: the model is built, timed and dropped."""
-    _empty_memory()
+    empty_memory()
     step, tables = _build(name, setting, grid, batches)
     losses = [step()]
     seconds = time_steps(lambda: losses.append(step()), warm_up=setting.warm_up, repeats=setting.repeats)
@@ -119,7 +126,7 @@ def _measure_once(
             "samples_per_second": setting.batch / seconds,
             "forward_milliseconds": forward * 1e3,
             "indices_milliseconds": exchange * 1e3,
-            "peak_memory_gib": _peak_memory_gib(grid.device),
+            "peak_memory_gib": peak_memory_gib(grid.device),
             "loss": _sum_over_ranks(losses[0]),
             "last_loss": _sum_over_ranks(losses[-1]),
         }
@@ -132,8 +139,7 @@ def _build(
     config = setting.model
     with torch.device("meta"):
         model = DLRM(config)
-    sizes = [TableSize(rows, config.dim, rate) for rows, rate in zip(config.rows, config.pooling, strict=True)]
-    distribute_tables(model, grid, placement=place_tables(sizes, grid.size("data")), implementation=name)
+    distribute_tables(model, grid, pooling=config.pooling, implementation=name)
     assert isinstance(model.tables, ShardedTables)
     mlps = nn.ModuleList([model.bottom, model.top])
     fused = grid.device.type == "cuda"
@@ -196,24 +202,6 @@ def _write(setting: Setting, ranks: int, out: Path, rows: list[dict[str, Any]]) 
 
 def _said(row: Mapping[str, Any]) -> str:
     return f"{row['name']}: " + (row["error"] if "error" in row else f"{row['seconds'][-1] * 1e3:,.2f} ms a step")
-
-
-def _empty_memory() -> None:
-    """Start from an empty allocator, whose peak counts from now."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak_memory_gib(device: torch.device) -> float | None:
-    """What the rank that needed most had allocated."""
-    if device.type != "cuda":
-        return None
-    highest = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.int64, device=device)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return int(highest) / 2**30
 
 
 def _sum_over_ranks(loss: Tensor) -> float:

@@ -3,6 +3,7 @@
 As `train.options`, which has what it shares with other runs, it imports no torch.
 """
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -171,8 +172,6 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
 
 def describe(config: DLRMTrainConfig) -> dict[str, Any]:
     """The model's options as a checkpoint keeps them."""
-    from dataclasses import asdict
-
     return {"kind": config.model.kind} | {
         key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config.model.to_dlrm()).items()
     }

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.models import DLRMConfig
-from stretto.parallel import TablePlacement, TableSize, place_tables
+import torch
+
+from stretto.models import DLRM, DLRMConfig
 from stretto.parallel.pooled_exchange import choose_operators
 from stretto.train.apart import check_apart
 from stretto.train.checkpoint import find_checkpoint
@@ -14,7 +15,7 @@ from stretto.train.data.clicks.criteo import NUMBERS
 from stretto.train.dlrm_options import DLRMTrainConfig, describe
 from stretto.train.memory import check_room
 
-ITEMSIZE = {"fp32": 4, "fp64": 8}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,9 @@ class ClickData:
 
 def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
     """Check that a run can start. Returns the index of the checkpoint to resume. ValueError for what cannot be."""
-    import torch
-
     for paths in (config.data.path, config.data.evaluation_path):
         check_apart(config.out, paths or [])
-    dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.train.dtype]
-    choose_operators(config.train.implementation, dtype, torch.device(config.device))
+    choose_operators(config.train.implementation, DTYPES[config.train.dtype], torch.device(config.device))
     open_clicks(config)
     model = config.model.to_dlrm()
     _check_fits(config, model)
@@ -70,12 +68,6 @@ def open_clicks(config: DLRMTrainConfig) -> ClickData:
     return ClickData(logs, left, logs, left, data.evaluation_samples)
 
 
-def place(model: DLRMConfig, ranks: int) -> TablePlacement:
-    """Where a run's tables go."""
-    sizes = [TableSize(rows, model.dim, pooling) for rows, pooling in zip(model.rows, model.pooling, strict=True)]
-    return place_tables(sizes, ranks)
-
-
 def optimizer_name(config: DLRMTrainConfig) -> str:
     """What a checkpoint says of the optimizers: the MLPs', then the tables'."""
     return f"{config.train.optimizer}, {config.train.table_optimizer}"
@@ -83,10 +75,6 @@ def optimizer_name(config: DLRMTrainConfig) -> str:
 
 def whole_shapes(model: DLRMConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, wherever it is."""
-    import torch
-
-    from stretto.models import DLRM
-
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in DLRM(model).named_parameters()}
 
@@ -120,7 +108,7 @@ def _check_fits(config: DLRMTrainConfig, model: DLRMConfig) -> None:
     numbers = sum(rows * model.dim for rows in model.rows)
     state = sum(model.rows) if config.train.table_optimizer == "rowwise-adagrad" else 0
     check_room(
-        (numbers + state) * ITEMSIZE[config.train.dtype] / config.ranks,
+        (numbers + state) * DTYPES[config.train.dtype].itemsize / config.ranks,
         config.ranks,
         f"a model with tables of {numbers:,} numbers",
         "model.max_rows",

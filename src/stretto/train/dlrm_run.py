@@ -21,12 +21,10 @@ from stretto.train.data import Sampler, rank_rows
 from stretto.train.data.clicks import ClickBatch
 from stretto.train.data.clicks.ahead import Ahead
 from stretto.train.dlrm_options import DLRMTrainConfig, describe
-from stretto.train.dlrm_preflight import check_dlrm_checkpoint, open_clicks, optimizer_name, place
+from stretto.train.dlrm_preflight import DTYPES, check_dlrm_checkpoint, open_clicks, optimizer_name
 from stretto.train.optimizer import build_optimizer
 from stretto.train.run import Evaluation, Run
 from stretto.train.table_optimizer import TableOptimizer
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class DLRMRun(Run):
@@ -46,7 +44,7 @@ class DLRMRun(Run):
         self.placement = distribute_tables(
             self.model,
             grid,
-            placement=place(self.model_config, config.ranks),
+            pooling=self.model_config.pooling,
             implementation=options.implementation,
             seed=options.seed,
         )
