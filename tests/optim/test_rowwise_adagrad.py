@@ -28,7 +28,7 @@ def test_rows_are_updated_by_the_formula(is_sparse: bool) -> None:
     for _ in range(3):
         rows = torch.tensor([1, 4, 1])  # a row twice: added up before it is squared
         values = torch.randn(3, 3, generator=generator, dtype=torch.float64)
-        gradient = torch.sparse_coo_tensor(rows[None], values, (5, 3))
+        gradient = torch.sparse_coo_tensor(rows[None], values, (5, 3), check_invariants=True)
         gradients.append(gradient.to_dense())
         table.grad = gradient if is_sparse else gradient.to_dense()
         optimizer.step()
@@ -40,7 +40,9 @@ def test_rows_are_updated_by_the_formula(is_sparse: bool) -> None:
 def test_a_batch_that_looks_nothing_up_changes_nothing() -> None:
     table = nn.Parameter(torch.ones(4, 2))
     optimizer = RowWiseAdagrad([table])
-    table.grad = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (4, 2))
+    table.grad = torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (4, 2), check_invariants=True
+    )
     optimizer.step()
     assert torch.equal(table.detach(), torch.ones(4, 2))
 

@@ -238,6 +238,30 @@ def test_tables_that_no_machine_holds_and_a_kernel_that_is_not_there_are_refused
         preflight(dlrm_runs.configure(tmp_path, "train.implementation=kernel"))
 
 
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    for name, count in (("logs", 30), ("others", 7)):
+        lines = ["\t".join(["1", *[str(number)] * 13, *["a"] * 26]) for number in range(count)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    options = [
+        f"data={{format='criteo', path='{tmp_path / 'logs.txt'}', samples=1048576, jagged=false}}",
+        f"model.rows={[5] * 26}", "model.pooling=[1]", "model.dense=13",
+    ]  # fmt: skip
+
+    def opened(*more: str) -> Any:
+        return open_clicks(dlrm_runs.configure(tmp_path / "out", *options, *more))
+
+    held_out = opened("data.evaluation_samples=10")
+    assert (held_out.samples, held_out.evaluation_start, held_out.evaluation_samples) == (20, 20, 10)
+    apart = opened(f"data.evaluation_path={tmp_path / 'others.txt'}", "data.evaluation_samples=100")
+    assert (apart.samples, apart.evaluation_start, apart.evaluation_samples) == (30, 0, 7)
+    assert len(apart.evaluation) == 7
+    with pytest.raises(ValueError, match=r"data.evaluation_samples is 30, but .* has 30 samples"):
+        opened("data.evaluation_samples=30")
+    with pytest.raises(ValueError, match=r"model.dense is 3, but Criteo's samples have 13 numbers"):
+        opened("model.dense=3")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_auc_is_that_of_all_pairs(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -104,6 +104,8 @@ def distribute_tables(
     ranks = grid.size("data")
     if grid.size("world") != ranks:
         raise ValueError(f"{grid} has other axes than data, but tables are spread over data alone: Grid(data=...)")
+    if pooling is not None and len(pooling) != len(tables):
+        raise ValueError(f"pooling has {len(pooling)} numbers, but there are {len(tables)} tables: give one for each")
     sizes = tuple(
         TableSize(table.num_embeddings, table.embedding_dim, rate)
         for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
