@@ -104,13 +104,15 @@ def test_a_backward_pass_after_one_that_failed_sums_all_gradients(ranks: MakeRan
 
 
 def test_a_kernel_that_cannot_run_is_refused_and_auto_does_without() -> None:
-    cpu = torch.device("cpu")
-    assert choose_operators("auto", torch.float64, cpu) is None
-    assert choose_operators("library", torch.float32, cpu) is None
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_operators("auto", torch.float64, cuda, [4]) is None
+    assert choose_operators("auto", torch.float32, cpu, [4]) is None
+    assert choose_operators("auto", torch.float32, cuda, [4, 6]) is None
+    assert choose_operators("library", torch.float32, cuda, [4]) is None
     with pytest.raises(ValueError, match=r"implementation is 'kernel', but .*; implementation='library' would do"):
-        choose_operators("kernel", torch.float64, cpu)
+        choose_operators("kernel", torch.float64, cpu, [4])
     with pytest.raises(ValueError, match="implementation is 'kernal', but must be one of auto, kernel, library"):
-        choose_operators("kernal", torch.float32, cpu)  # type: ignore[arg-type]
+        choose_operators("kernal", torch.float32, cpu, [4])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 else in training knows of the operator, but who says that its backward pass is to update the tables (`FusedUpdate`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 Implementation = Literal["auto", "kernel", "library"]
 OPERATOR = "embedding_all_to_all"  # of stretto.ops
+DIM_MULTIPLE, MAX_DIM = 4, 2048
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -54,22 +55,18 @@ def pool_and_exchange(
     group: dist.ProcessGroup,
     *,
     dtype: torch.dtype,
-    implementation: Implementation = "auto",
+    operators: Any | None = None,
     name: str = "",
     update: FusedUpdate | None = None,
 ) -> Tensor:
     """Add up every bag's rows of its table, and return the local batch's vectors from all ranks' tables.
 
     tables: this rank's, [rows, dim] each, of `dtype`; it may have none. dims: how wide the vectors of each rank's
-    tables are together. name: another one for each set of tables of a group. Returns [global batch / ranks, sum of
-    dims] in order of rank, then table. Differentiable with respect to the tables, with sparse gradients; with `update`,
-    which takes the operator, the backward pass changes the tables instead. Collective, forward and backward, also for a
-    rank without a table.
-
-    "auto" takes the operator on a GPU, where it is there and knows the dtype; "kernel" raises ValueError where it
-    cannot run.
+    tables are together. operators: what `choose_operators` has chosen. name: another one for each set of tables of a
+    group. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with respect to the
+    tables, with sparse gradients; with `update`, which takes the operator, the backward pass changes the tables
+    instead. Collective, forward and backward, also for a rank without a table.
     """
-    operators = choose_operators(implementation, dtype, lookups.indices.device)
     if operators is not None:
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
@@ -84,10 +81,13 @@ def pool_and_exchange(
     return _HandOut.apply(pooled, tuple(dims), group)
 
 
-def choose_operators(implementation: Implementation, dtype: torch.dtype, device: torch.device) -> Any | None:
-    """The module whose operators run; None for the library's path. The same on every rank.
+def choose_operators(
+    implementation: Implementation, dtype: torch.dtype, device: torch.device, dims: Collection[int]
+) -> Any | None:
+    """The module whose operators look up in tables of these dtype and dims; None for the library's path.
 
-    ValueError where they must and cannot. This is where stretto.ops' operator is switched in: it is found by its name.
+    "auto" takes the operator on a GPU, where it is there and knows dtype and dims. The same on every rank. ValueError
+    for "kernel" where it cannot run. This is where stretto.ops' operator is switched in: it is found by its name.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
@@ -99,6 +99,8 @@ def choose_operators(implementation: Implementation, dtype: torch.dtype, device:
         reason = f"there is no stretto.ops.{OPERATOR} here"
     elif dtype not in KERNEL_DTYPES:
         reason = f"the kernel does not know {str(dtype).removeprefix('torch.')}"
+    elif others := [dim for dim in dims if dim % DIM_MULTIPLE or dim > MAX_DIM]:
+        reason = f"a table's dim is {others[0]}, and the kernel takes multiples of {DIM_MULTIPLE} up to {MAX_DIM}"
     if implementation == "kernel" and reason is not None:
         raise ValueError(f"implementation is 'kernel', but {reason}; implementation='library' would do")
     return operators if reason is None else None

@@ -41,8 +41,8 @@ class ShardedTables(nn.ModuleDict):
         dtype: torch.dtype,
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
-        self.placement, self.group, self.implementation, self.dtype = placement, group, implementation, dtype
-        self.is_fused = choose_operators(implementation, dtype, device) is not None
+        self.placement, self.group, self.dtype = placement, group, dtype
+        self._operators = choose_operators(implementation, dtype, device, {table.dim for table in placement.tables})
         self.fused_update: FusedUpdate | None = None
         # What is the same on all ranks, and another for other tables.
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
@@ -66,10 +66,15 @@ class ShardedTables(nn.ModuleDict):
             self.dims,
             self.group,
             dtype=self.dtype,
-            implementation=self.implementation,
+            operators=self._operators,
             name=self.name,
             update=self.fused_update,
         )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the operator of stretto.ops runs."""
+        return self._operators is not None
 
     def fuse_update(self, update: FusedUpdate) -> None:
         """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
@@ -117,7 +122,7 @@ def distribute_tables(
             f"{len(tables)} tables and {ranks} ranks"
         )
     dtype = tables[0].weight.dtype
-    choose_operators(implementation, dtype, grid.device)
+    choose_operators(implementation, dtype, grid.device, {size.dim for size in sizes})  # before anything is allocated
 
     initializer = MetaInitializer(model, grid.device, seed)
     mine = placement.owned[grid.coordinate("data")]

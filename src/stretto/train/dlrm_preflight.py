@@ -33,9 +33,9 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
     """Check that a run can start. Returns the index of the checkpoint to resume. ValueError for what cannot be."""
     for paths in (config.data.path, config.data.evaluation_path):
         check_apart(config.out, paths or [])
-    choose_operators(config.train.implementation, DTYPES[config.train.dtype], torch.device(config.device))
+    model, dtype = config.model.to_dlrm(), DTYPES[config.train.dtype]
+    choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
     open_clicks(config)
-    model = config.model.to_dlrm()
     _check_fits(config, model)
     checkpoint = find_checkpoint(config.out, config.train.resume)
     return None if checkpoint is None else check_dlrm_checkpoint(checkpoint, config)
