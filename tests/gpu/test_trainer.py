@@ -14,7 +14,8 @@ from stretto.parallel import Grid
 from stretto.train.checkpoint_metadata import read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import make_config
-from stretto.train.trainer import _Run, train
+from stretto.train.gpt_run import GPTRun
+from stretto.train.trainer import train
 from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
@@ -37,9 +38,9 @@ def train_all(folder: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 200)
     first, second = GRIDS[RANKS]
-    step = _Run.step
+    step = GPTRun.step
 
-    def step_without_waiting(run: _Run, number: int, lr: float) -> Any:
+    def step_without_waiting(run: GPTRun, number: int, lr: float) -> Any:
         # First steps set things up, and a graph is captured after three.
         if number == 1 or (number == 4 and (run.config.train.resume or run.config.train.cuda_graph)):
             return step(run, number, lr)
@@ -63,7 +64,7 @@ def train_all(folder: Path) -> None:
             "train": {"steps": 6, "batch": 16, "seq_len": 64, "lr": 1e-3},
         }
         options = overrides.format(first=first, second=second).replace("whole/", f"{folder}/whole/").split()
-        with mock.patch.object(_Run, "step", step_without_waiting):
+        with mock.patch.object(GPTRun, "step", step_without_waiting):
             train(make_config(values, options), display="none")
     dist.destroy_process_group()
 

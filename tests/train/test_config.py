@@ -84,6 +84,11 @@ def test_sizes_that_no_machine_has_are_refused_with_the_largest(override: str, b
         make_config(SMALLEST, [override])
 
 
+def test_a_gpt_may_say_its_kind() -> None:
+    assert make_config(SMALLEST, ["model.kind=gpt"]) == make_config(SMALLEST)
+    assert "model.kind is 3, but must be one of gpt, dlrm" in refusal("model.kind=3")
+
+
 def test_a_table_given_as_override_is_merged_into_its_section() -> None:
     assert make_config(SMALLEST, ["grid.y=2", "grid={x=2, z=2}"]).grid == GridConfig(x=2, y=2, z=2)
 

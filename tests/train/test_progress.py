@@ -11,9 +11,7 @@ from stretto.train.progress import Bar, Lines, open_reporter
 
 
 def metrics(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step, loss=5 / step, grad_norm=1.0, lr=0.1, tokens_per_second=12345.6, seconds=30.0, tokens=step * 100
-    )
+    return StepMetrics(step=step, loss=5 / step, grad_norm=1.0, lr=0.1, rate=12345.6, seconds=30.0, seen=step * 100)
 
 
 def test_without_a_terminal_there_are_lines_for_some_steps_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What every bench shares: starting ranks, timing steps, and writing the result with what it was measured on."""
 
+import gc
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from stretto.memory import allocated_bytes
 from stretto.train.launch import allocator_environment
 
 
@@ -149,3 +151,22 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
         median = torch.tensor(statistics.median(a.elapsed_time(b) / 1e3 for a, b in events), device="cuda")
     dist.all_reduce(median, op=dist.ReduceOp.MAX)
     return float(median)
+
+
+def empty_memory() -> None:
+    """Start from an empty allocator, whose peak counts from now."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """What the rank that needed most had allocated."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device) + allocated_bytes(device)
+    highest = torch.tensor(peak, dtype=torch.int64, device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return int(highest) / 2**30

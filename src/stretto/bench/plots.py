@@ -50,6 +50,26 @@ def plot_overlap(result: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=130)
 
 
+def plot_dlrm(result: Path, picture: Path) -> None:
+    """The step of each implementation as a bar, of which the look-up with its exchange stands out."""
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.6), layout="constrained")
+    panel = figure.add_subplot()
+    names = [row["name"] for row in rows]
+    forward = [row["forward_milliseconds"] for row in rows]
+    rest = [row["step_milliseconds"] - part for row, part in zip(rows, forward, strict=True)]
+    panel.barh(names, rest, color=OURS)
+    bars = panel.barh(names, forward, left=rest, color=EXPOSED)
+    panel.bar_label(bars, labels=[f"{row['step_milliseconds']:,.2f}" for row in rows], padding=3, fontsize=8)
+    panel.set_xlabel("training step (ms), forward look-up and exchange in red")
+    panel.margins(x=0.15)
+    setting = data["setting"]
+    tables = len(setting["model"]["rows"])
+    figure.suptitle(f"DLRM, {tables} tables, global batch {setting['batch']}, {_where(data)}", fontsize=10)
+    figure.savefig(picture, dpi=130)
+
+
 def plot_plan(result: Path, picture: Path) -> None:
     """Predicted against measured, step time and peak memory, a colour a workload."""
     data = json.loads(result.read_text())

@@ -4,7 +4,6 @@ Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf
 1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
 """
 
-import gc
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import time_steps
-from stretto.memory import allocated_bytes
+from stretto.bench.harness import empty_memory, peak_memory_gib, time_steps
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -159,15 +157,15 @@ def _measure_once(
     device: torch.device,
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:
-    _empty_memory()  # also of what a run that failed has left
+    empty_memory()  # also of what a run that failed has left
     step = run.build()
-    _empty_memory()
+    empty_memory()
     stepped = [step()]
     seconds = time_steps(lambda: stepped.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
     found = {
         "step_milliseconds": seconds * 1e3,
         "tokens_per_second_per_gpu": workload.batch * workload.seq_len / seconds / dist.get_world_size(),
-        "peak_memory_gib": _peak_memory_gib(device),
+        "peak_memory_gib": peak_memory_gib(device),
         "loss": _mean_over_ranks(stepped[0].loss, device),
         "last_loss": _mean_over_ranks(stepped[-1].loss, device),
         "gradient_norm": float(stepped[0].gradient_norm),
@@ -188,25 +186,6 @@ def _say(row: Mapping[str, Any]) -> None:
     if dist.get_rank() == 0:
         said = f"{row['seconds'][-1] * 1e3:,.1f} ms" if "seconds" in row else row["error"]
         print(f"{row['name']}: {said}", flush=True)
-
-
-def _empty_memory() -> None:
-    """Start from an empty allocator, whose peak counts from now."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak_memory_gib(device: torch.device) -> float | None:
-    """What the rank that needed most had allocated."""
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device) + allocated_bytes(device)
-    highest = torch.tensor(peak, dtype=torch.int64, device=device)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return int(highest) / 2**30
 
 
 def _mean_over_ranks(loss: Tensor, device: torch.device) -> float:

@@ -353,6 +353,40 @@ def two_level(
             print_json(result)
 
 
+@app.command()
+def dlrm(
+    model: Annotated[str, typer.Option(help="small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2",
+    max_rows: Annotated[int | None, typer.Option(help="Cuts longer tables down (default: as they are).")] = None,
+    tables: Annotated[int | None, typer.Option(help="How many tables, for paper.")] = None,
+    ranks: Ranks = None,
+    batch: Annotated[int, typer.Option(help="Global batch in samples.")] = 65536,
+    implementations: Annotated[str, typer.Option(help="library, kernel, with commas.")] = "library,kernel",
+    jagged: Annotated[bool, typer.Option(help="Bags from none to twice the pooling.")] = False,
+    warm_up: WarmUp = 3,
+    repeats: Repeats = 10,
+    rounds: Rounds = 3,
+    out: Out = Path("results/dlrm"),
+    as_json: Json = False,
+) -> None:
+    """A DLRM's training step with its look-up and exchange fused, beside PyTorch's functions, in one job."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.dlrm import Setting, bench_dlrm
+        from stretto.models import DLRMConfig
+
+        config = DLRMConfig.preset(model)
+        if tables is not None:
+            if tables < 1 or len(set(zip(config.rows, config.pooling, strict=True))) > 1:
+                raise ValueError(
+                    f"--tables is {tables}, but is at least 1, and for a model whose tables are alike: paper"
+                )
+            config = replace(config, rows=config.rows[:1] * tables, pooling=config.pooling[:1])
+        config = config if max_rows is None else config.capped(max_rows)
+        setting = Setting(config, batch, tuple(implementations.split(",")), jagged, warm_up, repeats, rounds)  # type: ignore[arg-type]
+        rows = bench_dlrm(setting, _count(ranks), out)
+        if as_json:
+            print_json({"rows": rows})
+
+
 def _count(ranks: int | None) -> int:
     """How many ranks to start."""
     import torch

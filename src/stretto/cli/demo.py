@@ -52,12 +52,14 @@ def _configure(out: Path, overrides: list[str] | None = None) -> "TrainConfig":
     """The demo's configuration, on as many GPUs as are there and of use."""
     import torch
 
-    from stretto.train.config import load_config
+    from stretto.train.config import TrainConfig, load_config
 
     grids = {0: "{x=2, z=2}", 1: "{x=1, z=1}", 2: "{x=2, z=1}", 3: "{x=2, z=1}"}
     grid = grids.get(torch.cuda.device_count(), "{x=2, z=2}")
     with as_file(files("stretto.cli") / "demo.toml") as file:
-        return load_config(file, ["ranks=none", f"grid={grid}", *(overrides or []), f"out={out}"])
+        config = load_config(file, ["ranks=none", f"grid={grid}", *(overrides or []), f"out={out}"])
+    assert isinstance(config, TrainConfig)  # demo.toml is a GPT's
+    return config
 
 
 def _train(config: "TrainConfig", heading: str, as_json: bool) -> None:

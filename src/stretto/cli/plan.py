@@ -97,9 +97,11 @@ def plan(
 
 def _from_config(path: Path) -> dict[str, Any]:
     """What a training configuration says that a plan asks for. The data is not opened: it may not be there yet."""
-    from stretto.train.config import load_config
+    from stretto.train.config import TrainConfig, load_config
 
     config = load_config(path)
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"{path}: plans are for GPTs, and this is a configuration of another kind of model")
     run = config.train
     is_bytes = config.data.tokenizer == "bytes" and config.data.format in ("auto", "text")
     if config.model.known_vocab() is None and not is_bytes:

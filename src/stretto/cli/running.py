@@ -8,7 +8,7 @@ import typer
 
 from stretto.cli.console import fail, refusing_bad_input, stdout_on_stderr
 from stretto.report import remove_report
-from stretto.train.config import TrainConfig, config_to_toml
+from stretto.train.config import JobConfig, config_to_toml
 from stretto.train.data import write_atomically
 from stretto.train.launch import RankFailure, launch, remove_traces
 from stretto.train.run_lock import command_lock
@@ -17,7 +17,7 @@ from stretto.train.trainer import train
 RANK_FAILED = 1
 
 
-def run_training(config: TrainConfig, *, as_json: bool) -> signal.Signals | None:
+def run_training(config: JobConfig, *, as_json: bool) -> signal.Signals | None:
     """Start the ranks and train. Returns the signal that stopped it, if one did; ends the command if a rank failed.
 
     No other command has the run's folder meanwhile, and nothing in it is of an earlier run that this one writes again.
@@ -34,7 +34,7 @@ def run_training(config: TrainConfig, *, as_json: bool) -> signal.Signals | None
             raise fail(str(failure), RANK_FAILED, as_json=as_json) from failure
 
 
-def _begin_folder(config: TrainConfig) -> None:
+def _begin_folder(config: JobConfig) -> None:
     """Leave the configuration in the run's folder, and nothing there that tells of an earlier run as if of this one."""
     try:
         write_atomically(config.out / "config.toml", lambda file: file.write(config_to_toml(config).encode()))
@@ -44,7 +44,7 @@ def _begin_folder(config: TrainConfig) -> None:
         raise ValueError(f"out is {str(config.out)!r}, where nothing can be written: {error.strerror}") from error
 
 
-def train_silently(config: TrainConfig) -> None:
+def train_silently(config: JobConfig) -> None:
     """`train` without anything on the screen."""
     train(config, display="none")
 

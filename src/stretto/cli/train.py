@@ -24,7 +24,7 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model on a grid of processes.
+    """Train a GPT on a grid of processes, or a recommendation model (DLRM) on several.
 
     Everything is checked first: options, data, the model on its grid, the checkpoint. Then the ranks are started
     (torchrun may have done so already), and the run's folder `out` gets config.toml, metrics.jsonl,
@@ -35,6 +35,7 @@ def train(
 
     - stretto train configs/demo.toml --set grid.data=2 --set ranks=8 --set out=runs/mine
     - stretto train runs/mine/config.toml --set train.resume=latest --set train.steps=200
+    - stretto train configs/dlrm.toml
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.train.config import load_config

@@ -1,20 +1,25 @@
-"""Models in plain PyTorch, with no parallel code in them: `parallelize` puts any of them on a grid.
+"""Models in plain PyTorch, with no parallel code in them.
 
-`GPT` is imported on first use: their configurations are of use on a machine without torch too.
+`parallelize` puts `GPT`, as any other model, on a grid; `stretto.parallel.distribute_tables` a `DLRM`. Both are
+imported on first use: their configurations are of use on a machine without torch too.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from stretto.models.config import GPTConfig
+from stretto.models.dlrm_config import DLRMConfig
 
 if TYPE_CHECKING:
+    from stretto.models.dlrm import DLRM
     from stretto.models.gpt import GPT
 
-__all__ = ["GPT", "GPTConfig"]
+__all__ = ["DLRM", "GPT", "DLRMConfig", "GPTConfig"]
+
+_HOMES = {"DLRM": "stretto.models.dlrm", "GPT": "stretto.models.gpt"}
 
 
 def __getattr__(name: str) -> object:
-    if name == "GPT":
-        return import_module("stretto.models.gpt").GPT
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'stretto.models' has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """Optimizers for large models."""
 
 from stretto.optim.adamw import AdamW
+from stretto.optim.rowwise_adagrad import RowWiseAdagrad
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "RowWiseAdagrad"]

@@ -1,6 +1,7 @@
 """Put a model on a grid of data x X x Y x Z ranks (paper 003, section 5.1.1).
 
-`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place; the rest is what a training loop needs.
+`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` spreads embedding
+tables of a recommendation model; the rest is what a training loop needs.
 """
 
 from stretto.parallel.activation_checkpointing import checkpoint_activations
@@ -14,6 +15,8 @@ from stretto.parallel.loss import mean_over_batch
 from stretto.parallel.overlap import Overlap
 from stretto.parallel.parallelize import parallelize, validate
 from stretto.parallel.plan import Role
+from stretto.parallel.table_placement import TablePlacement, TableSize, place_tables
+from stretto.parallel.tables import ShardedTables, distribute_tables
 
 __all__ = [
     "AXES",
@@ -25,17 +28,22 @@ __all__ = [
     "Layout",
     "Overlap",
     "Role",
+    "ShardedTables",
     "Split",
+    "TablePlacement",
+    "TableSize",
     "checkpoint_activations",
     "clip_grad_norm_",
     "clip_scale",
     "count_collectives",
     "deferred_reduction",
+    "distribute_tables",
     "gather",
     "gradient_norm",
     "layout_of",
     "mean_over_batch",
     "micro_batch_of",
     "parallelize",
+    "place_tables",
     "validate",
 ]

@@ -16,10 +16,11 @@ SMOOTHED_FROM = 200  # steps: below, each step's loss is clear enough by itself
 Curve = tuple[Sequence[int], Sequence[float]]
 
 
-def plot_loss(curves: Mapping[str, Curve], file: Path) -> None:
-    """Draw losses (nats a token) over steps into a PNG: {name: (steps, losses)}. Long curves get a running mean.
+def plot_loss(curves: Mapping[str, Curve], file: Path, *, unit: str = "token") -> None:
+    """Draw losses (nats a token, or another unit) over steps into a PNG: {name: (steps, losses)}.
 
-    Two curves get a panel more, with their difference. Raises ValueError when there is no curve.
+    Long curves get a running mean. Two curves get a panel more, with their difference. Raises ValueError when there is
+    no curve.
     """
     if not curves:
         raise ValueError("there is no curve to draw: give at least one")
@@ -32,7 +33,7 @@ def plot_loss(curves: Mapping[str, Curve], file: Path) -> None:
         axes = difference = figure.subplots()
     for number, (name, curve) in enumerate(curves.items()):
         _draw(axes, name, curve, COLOURS[number % len(COLOURS)], is_under=number == 0 and len(curves) > 1)
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel(f"loss (nats a {unit})")
     axes.legend(frameon=False)
     difference.set_xlabel("step")
     difference.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

@@ -10,24 +10,30 @@ from typing import Any
 from stretto.report.loss_plot import plot_loss
 from stretto.report.timeline import plot_timeline
 from stretto.train.checkpoint import newest_checkpoint
-from stretto.train.config import TrainConfig, load_config
+from stretto.train.config import DLRMTrainConfig, JobConfig, TrainConfig, load_config
 from stretto.train.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
 from stretto.train.timeline import OTHER, TRACE_FILE, read_timeline
 
 LOSS_PLOT = "loss.png"
 TIMELINE_PLOT = "timeline.png"
 SUMMARY = "summary.md"
+EVALUATION = ("auc", "evaluation_loss")  # what a line of a step has, after which there was one
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder describes it. `steps` and `losses` go together; `summary` is {} for a run cut short."""
+    """A run as its folder describes it.
+
+    `steps`, `losses` and `rates`, tokens or samples a second, go together. `evaluations` are those steps after which
+    there was one, with what it measured. `summary` is {} for a run cut short.
+    """
 
     out: Path
-    config: TrainConfig
+    config: JobConfig
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-    tokens_per_second: tuple[float, ...]
+    rates: tuple[float, ...]
+    evaluations: tuple[tuple[int, Mapping[str, float | None]], ...] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,7 +56,10 @@ def read_run(out: Path) -> Run:
         config=config,
         steps=tuple(line["step"] for line in metrics),
         losses=tuple(line["loss"] for line in metrics),
-        tokens_per_second=tuple(line["tokens_per_second"] for line in metrics),
+        rates=tuple(line[f"{config.unit}_per_second"] for line in metrics),
+        evaluations=tuple(
+            (line["step"], {name: line[name] for name in EVALUATION}) for line in metrics if EVALUATION[0] in line
+        ),
         summary=json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {},
     )
 
@@ -72,7 +81,8 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
     if (out / TRACE_FILE).is_file():
         plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
     other = None if beside is None else read_run(beside)
-    plot_loss({each.label: (each.steps, each.losses) for each in (run, other) if each}, out / LOSS_PLOT)
+    curves = {each.label: (each.steps, each.losses) for each in (run, other) if each}
+    plot_loss(curves, out / LOSS_PLOT, unit=run.config.unit[:-1])
     sections = [
         *(_overview(run), _loss(run, other), _timeline(run), _measured(run)),
         *(_bytes_sent(run), _configuration(run), _checkpoint(run)),
@@ -102,20 +112,25 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 def _overview(run: Run) -> str:
     summary, grid = run.summary, run.config.grid
+    unit = run.config.unit
     rows = {
         "steps": f"{run.steps[-1]:,} of {run.config.train.steps:,}",
-        "final loss": f"{run.losses[-1]:.4f} nats a token, the mean over the step's batch",
+        "final loss": f"{run.losses[-1]:.4f} nats a {unit[:-1]}, the mean over the step's batch",
         "ranks": f"{grid.ranks} ({grid}) on {summary.get('device', run.config.device)}",
     }
+    if run.evaluations:
+        step, found = run.evaluations[-1]
+        values = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items() if value is not None)
+        rows["on samples not trained on"] = f"{', '.join(values)}, after step {step:,}"
     if summary:
         rows |= {
             "parameters": f"{summary['parameters']:,}",
-            "tokens/s": f"{summary['tokens_per_second']:,.0f}, all ranks together",
+            f"{unit}/s": f"{summary[f'{unit}_per_second']:,.0f}, all ranks together",
             "time in steps": _duration(summary["seconds"]),
             "peak memory of a rank": _bytes(summary["peak_memory_bytes"]),
         }
     else:
-        rows["tokens/s"] = f"{run.tokens_per_second[-1]:,.0f} in the last step; the run was cut short"
+        rows[f"{unit}/s"] = f"{run.rates[-1]:,.0f} in the last step; the run was cut short"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"# The run in `{run.out}`\n\n| | |\n|---|---|\n{table}"
 
@@ -145,10 +160,9 @@ def _measured(run: Run) -> str:
     if not measured and not predicted:
         return ""
     exposed, expected = measured.get("exposed", {}), predicted.get("exposed", {})
-    options = run.config.train
     rows = {
         "step time": (
-            _milliseconds(options.batch * options.seq_len / run.summary["tokens_per_second"]),
+            _milliseconds(run.config.items_a_step / run.summary[f"{run.config.unit}_per_second"]),
             _milliseconds(predicted.get("step_time")),
         ),
         "step time while traced": (_milliseconds(measured.get("traced_step_time")), ""),
@@ -186,10 +200,16 @@ def _bytes_sent(run: Run) -> str:
 def _configuration(run: Run) -> str:
     config, train = run.config, run.config.train
     model = ", ".join(f"{name} {value}" for name, value in config.model if value is not None)
+    if isinstance(config, TrainConfig):
+        data = f"{config.data.path}, {config.data.format}"
+        batch = f"{config.train.batch} sequences of {config.train.seq_len} tokens, {config.train.dtype}"
+    elif isinstance(config, DLRMTrainConfig):
+        data = ", ".join(f"{name} {value}" for name, value in config.data if value is not None)
+        batch = f"{config.train.batch} samples, {config.train.dtype}"
     rows = {
         "model": model,
-        "data": f"{config.data.path}, {config.data.format}",
-        "batch": f"{train.batch} sequences of {train.seq_len} tokens, {train.dtype}",
+        "data": data,
+        "batch": batch,
         "optimizer": f"{train.optimizer}, learning rate {train.lr:g}, {train.warmup_steps} steps of warm-up",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

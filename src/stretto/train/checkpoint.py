@@ -134,19 +134,21 @@ def save_checkpoint(
     Collective: every rank calls it, and on return it is on the disk. `run` and `data` describe the run's
     configuration and its text in JSON's types.
     """
+    description = {"optimizer": optimizer.name, "model": asdict(model_config), "run": run, "data": data}
+    return save_state(out, step, training_state(model, optimizer), description, keep=keep)
+
+
+def save_state(out: Path, step: int, state: dict[str, ShardedState], description: dict[str, Any], *, keep: int) -> Path:
+    """Write a training state, `model.<name>` and `optimizer.<name>.<key>`, as `save_checkpoint` does. Collective.
+
+    A tensor of which this rank holds nothing may be left out. `description`: CheckpointMetadata's optimizer, model, run
+    and data.
+    """
     path = checkpoint_path(out, step)
-    description = {
-        "step": step,
-        "torch": torch.__version__,
-        "optimizer": optimizer.name,
-        "model": asdict(model_config),
-        "run": run,
-        "data": data,
-    }
     with _first_failure(OSError, f"the checkpoint {path} could not be written"):
         dcp.save(
-            _training_state(model, optimizer),
-            storage_writer=AtomicWriter(path, description),
+            state,
+            storage_writer=AtomicWriter(path, {"step": step, "torch": torch.__version__, **description}),
             planner=StateSavePlanner(),
         )
     if dist.get_rank() == 0:
@@ -165,15 +167,19 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     name = None if optimizer is None else optimizer.name
     _check_matches(path, metadata, model.config if isinstance(model, GPT) else None, _shapes(model), name)
     if optimizer is not None:
-        _allocate_slots(path, metadata, optimizer)
+        allocate_slots(path, metadata, optimizer)
+    load_state(path, metadata, training_state(model, optimizer))
+    return metadata
+
+
+def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
+    """Read what this rank holds of a training state from a checkpoint, in place. Collective, if there is a group.
+
+    Raises ValueError when the checkpoint's contents are damaged.
+    """
     with _first_failure(ValueError, unreadable(path)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
-        dcp.load(
-            _training_state(model, optimizer),
-            storage_reader=SafeReader(path, metadata),
-            planner=StateLoadPlanner(),
-        )
-    return metadata
+        dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
 
 
 def unreadable(path: Path) -> str:
@@ -214,7 +220,7 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(f"{what}: on rank {rank}, {why}") from cause
 
 
-def _training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
+def training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
     """Parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`."""
     state = {f"model.{name}": pieces_of(parameter) for name, parameter in model.named_parameters()}
     if optimizer is not None:
@@ -243,10 +249,16 @@ def pieces_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedState:
     return ShardedState(shape, tuple(pieces))
 
 
-def _allocate_slots(path: Path, metadata: CheckpointMetadata, optimizer: ShardOptimizer) -> None:
-    """Give the optimizer the tensors that it makes in its first step, to be read into."""
+def allocate_slots(
+    path: Path, metadata: CheckpointMetadata, optimizer: ShardOptimizer, *, but: tuple[str, ...] = ()
+) -> None:
+    """Give the optimizer the tensors that it makes in its first step, to be read into.
+
+    `but`: prefixes of the names of parameters that are not its own.
+    """
     for full_name, entry in metadata.tensors.items():
-        if full_name.startswith("optimizer."):
+        is_other = full_name.removeprefix("optimizer.").startswith(but)
+        if full_name.startswith("optimizer.") and not is_other:
             name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
             parameter = optimizer.parameters.get(name)
             if parameter is None or entry.shape not in ((), tuple(parameter.shape)):

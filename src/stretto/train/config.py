@@ -17,21 +17,26 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from stretto.train.options import DataConfig, GridConfig, ModelConfig, RunConfig, Section, TrainConfig
+from stretto.train.dlrm_options import DLRMTrainConfig
+from stretto.train.options import DataConfig, GridConfig, JobConfig, ModelConfig, RunConfig, Section, TrainConfig
 
 __all__ = [
     "ConfigError",
+    "DLRMTrainConfig",
     "DataConfig",
     "GridConfig",
+    "JobConfig",
     "ModelConfig",
     "RunConfig",
     "TrainConfig",
     "config_to_toml",
+    "job_from_json",
     "load_config",
     "make_config",
     "options_by_key",
 ]
 
+KINDS: dict[str, type[JobConfig]] = {"gpt": TrainConfig, "dlrm": DLRMTrainConfig}  # by `model.kind`
 MAX_FILE_BYTES = 1 << 20
 MAX_LINE = 8192  # bytes: tomllib's time grows with the square of a dotted key's parts
 
@@ -40,7 +45,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be used: a line a problem, with key, value, rule, and what would do."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """The configuration in a TOML file, with `key.sub=value` overrides applied in order.
 
     A value is read as TOML (`2`, `true`, `"text"`, `["a", "b"]`) and otherwise as text. Raises ConfigError.
@@ -66,23 +71,49 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def make_config(
     values: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the configuration"
-) -> TrainConfig:
-    """The configuration in a nested mapping, as a TOML file holds it. Raises ConfigError naming `source`."""
+) -> JobConfig:
+    """The configuration in a nested mapping, as a TOML file holds it. Raises ConfigError naming `source`.
+
+    A TrainConfig, for a GPT, or what `KINDS` has for the mapping's `model.kind`.
+    """
     merged: dict[str, Any] = {}
     _merge(merged, values, source)
     for override in overrides:
         _merge(merged, _parse_override(override), f"--set {override}")
+    kind = _kind_of(merged, source)
     try:
-        return TrainConfig.model_validate(merged)
+        return kind.model_validate(merged)
     except ValidationError as error:
+        options = options_by_key(kind)
         first_of_key: dict[str, ErrorDetails] = {}  # a union reports each of its branches
         for detail in error.errors():
-            first_of_key.setdefault(_known_key(detail["loc"]), detail)
-        messages = [_explain(key, detail) for key, detail in first_of_key.items()]
+            first_of_key.setdefault(_known_key(detail["loc"], options), detail)
+        messages = [_explain(key, detail, options) for key, detail in first_of_key.items()]
         raise ConfigError("\n".join([f"{source} cannot be used:", *messages]).replace("\n", "\n  ")) from error
 
 
-def config_to_toml(config: TrainConfig) -> str:
+def _kind_of(values: dict[str, Any], source: str) -> type[JobConfig]:
+    """The class for `model.kind`, which a GPT's need not say and does not keep."""
+    model = values.get("model")
+    name = model.get("kind", "gpt") if isinstance(model, dict) else "gpt"
+    if not isinstance(name, str) or name not in KINDS:
+        near = get_close_matches(str(name), KINDS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"{source} cannot be used:\n  model.kind is {name!r}, but must be one of {', '.join(KINDS)}; "
+            f"did you mean {near!r}?"
+        )
+    if name == "gpt" and isinstance(model, dict):
+        model.pop("kind", None)
+    return KINDS[name]
+
+
+def job_from_json(text: str) -> JobConfig:
+    """The configuration that `model_dump_json` has written."""
+    values = json.loads(text)
+    return KINDS[values["model"].get("kind", "gpt")].model_validate_json(text)
+
+
+def config_to_toml(config: JobConfig) -> str:
     """The configuration as TOML that `load_config` reads back to an equal value."""
     lines: list[str] = []
     for key, value in _plain(config):
@@ -93,10 +124,10 @@ def config_to_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def options_by_key() -> dict[str, FieldInfo]:
+def options_by_key(kind: type[JobConfig] = TrainConfig) -> dict[str, FieldInfo]:
     """Every option's field under its dotted key, in the file's order."""
     fields: dict[str, FieldInfo] = {}
-    for name, field in TrainConfig.model_fields.items():
+    for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             fields |= {f"{name}.{sub}": inner for sub, inner in field.annotation.model_fields.items()}
         else:
@@ -123,8 +154,8 @@ def _parse_override(text: str) -> dict[str, Any]:
             value = parsed["value"]
     except (ValueError, RecursionError):
         pass
-    field = options_by_key().get(key)
-    if field is not None and not isinstance(value, str | list) and _takes_text(field.annotation):
+    fields = [field for kind in KINDS.values() if (field := options_by_key(kind).get(key)) is not None]
+    if not isinstance(value, str | list) and any(_takes_text(field.annotation) for field in fields):
         value = raw  # `--set out=2024` names a folder
     for part in reversed(key.split(".")):
         value = {part: value}
@@ -152,10 +183,10 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any], origin: str, prefi
 # --- messages
 
 
-def _explain(key: str, detail: ErrorDetails) -> str:
+def _explain(key: str, detail: ErrorDetails, options: Mapping[str, FieldInfo]) -> str:
     """One problem that pydantic found, in the words of the file: key, value, rule, what would do."""
     value, context = detail["input"], detail.get("ctx", {})
-    field = options_by_key().get(key)
+    field = options.get(key)
     default = None if field is None or field.is_required() else field.default
     match detail["type"]:
         case "value_error":
@@ -165,9 +196,9 @@ def _explain(key: str, detail: ErrorDetails) -> str:
             return f"{key} is missing{what}"
         case "extra_forbidden":
             if isinstance(value, Mapping):
-                sections = {known.partition(".")[0] for known in options_by_key() if "." in known}
+                sections = {known.partition(".")[0] for known in options if "." in known}
                 return f"{key} is an unknown section; did you mean {_nearest(key, sections)}?"
-            return f"{key} is an unknown option; did you mean {_nearest(key, options_by_key())}?"
+            return f"{key} is an unknown option; did you mean {_nearest(key, options)}?"
         case "literal_error":
             choices = _choices(field.annotation) if field else []
             near = get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
@@ -184,7 +215,8 @@ def _explain(key: str, detail: ErrorDetails) -> str:
         "int_type": "a whole number",
         "float_type": "a number",
         "bool_type": "true or false",
-        "string_type": "a text or a list of texts" if key == "data.path" else "a text",
+        "string_type": "a text or a list of texts" if key in ("data.path", "data.evaluation_path") else "a text",
+        "list_type": "a list of whole numbers",
         "path_type": "a text",
         "model_type": "a section with options of its own",
         "model_attributes_type": "a section with options of its own",
@@ -192,11 +224,10 @@ def _explain(key: str, detail: ErrorDetails) -> str:
     return f"{key} is {value!r}, but must be {rule}{_instead(value, rule, default)}"
 
 
-def _known_key(location: tuple[int | str, ...]) -> str:
+def _known_key(location: tuple[int | str, ...], options: Mapping[str, FieldInfo]) -> str:
     """The option's key: pydantic adds the branch of a union and the place in a list behind it."""
     parts = [str(part) for part in location]
-    known = options_by_key()
-    return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in known), ".".join(parts))
+    return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in options), ".".join(parts))
 
 
 def _nearest(key: str, known_keys: Iterable[str]) -> str:
@@ -267,6 +298,8 @@ def _toml_value(value: Any) -> str:
             return str(value).lower()
         case int() | float():
             return repr(value)
+        case list() if all(isinstance(item, int) for item in value):
+            return str(value)
         case list():
             return "[\n" + "".join(f"    {_toml_value(item)},\n" for item in value) + "]"
         case _:  # JSON's escapes are TOML's, except that TOML wants DEL escaped too

@@ -30,18 +30,18 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from stretto.train.checkpoint import newest_checkpoint, unreadable
-from stretto.train.options import TrainConfig, nearest_grid
+from stretto.train.options import AnyConfig, JobConfig, TrainConfig, nearest_grid
 from stretto.train.supervisor import STOP_SIGNALS, Failure, Patience, Supervisor
 
 logger = logging.getLogger(__name__)
 
-Entry = Callable[[TrainConfig], None]
+Entry = Callable[[JobConfig], None]
 
 
 class RankFailure(RuntimeError):
     """A rank failed. `rank` is its number, `reason` its signal or exception, `checkpoint` the last complete one."""
 
-    def __init__(self, failure: Failure, config: TrainConfig, trace_file: Path | None) -> None:
+    def __init__(self, failure: Failure, config: JobConfig, trace_file: Path | None) -> None:
         self.rank, self.reason = failure.rank, failure.reason
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
@@ -55,7 +55,7 @@ class RankFailure(RuntimeError):
         super().__init__("\n".join(lines))
 
 
-def launch(entry: Entry, config: TrainConfig, patience: Patience | None = None) -> signal.Signals | None:
+def launch(entry: Entry, config: JobConfig, patience: Patience | None = None) -> signal.Signals | None:
     """Call `entry(config)` on every rank. Returns when all have ended: None, or the signal that stopped them.
 
     `entry` is a function of a module, which ranks import by name, and returns soon after SIGTERM. Raises RankFailure
@@ -74,16 +74,14 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def check_started_ranks(config: TrainConfig) -> None:
+def check_started_ranks(config: JobConfig) -> None:
     """Raise ValueError when torchrun started another number of ranks than `config.ranks`."""
     if is_rank() and (started := int(os.environ["WORLD_SIZE"])) != config.ranks:
-        raise ValueError(
-            f"ranks is {config.ranks}, but torchrun started {started}; "
-            f"ranks={started} would do, and a grid such as {nearest_grid(config.grid, started)}"
-        )
+        grid = f", and a grid such as {nearest_grid(config.grid, started)}" if isinstance(config, TrainConfig) else ""
+        raise ValueError(f"ranks is {config.ranks}, but torchrun started {started}; ranks={started} would do{grid}")
 
 
-def resolve_device(config: TrainConfig) -> TrainConfig:
+def resolve_device(config: AnyConfig) -> AnyConfig:
     """The configuration with device "cuda" or "cpu" in place of "auto": cuda where there is a GPU for each rank.
 
     Raises ValueError when cuda is asked for and there are too few GPUs, or a CUDA graph and there is no cuda.
@@ -97,7 +95,7 @@ def resolve_device(config: TrainConfig) -> TrainConfig:
             f"{remedy} would do"
         )
     device = config.device if config.device != "auto" else "cuda" if gpus >= ranks_here else "cpu"
-    if config.train.cuda_graph and device != "cuda":
+    if isinstance(config, TrainConfig) and config.train.cuda_graph and device != "cuda":
         raise ValueError("train.cuda_graph is on, but this run's device is the CPU; train.cuda_graph=false would do")
     return config.model_copy(update={"device": device})
 
@@ -117,7 +115,7 @@ def where_to_continue(checkpoint: Path | None, *, is_latest: bool = True) -> str
     return f"the last checkpoint is {checkpoint}: continue with --set train.resume=latest"
 
 
-def _run_here(entry: Entry, config: TrainConfig) -> signal.Signals | None:
+def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
     """Call `entry` in this process. Its exception becomes what a rank's of its own process would be."""
     call = record(entry) if is_rank() else entry  # torchrun reads the file that `record` writes
     try:
@@ -152,7 +150,7 @@ def _signals_received() -> Iterator[list[signal.Signals]]:
             received += [number for number in map(signal.Signals, pipe.read()) if number in STOP_SIGNALS]
 
 
-def _run_ranks(entry: Entry, config: TrainConfig, patience: Patience) -> signal.Signals | None:
+def _run_ranks(entry: Entry, config: JobConfig, patience: Patience) -> signal.Signals | None:
     supervisor = Supervisor(patience)
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
@@ -276,7 +274,7 @@ def _quiet_agent() -> Iterator[None]:
         agent_logger.removeHandler(nowhere)
 
 
-def _explain(failure: Failure, config: TrainConfig) -> RankFailure:
+def _explain(failure: Failure, config: JobConfig) -> RankFailure:
     trace_file = None
     if failure.trace is not None:
         trace_file = config.out / f"rank-{failure.rank}-error.txt"

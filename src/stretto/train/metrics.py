@@ -3,11 +3,11 @@
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -15,19 +15,35 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step: the mean loss over the global batch's tokens, the gradient's norm before clipping.
+    """One optimizer step: the mean loss over the global batch's tokens (or samples), the gradient's norm unclipped.
 
-    `seconds` is the step's duration, `tokens_per_second` the whole job's rate in it, `tokens` all that the
-    model has been trained on so far.
+    `seconds` is the step's duration, `rate` the whole job's tokens or samples a second in it, `seen` all that the model
+    has been trained on so far; `unit` says which of the two they count. `evaluation` is what was measured after the
+    step on samples that are not trained on, where that was done.
     """
 
     step: int
     loss: float
     grad_norm: float
     lr: float
-    tokens_per_second: float
+    rate: float
     seconds: float
-    tokens: int
+    seen: int
+    unit: Literal["tokens", "samples"] = "tokens"
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
+
+    def as_line(self) -> dict[str, float | None]:
+        """The step as metrics.jsonl has it."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            f"{self.unit}_per_second": self.rate,
+            "seconds": self.seconds,
+            self.unit: self.seen,
+            **self.evaluation,
+        }
 
 
 class MetricsLog:
@@ -47,11 +63,15 @@ class MetricsLog:
         self._tensorboard = _open_tensorboard(out, start) if tensorboard else None
 
     def write(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        line = metrics.as_line()
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            for name in ("loss", "grad_norm", "lr", "tokens_per_second"):
-                self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
+            for name in ("loss", "grad_norm", "lr", f"{metrics.unit}_per_second"):
+                self._tensorboard.add_scalar(f"train/{name}", line[name], metrics.step)
+            for name, value in metrics.evaluation.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(f"evaluation/{name}", value, metrics.step)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -100,7 +120,9 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if number == len(lines):
                 return
             raise ValueError(f"{path}: line {number} is damaged: {error}; mend or delete the file") from error
-        for key, kind in (("step", int), ("loss", float), ("tokens_per_second", float)):
+        is_of_samples = isinstance(values, dict) and "samples_per_second" in values
+        rate = "samples_per_second" if is_of_samples else "tokens_per_second"
+        for key, kind in (("step", int), ("loss", float), (rate, float)):
             value = values.get(key) if isinstance(values, dict) else None
             if isinstance(value, bool) or not isinstance(value, int | kind):
                 raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")

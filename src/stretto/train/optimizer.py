@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from stretto.optim import AdamW
-from stretto.train.options import RunConfig
+from stretto.train.options import RunOptions
 
 
 class ShardOptimizer:
@@ -75,7 +75,7 @@ class ShardOptimizer:
         return torch.zeros((), dtype=dtype, device=shard.device if is_fused else "cpu")
 
 
-def build_optimizer(model: nn.Module, options: RunConfig) -> ShardOptimizer:
+def build_optimizer(model: nn.Module, options: RunOptions) -> ShardOptimizer:
     """The optimizer that a run's options name: AdamW, or SGD with momentum; fused kernels on a GPU."""
     is_cuda = any(parameter.is_cuda for parameter in model.parameters())
 

@@ -7,7 +7,7 @@ a mistake in a file is reported at once. What needs data, model or machine is ch
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -196,21 +196,14 @@ class DataConfig(Section):
     token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the type of the ids in the file")
 
 
-class RunConfig(Section):
-    """How to train."""
+class RunOptions(Section):
+    """What every kind of model is trained with."""
 
     steps: int = option(
         ..., "optimizer steps in all, those of a resumed run included", unit="steps", ge=1, le=MAX_STEPS
     )
-    batch: int = option(
-        ..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1, lt=1 << 31
-    )
-    seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=MAX_LENGTH)
-    seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
-    dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
-    micro_batch: Annotated[int | None, CanBeNone] = option(
-        None, "what a rank takes at once, accumulating gradients", unit="sequences", unset="its whole part", ge=1
-    )
+    batch: int = option(..., "global batch", ge=1, lt=1 << 31)
+    seed: int = option(0, "seed of weights and order of the data", ge=0, lt=1 << 63)
     optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
     min_lr: float = option(0.0, "learning rate that the cosine ends at", ge=0)
@@ -222,6 +215,30 @@ class RunConfig(Section):
     beta2: float = option(0.95, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
     eps: float = option(1e-8, "adamw: added to the denominator", gt=0)
     momentum: float = option(0.0, "sgd: momentum", ge=0, lt=1)
+    checkpoint_every: Annotated[int | None, CanBeNone] = option(
+        None, "how often to write a checkpoint, besides when training ends or is stopped", unit="steps", ge=1
+    )
+    keep_checkpoints: int = option(2, "newest checkpoints to keep", unit="checkpoints", ge=1)
+    resume: Annotated[str | None, CanBeNone] = option(
+        None, "latest (of the run in `out`), or a run's or checkpoint's folder; the grid may be another"
+    )
+    log_every: int = option(10, "steps between lines of text where there is no terminal", unit="steps", ge=1)
+    trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
+    tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
+
+
+class RunConfig(RunOptions):
+    """How to train."""
+
+    batch: int = option(
+        ..., "global batch; data x z (and micro_batch) must divide it", unit="sequences", ge=1, lt=1 << 31
+    )
+    seq_len: int = option(..., "length of a sequence", unit="tokens", ge=1, le=MAX_LENGTH)
+    seed: int = option(0, "seed of weights, order of the data and dropout", ge=0, lt=1 << 63)
+    dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
+    micro_batch: Annotated[int | None, CanBeNone] = option(
+        None, "what a rank takes at once, accumulating gradients", unit="sequences", unset="its whole part", ge=1
+    )
     clip: Annotated[float | None, CanBeNone] = option(1.0, "largest global norm of the gradient, or `none`", gt=0)
     checkpoint_activations: bool = option(False, "recompute each block in the backward pass instead of keeping it")
     keep_gathered: bool = option(
@@ -236,25 +253,38 @@ class RunConfig(Section):
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph: faster where a step is so short that the host cannot keep up"
     )
-    checkpoint_every: Annotated[int | None, CanBeNone] = option(
-        None, "how often to write a checkpoint, besides when training ends or is stopped", unit="steps", ge=1
-    )
-    keep_checkpoints: int = option(2, "newest checkpoints to keep", unit="checkpoints", ge=1)
-    resume: Annotated[str | None, CanBeNone] = option(
-        None, "latest (of the run in `out`), or a run's or checkpoint's folder; the grid may be another"
-    )
-    log_every: int = option(10, "steps between lines of text where there is no terminal", unit="steps", ge=1)
-    trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
-    tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
 
 
-class TrainConfig(Section):
-    """A training run. Immutable; `model_copy(update=...)` makes another."""
+class JobConfig(Section):
+    """Where a run is and what it runs on, whatever it trains. Immutable; `model_copy(update=...)` makes another."""
 
     out: Annotated[Path, BeforeValidator(_folder_of_text), Field(strict=False)] = option(..., "the run's folder")
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "cuda has NCCL between GPUs, cpu has gloo; auto takes cuda where there is a GPU for each rank"
     )
+
+    if TYPE_CHECKING:  # what each kind of run says, as an option or as what follows from them
+
+        @property
+        def ranks(self) -> int: ...
+        @property
+        def grid(self) -> GridConfig: ...
+        @property
+        def model(self) -> Section: ...
+        @property
+        def train(self) -> RunOptions: ...
+        @property
+        def unit(self) -> Literal["tokens", "samples"]: ...
+        @property
+        def items_a_step(self) -> int: ...
+
+
+AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
+
+
+class TrainConfig(JobConfig):
+    """A training run of a GPT."""
+
     grid: GridConfig = GridConfig()
     ranks: Annotated[int, BeforeValidator(_ranks_of_grid)] = option(
         None, "processes; must be the grid's product", unit="ranks", unset="the grid's product",
@@ -267,6 +297,16 @@ class TrainConfig(Section):
     data: DataConfig
     train: RunConfig
     overlap: OverlapConfig = OverlapConfig()
+
+    @property
+    def items_a_step(self) -> int:
+        """How much a step trains on, in `unit`s."""
+        return self.train.batch * self.train.seq_len
+
+    @property
+    def unit(self) -> Literal["tokens", "samples"]:
+        """What the model is trained on."""
+        return "tokens"
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
@@ -304,13 +344,7 @@ def _contradictions(config: TrainConfig) -> list[str]:
                 f"train.shard_sequence is on, but grid.x = {grid.x} must divide a rank's {tokens} tokens at once "
                 f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
             )
-    if run.min_lr > run.lr:
-        problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
-    if run.optimizer != "sgd" and run.momentum:
-        problems.append(
-            f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
-            "or take train.optimizer='sgd'"
-        )
+    problems += contradictions_of_run(run)
     if run.cuda_graph and run.trace:
         problems.append(
             "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
@@ -328,6 +362,19 @@ def _contradictions(config: TrainConfig) -> list[str]:
         )
     if isinstance(config.data.path, list) and not config.data.path:
         problems.append("data.path is [], but must name at least one file or folder")
+    return problems
+
+
+def contradictions_of_run(run: RunOptions) -> list[str]:
+    """A message for each rule between any run's options that does not hold."""
+    problems = []
+    if run.min_lr > run.lr:
+        problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
+    if run.optimizer != "sgd" and run.momentum:
+        problems.append(
+            f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
+            "or take train.optimizer='sgd'"
+        )
     return problems
 
 

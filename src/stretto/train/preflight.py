@@ -9,18 +9,20 @@ import torch
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import validate
+from stretto.train.apart import PYTHON_DOCS, check_apart
 from stretto.train.checkpoint import check_checkpoint, find_checkpoint
+from stretto.train.checkpoint_metadata import CheckpointMetadata
 from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
+from stretto.train.dlrm_options import DLRMTrainConfig
+from stretto.train.dlrm_preflight import check_dlrm
 from stretto.train.launch import check_started_ranks, resolve_device
 from stretto.train.memory import check_fits_machine
 from stretto.train.metrics import METRICS_FILE, has_history, read_steps, require_tensorboard
-from stretto.train.options import TrainConfig
+from stretto.train.options import AnyConfig, TrainConfig
 from stretto.train.prediction import predict_run
 
-PYTHON_DOCS = "python-docs"
 
-
-def preflight(config: TrainConfig) -> TrainConfig:
+def preflight(config: AnyConfig) -> AnyConfig:
     """Check that a run can start. Returns the configuration with `device` decided.
 
     Raises ValueError with the option, its value, the rule, and what would do.
@@ -28,19 +30,30 @@ def preflight(config: TrainConfig) -> TrainConfig:
     check_started_ranks(config)
     config = resolve_device(config)
     _check_folder(config.out)
-    _check_apart(config)
     if config.train.tensorboard:
         require_tensorboard()
+    match config:
+        case TrainConfig():
+            metadata = _check_gpt(config)
+        case DLRMTrainConfig():
+            metadata = check_dlrm(config)
+        case _:
+            raise TypeError(f"there is nothing to train a {type(config).__name__} with")
+    if metadata is not None and has_history(config.out, metadata.step):
+        deque(read_steps(config.out / METRICS_FILE), maxlen=0)  # raises for a line that cannot be kept
+    return config
+
+
+def _check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
+    """What is particular to GPTs. Returns the index of the checkpoint to resume."""
+    check_apart(config.out, config.data.path, reads_all=config.data.format not in ("nanogpt", "megatron"))
     model = build_model_config(config, open_data(config))
     check_fits_machine(config, model)
     with torch.device("meta"):
         validate(GPT(model), config.grid.sizes())
     predict_run(config, model)
-    if checkpoint := find_checkpoint(config.out, config.train.resume):
-        step = check_checkpoint(checkpoint, model, config.train.optimizer).step
-        if has_history(config.out, step):
-            deque(read_steps(config.out / METRICS_FILE), maxlen=0)  # raises for a line that cannot be kept
-    return config
+    checkpoint = find_checkpoint(config.out, config.train.resume)
+    return None if checkpoint is None else check_checkpoint(checkpoint, model, config.train.optimizer)
 
 
 def open_data(config: TrainConfig) -> TokenDataset:
@@ -87,19 +100,3 @@ def _check_folder(out: Path) -> None:
         raise ValueError(f"out is {str(out)!r}, where nothing can be written: {error.strerror or error}") from error
     if (checkpoints := out / "checkpoints").exists() and not checkpoints.is_dir():
         raise ValueError(f"out is {str(out)!r}, but {checkpoints} is not a folder: checkpoints would go there")
-
-
-def _check_apart(config: TrainConfig) -> None:
-    """Refuse a run's folder inside a folder of data: what the run writes would be taken for data when it resumes."""
-    if config.data.format in ("nanogpt", "megatron"):  # these look for files by their names, and a run has none such
-        return
-    out = Path(os.path.realpath(config.out))
-    for path in [config.data.path] if isinstance(config.data.path, str) else config.data.path:
-        folder = Path(os.path.realpath(os.path.expanduser(path)))
-        if path == PYTHON_DOCS or not folder.is_dir() or not out.is_relative_to(folder):
-            continue
-        if not any(part.startswith(".") for part in out.relative_to(folder).parts):  # hidden folders are not read
-            raise ValueError(
-                f"out is {str(config.out)!r}, which lies in the folder of data {path!r}: the run's files would be "
-                f"taken for data; out={str(folder.with_name(f'{folder.name}-run'))!r} would do"
-            )

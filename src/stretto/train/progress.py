@@ -40,7 +40,7 @@ def open_reporter(display: Display, *, start: int, steps: int, every: int) -> Re
 
 
 class Bar(Reporter):
-    """A progress bar with the loss, tokens/s and the time left."""
+    """A progress bar with the loss, tokens (or samples) a second and the time left."""
 
     def __init__(self, console: Console, *, start: int, steps: int) -> None:
         self._progress = Progress(
@@ -48,7 +48,7 @@ class Bar(Reporter):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
+            TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=console,
@@ -60,8 +60,10 @@ class Bar(Reporter):
             self._task,
             completed=metrics.step,
             loss=f"{metrics.loss:.4f}",
-            rate=f"{metrics.tokens_per_second:,.0f}",
+            rate=f"{metrics.rate:,.0f} {metrics.unit}/s",
         )
+        if metrics.evaluation:
+            self.say(f"step {metrics.step}  {_evaluation(metrics).strip()}")
 
     def say(self, message: str) -> None:
         with suppress(OSError):  # the terminal may be gone
@@ -88,16 +90,23 @@ class Lines(Reporter):
 
     def show(self, metrics: StepMetrics) -> None:
         self._seconds += metrics.seconds
-        if metrics.step not in (self._first, self._steps) and metrics.step % self._every:
+        is_due = metrics.step in (self._first, self._steps) or metrics.step % self._every == 0
+        if not is_due and not metrics.evaluation:
             return
         left = self._seconds / (metrics.step - self._first + 1) * (self._steps - metrics.step)
         self.say(
-            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  "
-            f"{metrics.tokens_per_second:,.0f} tokens/s  {_clock(left)} left"
+            f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  {_evaluation(metrics)}"
+            f"{metrics.rate:,.0f} {metrics.unit}/s  {_clock(left)} left"
         )
 
     def say(self, message: str) -> None:
         print_line(message, self._console.file)
+
+
+def _evaluation(metrics: StepMetrics) -> str:
+    """What was measured on samples that are not trained on, for a line of text."""
+    shown = [(name.replace("_", " "), value) for name, value in metrics.evaluation.items()]
+    return "".join(f"{name} {'undefined' if value is None else format(value, '.4f')}  " for name, value in shown)
 
 
 def print_line(text: str, file: IO[str] | None = None) -> None:

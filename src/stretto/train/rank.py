@@ -12,7 +12,7 @@ from types import TracebackType
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from stretto.train.options import TrainConfig
+from stretto.train.config import job_from_json
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -22,7 +22,7 @@ def main(function: str, config_file: str, launcher: str) -> None:
     _stop_with(int(launcher))
     module, _, name = function.partition(":")
     entry = reduce(getattr, name.split("."), import_module(module))
-    entry(TrainConfig.model_validate_json(Path(config_file).read_text(encoding="utf-8")))  # type: ignore[operator]
+    entry(job_from_json(Path(config_file).read_text(encoding="utf-8")))  # type: ignore[operator]
 
 
 def _stop_with(launcher: int) -> None:

@@ -2,7 +2,9 @@
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +36,15 @@ class StepRecorder:
     step.
     """
 
-    def __init__(self, tokens_a_step: int, log: MetricsLog | None, reporter: Reporter) -> None:
-        self._tokens_a_step = tokens_a_step
+    def __init__(
+        self,
+        items_a_step: int,
+        log: MetricsLog | None,
+        reporter: Reporter,
+        *,
+        unit: Literal["tokens", "samples"] = "tokens",
+    ) -> None:
+        self._items_a_step, self._unit = items_a_step, unit
         self._log, self._reporter = log, reporter
         self._waiting: list[_Launched] = []
         self._durations: list[float] = []
@@ -43,8 +52,18 @@ class StepRecorder:
         self.restart_clock()
         self.last: StepMetrics | None = None
 
-    def add(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
-        """Note a step whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet."""
+    def add(
+        self,
+        step: int,
+        lr: float,
+        loss: Tensor,
+        grad_norm: Tensor,
+        evaluate: Callable[[], Mapping[str, float | None]] | None = None,
+    ) -> None:
+        """Note a step whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet.
+
+        With `evaluate`, wait for them, and then for what it measures, which is left out of the steps' times.
+        """
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double()))
         began = self._mark
         arrival: torch.cuda.Event | None = None
@@ -53,6 +72,12 @@ class StepRecorder:
             numbers = on_host.copy_(numbers, non_blocking=True)
             self._mark = arrival = _mark_now()
         self._waiting.append(_Launched(step, lr, numbers, began, arrival))
+        if evaluate is not None:
+            while len(self._waiting) > 1:
+                self._record(self._waiting.pop(0))
+            metrics = self._measure(self._waiting.pop(0))
+            self._publish(replace(metrics, evaluation=evaluate()))
+            self.restart_clock()
         while len(self._waiting) > (0 if arrival is None else 1):
             self._record(self._waiting.pop(0))
 
@@ -66,16 +91,19 @@ class StepRecorder:
         self._clock = time.perf_counter()
         self._mark = _mark_now() if torch.cuda.is_initialized() else None
 
-    def tokens_per_second(self) -> float:
-        """Over all steps but the first, which warms up, where there are more."""
+    def rate(self) -> float:
+        """Tokens or samples a second, over all steps but the first, which warms up, where there are more."""
         counted = self._durations[1:] or self._durations
-        return self._tokens_a_step * len(counted) / sum(counted)
+        return self._items_a_step * len(counted) / sum(counted)
 
     def seconds(self) -> float:
         """How long all steps took, checkpoints apart."""
         return sum(self._durations)
 
     def _record(self, launched: _Launched) -> None:
+        self._publish(self._measure(launched))
+
+    def _measure(self, launched: _Launched) -> StepMetrics:
         if launched.arrival is not None:
             launched.arrival.synchronize()
         now = time.perf_counter()
@@ -88,18 +116,22 @@ class StepRecorder:
             if not math.isfinite(value):
                 raise DivergenceError(f"the {name} is {value} in step {launched.step}")
         self._durations.append(seconds)
-        self.last = StepMetrics(
+        return StepMetrics(
             step=launched.step,
             loss=loss,
             grad_norm=grad_norm,
             lr=launched.lr,
-            tokens_per_second=self._tokens_a_step / seconds,
+            rate=self._items_a_step / seconds,
             seconds=seconds,
-            tokens=launched.step * self._tokens_a_step,
+            seen=launched.step * self._items_a_step,
+            unit=self._unit,
         )
+
+    def _publish(self, metrics: StepMetrics) -> None:
+        self.last = metrics
         if self._log is not None:
-            self._log.write(self.last)
-        self._reporter.show(self.last)
+            self._log.write(metrics)
+        self._reporter.show(metrics)
 
 
 def _mark_now() -> torch.cuda.Event:

@@ -2,12 +2,14 @@
 
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from stretto.train.options import Section, TrainConfig
+from stretto.train.dlrm_options import DLRMRunConfig, DLRMTrainConfig
+from stretto.train.options import JobConfig, RunOptions, Section, TrainConfig
 
 HEAD = """\
 # Configuration
@@ -25,19 +27,45 @@ A value is read as TOML (`2`, `true`, `["a", "b"]`) and otherwise as text, so th
 text `none` switches off what can be switched off. Unknown options are refused. The run's folder keeps the whole
 configuration in `config.toml`, which is again a file for `stretto train`.
 
-[configs/demo.toml](../configs/demo.toml) and [configs/gpt2-small.toml](../configs/gpt2-small.toml) are examples.
+[configs/demo.toml](../configs/demo.toml), [configs/gpt2-small.toml](../configs/gpt2-small.toml) and
+[configs/dlrm.toml](../configs/dlrm.toml) are examples. What follows is for GPTs;
+[a DLRM's options](#a-dlrms-options) come at the end.
+"""
+DLRM_HEAD = """\
+# A DLRM's options
+
+With `model.kind = "dlrm"`, a file describes the training of a recommendation model ([dlrm.md](dlrm.md)). It has no
+`[grid]` and no `[overlap]`. `out` and `device` are as above, and so is what `[train]` does not list here:
 """
 
 
 def reference() -> str:
-    """The text of docs/configuration.md: a table of options for each section."""
-    top = {name: field for name, field in TrainConfig.model_fields.items() if _section(field) is None}
-    parts = [HEAD, _table("The run", "Options before any section.", "", top)]
-    for name, field in TrainConfig.model_fields.items():
+    """The text of docs/configuration.md: a table of options for each section, and for those of other models."""
+    shared = [name for name in RunOptions.model_fields if _is_shared(name)]
+    also = ", ".join(f"`{name}`" for name in shared) + ".\n"
+    return "\n".join([HEAD, *_tables(TrainConfig), DLRM_HEAD + also, *_tables(DLRMTrainConfig)])
+
+
+def _tables(kind: type[JobConfig]) -> Iterator[str]:
+    """A table for each section, without what a DLRM has from elsewhere."""
+    is_first = kind is TrainConfig
+    top = {
+        name: field
+        for name, field in kind.model_fields.items()
+        if _section(field) is None and (is_first or name not in JobConfig.model_fields)
+    }
+    yield _table("The run", "Options before any section.", "", top)
+    for name, field in kind.model_fields.items():
         if (section := _section(field)) is not None:
-            about = (section.__doc__ or "").strip()
-            parts.append(_table(f"`[{name}]`", about, f"{name}.", section.model_fields))
-    return "\n".join(parts)
+            fields = {
+                key: f for key, f in section.model_fields.items() if is_first or name != "train" or not _is_shared(key)
+            }
+            yield _table(f"`[{name}]`", (section.__doc__ or "").strip(), f"{name}.", fields)
+
+
+def _is_shared(name: str) -> bool:
+    """Whether an option of `[train]` is the same for every kind of model."""
+    return repr(RunOptions.model_fields.get(name)) == repr(DLRMRunConfig.model_fields[name])
 
 
 def _section(field: FieldInfo) -> type[Section] | None:
@@ -85,7 +113,8 @@ def _type_words(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return ", or ".join(_type_words(kind) for kind in get_args(annotation) if kind is not types.NoneType)
     if get_origin(annotation) is list:
-        return "a list of texts"
+        (item,) = get_args(annotation)
+        return f"a list of {_type_words(get_args(item)[0] if get_origin(item) is Annotated else item)}s"
     return {int: "number", float: "number", bool: "`true` \\| `false`", str: "text", Path: "path"}[annotation]
 
 

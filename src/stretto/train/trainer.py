@@ -6,42 +6,20 @@ import sys
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from stretto.memory import allocated_bytes
-from stretto.models import GPT
-from stretto.parallel import (
-    AXES,
-    CapturedStep,
-    Grid,
-    Overlap,
-    checkpoint_activations,
-    clip_scale,
-    count_collectives,
-    deferred_reduction,
-    gradient_norm,
-    micro_batch_of,
-    parallelize,
-)
-from stretto.train.checkpoint import (
-    find_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    prepare_folder,
-    save_checkpoint,
-)
-from stretto.train.data import Sampler, rank_rows
+from stretto.parallel import AXES, Grid, count_collectives
+from stretto.train.checkpoint import find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.dlrm_options import DLRMTrainConfig
 from stretto.train.launch import resolve_device
 from stretto.train.metrics import SUMMARY_FILE, MetricsLog, require_tensorboard, write_summary
-from stretto.train.optimizer import build_optimizer
-from stretto.train.options import TrainConfig
-from stretto.train.prediction import in_words, predict_run
-from stretto.train.preflight import build_model_config, open_data
+from stretto.train.options import JobConfig, TrainConfig
+from stretto.train.prediction import in_words
 from stretto.train.progress import Display, Reporter, open_reporter
 from stretto.train.recorder import DivergenceError, StepRecorder
+from stretto.train.run import Run
 from stretto.train.run_lock import training_lock
 from stretto.train.schedule import learning_rate
 from stretto.train.stopping import StopRequest
@@ -50,10 +28,8 @@ from stretto.train.tracing import StepTracer, steps_to_trace
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-
-def train(config: TrainConfig, *, display: Display = "auto") -> None:
+def train(config: JobConfig, *, display: Display = "auto") -> None:
     """Train as `config` says, from the start or from a checkpoint, and leave everything in `config.out`.
 
     Every rank of the job calls it, with torch.distributed's environment (a run of one rank needs none). It joins
@@ -81,11 +57,11 @@ def train(config: TrainConfig, *, display: Display = "auto") -> None:
         dist.destroy_process_group()
 
 
-def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
+def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     """All of a run, on a grid that is there."""
     is_first = dist.get_rank() == 0
     resumed_from = find_checkpoint(config.out, config.train.resume)
-    run = _Run(config, grid)
+    run = _make_run(config, grid)
     start = 0 if resumed_from is None else run.resume(resumed_from)
     if start >= config.train.steps:
         if is_first:
@@ -107,8 +83,10 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
-        recorder = StepRecorder(config.train.batch * config.train.seq_len, log, reporter)
-        predicted = predict_run(config, run.model_config) if is_first else None
+        recorder = StepRecorder(config.items_a_step, log, reporter, unit=config.unit)
+        if is_first and (layout := run.layout()) is not None:
+            reporter.say(layout)
+        predicted = run.predict() if is_first else None
         if predicted is not None:
             reporter.say(in_words(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
@@ -122,146 +100,42 @@ def _train_on(grid: Grid, config: TrainConfig, display: Display) -> None:
             about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
-            write_summary(config.out, run.summary(recorder) | about | measured | expected)
+            write_summary(config.out, _summary(run, recorder) | about | measured | expected)
 
 
-class _Run:
-    """What a step needs, on this rank: the model on its grid, the optimizer, and the data in its order."""
+def _make_run(config: JobConfig, grid: Grid) -> Run:
+    """What trains this kind of model."""
+    match config:
+        case TrainConfig():
+            from stretto.train.gpt_run import GPTRun
 
-    def __init__(self, config: TrainConfig, grid: Grid) -> None:
-        self.config, self.grid = config, grid
-        options = config.train
-        self.dataset = open_data(config)
-        self.model_config = build_model_config(config, self.dataset)
-        torch.manual_seed(options.seed)  # for dropout; weights are seeded by their names
-        self.sampler = Sampler(len(self.dataset), options.batch, options.seed)
-        with torch.device("meta"):
-            model = GPT(self.model_config)
-        dtype = COMPUTE_DTYPES[options.dtype]
-        self.model = parallelize(
-            model.double() if dtype == torch.float64 else model,
-            grid,
-            dtype=dtype,
-            keep_gathered=options.keep_gathered,
-            overlap=Overlap(**dict(config.overlap)),
-            tune_matmuls=options.tune_matmuls,
-            shard_sequence=options.shard_sequence,
-            seed=options.seed,
-        )
-        if options.checkpoint_activations:
-            checkpoint_activations(self.model)
-        self.optimizer = build_optimizer(self.model, options)
-        self._captured = CapturedStep(self._compute) if options.cuda_graph else None
+            return GPTRun(config, grid)
+        case DLRMTrainConfig():
+            from stretto.train.dlrm_run import DLRMRun
 
-    def resume(self, checkpoint: Any) -> int:
-        """Load a checkpoint. Returns its step."""
-        metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
-        if self.grid.coordinate("world") == 0:
-            for key, now in self.data_description().items():
-                if metadata.data.get(key) != now:
-                    logger.warning(
-                        "the checkpoint's data had %s=%r, and this run's has %r: it will not see the "
-                        "sequences that it would have seen",
-                        key,
-                        metadata.data.get(key),
-                        now,
-                    )
-        return metadata.step
+            return DLRMRun(config, grid)
+    raise TypeError(f"there is nothing to train a {type(config).__name__} with")
 
-    def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        """Step `step` (1 is the first): the global mean loss and the gradient's norm, 0-dim, on the device."""
-        options = self.config.train
-        tokens, targets = self._batch(step)
-        if self._captured is not None:
-            rate = torch.tensor(lr, dtype=torch.float32).pin_memory().to(self.grid.device, non_blocking=True)
-            loss, grad_norm = self._captured(tokens, targets, rate)
-            return loss, grad_norm
-        dropout_seed = int(np.random.SeedSequence((options.seed, step)).generate_state(1, np.uint64)[0] >> 1)
-        return self._compute(tokens, targets, lr, dropout_seed)
 
-    def _compute(
-        self, tokens: Tensor, targets: Tensor, lr: float | Tensor, dropout_seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """A step on this rank's rows of the batch. `dropout_seed=None`: nothing is drawn."""
-        options = self.config.train
-        micro_batches = list(zip(*(t.split(options.micro_batch or len(t)) for t in (tokens, targets)), strict=True))
-        # All targets of a token stream are valid, so their number needs no counting.
-        num_targets = options.batch * options.seq_len
-        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        done = 0
-        for inputs, wanted in micro_batches:
-            is_last = done + len(inputs) == len(tokens)
-            # Every rank draws the same dropout seeds for each micro-batch, and a resumed run those that it would have
-            # drawn: masks are told apart by the rows of the global batch.
-            if dropout_seed is not None:
-                torch.manual_seed(dropout_seed)
-            with (
-                nullcontext() if is_last else deferred_reduction(self.model),
-                micro_batch_of(self.model, len(tokens), done),
-            ):
-                loss = self.model(inputs, wanted, num_targets=num_targets)
-                loss.backward()
-            total += loss.detach()
-            done += len(inputs)
-        grad_norm = gradient_norm(self.model.parameters(), self.grid)
-        self.optimizer.step(lr, None if options.clip is None else clip_scale(grad_norm, options.clip))
-        return total, grad_norm
-
-    def close(self) -> None:
-        """Let go of what would outlive the process group."""
-        if self._captured is not None:
-            self._captured.close()
-
-    def save(self, step: int) -> None:
-        """Write the checkpoint of `step`."""
-        save_checkpoint(
-            self.config.out,
-            step,
-            self.model,
-            self.optimizer,
-            model_config=self.model_config,
-            run=self.config.model_dump(mode="json"),
-            data=self.data_description(),
-            keep=self.config.train.keep_checkpoints,
-        )
-
-    def data_description(self) -> dict[str, Any]:
-        """What a resumed run must share to see the same sequences in the same order."""
-        options = self.config.train
-        return {
-            "fingerprint": self.dataset.fingerprint,
-            "seed": options.seed,
-            "batch": options.batch,
-            "seq_len": options.seq_len,
-        }
-
-    def summary(self, recorder: StepRecorder) -> dict[str, Any]:
-        """The run in a few numbers, for `summary.json`."""
-        assert recorder.last is not None
-        device = self.grid.device
-        return {
-            "steps": recorder.last.step,
-            "loss": recorder.last.loss,
-            "seconds": recorder.seconds(),
-            "tokens_per_second": recorder.tokens_per_second(),
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "ranks": self.grid.size("world"),
-            "grid": dict(self.grid.sizes),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        }
-
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows of the step's batch, on the device: tokens and targets, int64 [rows, seq_len]."""
-        rows = rank_rows(self.config.train.batch, self.grid.coordinate("batch"), self.grid.size("batch"))
-        sequences = np.stack([self.dataset[index] for index in self.sampler.indices(step - 1)[rows]])
-        batch = torch.from_numpy(sequences)
-        if self.grid.device.type == "cuda":
-            batch = batch.pin_memory().to(self.grid.device, non_blocking=True)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+def _summary(run: Run, recorder: StepRecorder) -> dict[str, Any]:
+    """The run in a few numbers, for `summary.json`."""
+    assert recorder.last is not None
+    device = run.grid.device
+    return {
+        "steps": recorder.last.step,
+        "loss": recorder.last.loss,
+        **recorder.last.evaluation,
+        "seconds": recorder.seconds(),
+        f"{run.config.unit}_per_second": recorder.rate(),
+        "parameters": run.parameters(),
+        "ranks": run.grid.size("world"),
+        "grid": dict(run.grid.sizes),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
 
 
 def _train_steps(
-    run: _Run, start: int, stop: StopRequest, recorder: StepRecorder, reporter: Reporter, tracer: StepTracer
+    run: Run, start: int, stop: StopRequest, recorder: StepRecorder, reporter: Reporter, tracer: StepTracer
 ) -> dict[str, int]:
     """All steps after `start`, with checkpoints. Returns the bytes that a rank sends a step, by axis."""
     options = run.config.train
@@ -278,7 +152,7 @@ def _train_steps(
             loss, grad_norm = run.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(AXES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm)
+        recorder.add(step, lr, loss, grad_norm, run.evaluation(step))
         tracer.end(step)
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
@@ -293,7 +167,7 @@ def _train_steps(
     return bytes_sent
 
 
-def _last_checkpoint(config: TrainConfig) -> str:
+def _last_checkpoint(config: JobConfig) -> str:
     newest = newest_checkpoint(config.out)
     return "no checkpoint had been written" if newest is None else f"the last checkpoint is {newest}"
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.train.data.hashing import mix
+
 # Pairs of Feistel rounds. Four rounds make a strong pseudorandom permutation of a large domain (Luby and
 # Rackoff, 1988); until all orders of five or six sequences are equally likely, it takes about sixteen.
 # Changing this changes the order of data in every run.
@@ -40,7 +42,7 @@ class Sampler:
             raise ValueError(f"step={step} must be at least 0 and below {((1 << 63) - self.batch) // self.batch}")
         positions = np.arange(first, first + self.batch, dtype=np.uint64)
         epoch, offset = np.divmod(positions, np.uint64(self.dataset_length))
-        key = _mix(_mix(np.full(self.batch, self.seed, dtype=np.uint64)) ^ epoch)
+        key = mix(mix(np.full(self.batch, self.seed, dtype=np.uint64)) ^ epoch)
         # A Feistel permutation of slightly more than dataset_length values; from a value that is too large it
         # is walked on along its cycle, which ends inside, because it began inside.
         indices = self._permute(offset, key)
@@ -59,10 +61,10 @@ class Sampler:
         columns = -(-self.dataset_length // rows)
         column, row = np.divmod(values, np.uint64(rows))
         for _ in range(ROUND_PAIRS):
-            key = _mix(key)
-            row = (row + _mix(column ^ key) % np.uint64(rows)) % np.uint64(rows)
-            key = _mix(key)
-            column = (column + _mix(row ^ key) % np.uint64(columns)) % np.uint64(columns)
+            key = mix(key)
+            row = (row + mix(column ^ key) % np.uint64(rows)) % np.uint64(rows)
+            key = mix(key)
+            column = (column + mix(row ^ key) % np.uint64(columns)) % np.uint64(columns)
         return column * np.uint64(rows) + row
 
 
@@ -79,14 +81,3 @@ def rank_rows(batch: int, coordinate: int, parts: int) -> slice:
         raise ValueError(f"batch={batch} is not divisible by data * z = {parts}: {nearest}")
     rows = batch // parts
     return slice(coordinate * rows, (coordinate + 1) * rows)
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words in which every bit depends on every bit: one step of SplitMix64.
-
-    Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014, with David Stafford's Mix13.
-    """
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

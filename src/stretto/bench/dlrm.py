@@ -1,0 +1,210 @@
+"""A training step of a DLRM with its look-up and exchange fused, and with PyTorch's functions, interleaved in one job.
+
+Same model, same batches, same optimizers; only `implementation` differs. "library" is what paper 002 compares with:
+nn.functional.embedding_bag a table, all_to_all_single, and cat, with row-wise Adagrad on the sparse gradients; "kernel"
+updates the tables in the fused backward pass.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.bench.harness import (
+    Column,
+    empty_memory,
+    peak_memory_gib,
+    print_table,
+    run_ranks,
+    time_steps,
+    write_result,
+)
+from stretto.bench.plots import plot_dlrm
+from stretto.models import DLRM, DLRMConfig
+from stretto.parallel import Grid, ShardedTables, distribute_tables
+from stretto.parallel.pooled_exchange import Implementation
+from stretto.train.data import rank_rows
+from stretto.train.data.clicks import SyntheticClicks
+from stretto.train.table_optimizer import TableOptimizer
+
+COLUMNS = (
+    Column("name", "look-up and exchange"),
+    Column("step_milliseconds", "step (ms)", "{:.2f}"),
+    Column("samples_per_second", "samples/s", "{:,.0f}"),
+    Column("less_time", "less time than library", "{:.1%}"),
+    Column("forward_milliseconds", "look-up and exchange (ms)", "{:.2f}"),
+    Column("indices_milliseconds", "indices' exchange (ms)", "{:.2f}"),
+    Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
+    Column("loss", "loss", "{:.6f}"),
+    Column("last_loss", "last loss", "{:.6f}"),
+    Column("error", "error"),
+)
+FAILURES = (ValueError, RuntimeError, AssertionError, NotImplementedError)
+BATCHES = 4  # in turn: one alone would stay in the caches
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how it is timed. `batch` is the global one."""
+
+    model: DLRMConfig
+    batch: int
+    implementations: tuple[Implementation, ...] = ("library", "kernel")
+    is_jagged: bool = False
+    warm_up: int = 3
+    repeats: int = 10
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        known = get_args(Implementation)
+        for name in self.implementations:
+            if name not in known or name == "auto":
+                raise ValueError(f"there is no implementation {name!r} to measure: there are library and kernel")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    dense: Tensor
+    indices: Tensor
+    offsets: Tensor  # on the CPU
+    labels: Tensor
+
+
+def bench_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]]:
+    """Measure, print the table, and write dlrm.json and dlrm.png to `out`; the JSON after every run of every round."""
+    if setting.batch % ranks:
+        raise ValueError(f"a batch of {setting.batch} cannot be cut into {ranks} parts")
+    rows = run_ranks(ranks, measure_dlrm, setting, ranks, out)
+    tables = setting.model.tables
+    print_table(f"DLRM of {tables} tables, global batch {setting.batch}, {ranks} ranks", _columns(rows), rows)
+    plot_dlrm(_write(setting, ranks, out, rows), out / "dlrm.png")
+    return rows
+
+
+def measure_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]]:
+    """What each rank of the job does; returns a row an implementation."""
+    grid = Grid(data=ranks)
+    batches = _make_batches(setting, grid)
+    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in setting.implementations}
+    for _ in range(setting.rounds):
+        for name in setting.implementations:
+            row = rows[name]
+            if "error" not in row:
+                try:
+                    _measure_once(row, name, setting, grid, batches)
+                except FAILURES as error:
+                    rows[name] = {"name": name, "error": str(error).strip().splitlines()[0][:160]}
+            _compare(rows)
+            if grid.coordinate("world") == 0:
+                print(_said(rows[name]), flush=True)
+                _write(setting, ranks, out, list(rows.values()))
+    return list(rows.values())
+
+
+def _measure_once(
+    row: dict[str, Any], name: Implementation, setting: Setting, grid: Grid, batches: list[_Batch]
+) -> None:
+    """One round of one implementation: the model is built, timed and dropped."""
+    empty_memory()
+    step, tables = _build(name, setting, grid, batches)
+    losses = [step()]
+    seconds = time_steps(lambda: losses.append(step()), warm_up=setting.warm_up, repeats=setting.repeats)
+    row.setdefault("seconds", []).append(seconds)
+    times = {"warm_up": setting.warm_up, "repeats": setting.repeats}
+    with torch.no_grad():
+        exchange = time_steps(lambda: tables.exchange(batches[0].indices, batches[0].offsets), **times)
+        lookups = tables.exchange(batches[0].indices, batches[0].offsets)
+        forward = time_steps(lambda: tables.pool(lookups), **times)
+    if seconds == min(row["seconds"]):
+        row |= {
+            "step_milliseconds": seconds * 1e3,
+            "samples_per_second": setting.batch / seconds,
+            "forward_milliseconds": forward * 1e3,
+            "indices_milliseconds": exchange * 1e3,
+            "peak_memory_gib": peak_memory_gib(grid.device),
+            "loss": _sum_over_ranks(losses[0]),
+            "last_loss": _sum_over_ranks(losses[-1]),
+        }
+
+
+def _build(
+    name: Implementation, setting: Setting, grid: Grid, batches: list[_Batch]
+) -> tuple[Callable[[], Tensor], ShardedTables]:
+    """A training step, which returns this rank's part of the loss, and the tables in it."""
+    config = setting.model
+    with torch.device("meta"):
+        model = DLRM(config)
+    distribute_tables(model, grid, pooling=config.pooling, implementation=name)
+    assert isinstance(model.tables, ShardedTables)
+    mlps = nn.ModuleList([model.bottom, model.top])
+    fused = grid.device.type == "cuda"
+    optimizer = torch.optim.AdamW(mlps.parameters(), lr=1e-3, fused=fused)
+    table_optimizer = TableOptimizer(model.tables, "rowwise-adagrad", eps=1e-8, device=grid.device)
+    table_optimizer.set_lr(0.02)
+    turn = 0
+
+    def step() -> Tensor:
+        nonlocal turn
+        batch = batches[turn % len(batches)]
+        turn += 1
+        loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=setting.batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        table_optimizer.step()
+        return loss.detach()
+
+    return step, model.tables
+
+
+def _make_batches(setting: Setting, grid: Grid) -> list[_Batch]:
+    """This rank's parts of a few global batches, on its device."""
+    config = setting.model
+    clicks = SyntheticClicks(
+        BATCHES * setting.batch,
+        config.rows,
+        config.pooling,
+        dense=config.dense,
+        seed=0,
+        is_jagged=setting.is_jagged,
+    )
+    rows = rank_rows(setting.batch, grid.coordinate("data"), grid.size("data"))
+    batches = []
+    for number in range(BATCHES):
+        read = clicks.read(number * setting.batch + np.arange(rows.start, rows.stop))
+        dense, indices, labels = (
+            torch.from_numpy(array).to(grid.device) for array in (read.dense, read.indices, read.labels)
+        )
+        batches.append(_Batch(dense, indices, torch.from_numpy(read.offsets), labels))
+    return batches
+
+
+def _compare(rows: Mapping[str, dict[str, Any]]) -> None:
+    """How much less time each takes than the library, in its best round."""
+    library = rows.get("library", {}).get("step_milliseconds")
+    for row in rows.values():
+        if library is not None and "step_milliseconds" in row and row["name"] != "library":
+            row["less_time"] = 1 - row["step_milliseconds"] / library
+
+
+def _columns(rows: list[dict[str, Any]]) -> tuple[Column, ...]:
+    return COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
+
+
+def _write(setting: Setting, ranks: int, out: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_result(out, "dlrm", _columns(rows), rows, ranks=ranks, setting=asdict(setting))
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    return f"{row['name']}: " + (row["error"] if "error" in row else f"{row['seconds'][-1] * 1e3:,.2f} ms a step")
+
+
+def _sum_over_ranks(loss: Tensor) -> float:
+    total = loss.double()
+    dist.all_reduce(total)
+    return float(total)

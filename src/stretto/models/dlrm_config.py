@@ -1,0 +1,105 @@
+"""The shapes of DLRMs, MLPerf's among them. Imports no torch: configurations are read without it."""
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DLRMConfig:
+    """The shape of a DLRM: a sample has `dense` numbers, and for each table a bag of row numbers.
+
+    `rows` are the tables' lengths, `dim` is the length of every table's vectors, and `pooling` how many rows a bag has
+    on average, by table (one number stands for all): it sizes the data, and balances tables over ranks. `bottom` and
+    `top` are the widths of the MLPs' layers; the bottom one ends with `dim`, the top one with 1, the logit.
+    Raises ValueError when the numbers do not fit together.
+    """
+
+    rows: tuple[int, ...]
+    dim: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    pooling: tuple[int, ...] = (1,)
+    dense: int = 13
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "bottom", "top", "pooling"):
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
+            if not values:
+                raise ValueError(f"model.{name} is empty, but must have at least one number")
+            for place, value in enumerate(values):
+                if value < 1:
+                    raise ValueError(f"model.{name}[{place}] is {value}, but must be at least 1")
+        for name in ("dim", "dense"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
+        if len(self.pooling) == 1:
+            object.__setattr__(self, "pooling", self.pooling * len(self.rows))
+        if len(self.pooling) != len(self.rows):
+            raise ValueError(
+                f"model.pooling has {len(self.pooling)} numbers, but model.rows has {len(self.rows)}: "
+                "give one for each table, or one for all"
+            )
+        for name, wanted in (("bottom", self.dim), ("top", 1)):
+            if (last := getattr(self, name)[-1]) != wanted:
+                reason = "the width of a table's vectors, model.dim" if name == "bottom" else "the logit"
+                raise ValueError(f"model.{name} ends with {last}, but must end with {wanted}, {reason}")
+
+    @property
+    def tables(self) -> int:
+        return len(self.rows)
+
+    @property
+    def interactions(self) -> int:
+        """How many pairs of vectors are multiplied: each table's and the dense features' with each other."""
+        return self.tables * (self.tables + 1) // 2
+
+    def capped(self, max_rows: int) -> "DLRMConfig":
+        """The same with tables of at most `max_rows` rows, to fit where the whole does not."""
+        if max_rows < 1:
+            raise ValueError(f"model.max_rows is {max_rows}, but must be at least 1")
+        return replace(self, rows=tuple(min(rows, max_rows) for rows in self.rows))
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "DLRMConfig":
+        """A named size: small, kaggle, mlperf-v2 or paper; `overrides` replace single fields."""
+        if name not in DLRM_PRESETS:
+            near = get_close_matches(name, DLRM_PRESETS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"no DLRM is named {name!r}; did you mean {near!r}? Known: {', '.join(DLRM_PRESETS)}")
+        known = {field.name for field in fields(cls)}
+        for option in overrides:
+            if option not in known:
+                near = get_close_matches(option, known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"a DLRM has no option {option!r}; did you mean {near!r}?")
+        return replace(DLRM_PRESETS[name], **overrides)
+
+
+# MLPerf's DLRM-v2: rows of the tables of Criteo's 1 TB click logs (40 million at most), and the sizes of its bags.
+MLPERF_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
+    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+MLPERF_POOLING = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+# The Kaggle challenge's distinct categories, as the published DLRM counts them.
+KAGGLE_ROWS = (
+    1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194, 27, 14_992, 5_461_306,
+    10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+)  # fmt: skip
+
+DLRM_PRESETS: dict[str, DLRMConfig] = {
+    "small": DLRMConfig(
+        rows=(1000, 20, 500, 3, 200, 100, 1000, 50),
+        dim=16,
+        bottom=(64, 16),
+        top=(64, 32, 1),
+        pooling=(3, 1, 7, 1, 12, 2, 5, 1),
+    ),
+    "kaggle": DLRMConfig(rows=KAGGLE_ROWS, dim=16, bottom=(512, 256, 64, 16), top=(512, 256, 1)),
+    # With a dot interaction, as in MLPerf's first DLRM, where v2 has a DCN of low rank.
+    "mlperf-v2": DLRMConfig(
+        rows=MLPERF_ROWS, dim=128, bottom=(512, 256, 128), top=(1024, 1024, 512, 256, 1), pooling=MLPERF_POOLING
+    ),
+    # Paper 002, section 4.1 and table 2: vectors of 256, and 70 of them in a bag. It says nothing of rows.
+    "paper": DLRMConfig(rows=(1_000_000,) * 64, dim=256, bottom=(512, 256), top=(512, 256, 1), pooling=(70,)),
+}

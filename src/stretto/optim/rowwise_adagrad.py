@@ -1,0 +1,59 @@
+"""Row-wise Adagrad: for embedding tables, with one number of state a row (Mudigere et al., 2022, as FBGEMM has it)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad whose sum of squares is a row's: the mean over its numbers, added up over the steps.
+
+        sum[row] += mean(grad[row]^2);   weight[row] -= lr * grad[row] / (sqrt(sum[row]) + eps)
+
+    For parameters [rows, dim] with sparse gradients, of which only the rows that were looked up are touched, or dense
+    ones. `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], lr: float = 1e-2, *, eps: float = 1e-8
+    ) -> None:
+        if lr < 0 or eps < 0:
+            raise ValueError(f"lr is {lr} and eps is {eps}, but both must be at least 0")
+        super().__init__(params, {"lr": lr, "eps": eps})
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.dim() != 2:
+                raise ValueError(f"a parameter has shape {list(parameter.shape)}, but must be a table, [rows, dim]")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the tables by their gradients. Returns what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"], group["eps"])
+        return loss
+
+    def _update(self, table: Tensor, gradient: Tensor, lr: float | Tensor, eps: float) -> None:
+        sums = self.sums(table)
+        if not gradient.is_sparse:
+            sums += gradient.square().mean(dim=1)
+            table -= lr * gradient / (sums.sqrt() + eps).unsqueeze(1)
+            return
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        seen = sums.index_select(0, rows) + values.square().mean(dim=1)
+        sums.index_copy_(0, rows, seen)
+        table.index_add_(0, rows, values * (-lr / (seen.sqrt() + eps)).unsqueeze(1))
+
+    def sums(self, table: Tensor) -> Tensor:
+        """A table's state, [rows]; made when it is asked for first."""
+        state = self.state[table]
+        if "sum" not in state:
+            state["sum"] = table.new_zeros(len(table))
+        return state["sum"]

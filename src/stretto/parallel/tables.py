@@ -1,0 +1,167 @@
+"""A model with embedding tables on several ranks: whole tables here and there, everything else on every rank."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.parallel.grid import Grid
+from stretto.parallel.index_exchange import exchange_indices
+from stretto.parallel.meta import MetaInitializer
+from stretto.parallel.pooled_exchange import (
+    FusedUpdate,
+    Implementation,
+    Lookups,
+    choose_operators,
+    pool_and_exchange,
+)
+from stretto.parallel.replicated import ReplicatedGradients
+from stretto.parallel.table_placement import TablePlacement, TableSize, place_tables
+
+
+class ShardedTables(nn.ModuleDict):
+    """This rank's tables of a model, under their numbers, so that parameters keep their names.
+
+    `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
+    [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward.
+    `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
+    `fuse_update` has its backward pass update the tables.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, nn.EmbeddingBag],
+        placement: TablePlacement,
+        group: dist.ProcessGroup,
+        implementation: Implementation,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__({str(number): table for number, table in tables.items()})
+        self.placement, self.group, self.dtype = placement, group, dtype
+        self._operators = choose_operators(implementation, dtype, device, {table.dim for table in placement.tables})
+        self.fused_update: FusedUpdate | None = None
+        # What is the same on all ranks, and another for other tables.
+        self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
+        self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
+        needs_host = device.type == "cuda" and group.size() > 1
+        self._host_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if needs_host else None
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        return self.pool(self.exchange(indices, offsets))
+
+    def exchange(self, indices: Tensor, offsets: Tensor) -> Lookups:
+        """All samples' bags for this rank's tables, from this rank's samples' for all tables."""
+        return exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+
+    def pool(self, lookups: Lookups) -> Tensor:
+        """This rank's samples' vectors from all tables."""
+        weights = [table.get_parameter("weight") for table in self.values()]
+        return pool_and_exchange(
+            lookups,
+            weights,
+            self.dims,
+            self.group,
+            dtype=self.dtype,
+            operators=self._operators,
+            name=self.name,
+            update=self.fused_update,
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the operator of stretto.ops runs."""
+        return self._operators is not None
+
+    def fuse_update(self, update: FusedUpdate) -> None:
+        """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
+        if not self.is_fused:
+            raise ValueError("only the fused operator updates tables: implementation must be 'kernel'")
+        self.fused_update = update
+        self.requires_grad_(False)
+
+
+def distribute_tables(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    placement: TablePlacement | None = None,
+    pooling: Sequence[float] | None = None,
+    implementation: Implementation = "auto",
+    seed: int = 0,
+) -> TablePlacement:
+    """Spread the embedding tables of a model over all ranks, in place, and replicate the rest. Returns who has which.
+
+    model: on the meta device, as `stretto.models.DLRM`; with `tables`, an nn.ModuleList of nn.EmbeddingBag, and
+    `reorder(order)`, which is told in which order their vectors will stand. Each module is initialized from `seed` and
+    its name, alike on every grid; a rank allocates its own tables only. grid: of `data` ranks alone. placement: by
+    default `place_tables` for `pooling`, how many rows a bag has on average, by table.
+
+    A rank then feeds its own samples, and divides their summed loss by the global batch: gradients are final when
+    `backward()` returns. Tables have sparse ones, each on its owner; those of all others are summed over the ranks.
+
+    Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
+    """
+    tables = _check_model(model)
+    ranks = grid.size("data")
+    if grid.size("world") != ranks:
+        raise ValueError(f"{grid} has other axes than data, but tables are spread over data alone: Grid(data=...)")
+    if pooling is not None and len(pooling) != len(tables):
+        raise ValueError(f"pooling has {len(pooling)} numbers, but there are {len(tables)} tables: give one for each")
+    sizes = tuple(
+        TableSize(table.num_embeddings, table.embedding_dim, rate)
+        for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
+    )
+    placement = placement or place_tables(sizes, ranks)
+    if len(placement.owned) != ranks or sorted(placement.order) != list(range(len(tables))):
+        raise ValueError(
+            f"the placement puts tables {sorted(placement.order)} on {len(placement.owned)} ranks, but there are "
+            f"{len(tables)} tables and {ranks} ranks"
+        )
+    dtype = tables[0].weight.dtype
+    choose_operators(implementation, dtype, grid.device, {size.dim for size in sizes})  # before anything is allocated
+
+    initializer = MetaInitializer(model, grid.device, seed)
+    mine = placement.owned[grid.coordinate("data")]
+    for name, module in model.named_modules():
+        owner, _, number = name.partition(".")
+        if owner != "tables" or (number and int(number) in mine):
+            _materialize(module, initializer.real(name, module))
+    sharded = ShardedTables(
+        {table: tables[table] for table in mine}, placement, grid.group("data"), implementation, grid.device, dtype
+    )
+    model.tables = sharded
+    model.reorder(placement.order)  # type: ignore[operator]
+    # The last MLP's gradients are there first: one bucket a module, each on its way while the next is computed.
+    replicated = [list(child.parameters()) for name, child in model.named_children() if name != "tables"]
+    model.replicated_gradients = ReplicatedGradients(  # type: ignore[assignment]
+        [bucket for bucket in replicated if bucket], grid.group("data")
+    )
+    return placement
+
+
+def _check_model(model: nn.Module) -> list[nn.EmbeddingBag]:
+    tables = getattr(model, "tables", None)
+    if not isinstance(tables, nn.ModuleList) or not callable(getattr(model, "reorder", None)):
+        raise ValueError(
+            f"{type(model).__name__} has no `tables`, an nn.ModuleList of nn.EmbeddingBag, and `reorder`, as "
+            "stretto.models.DLRM has"
+        )
+    bags = [table for table in tables if isinstance(table, nn.EmbeddingBag)]
+    if len(bags) != len(tables) or any(bag.mode != "sum" or not bag.include_last_offset for bag in bags):
+        raise ValueError("tables must be nn.EmbeddingBag with mode='sum' and include_last_offset=True")
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("build the model under torch.device('meta'): each rank then allocates its own tables only")
+    return bags
+
+
+def _materialize(module: nn.Module, real: Any) -> None:
+    if real is module:
+        return
+    for name in module._parameters:
+        module._parameters[name] = getattr(real, name)
+    for name in module._buffers:
+        module._buffers[name] = getattr(real, name)

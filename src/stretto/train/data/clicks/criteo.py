@@ -1,0 +1,202 @@
+"""Criteo's click logs: lines of text with a label, 13 whole numbers and 26 categories, tabs between them.
+
+Text is parsed once, into records of one size that the cache keeps: a shuffle then reads any of them at once.
+"""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.train.data.cache import cached_file
+from stretto.train.data.clicks.bags import make_bags
+from stretto.train.data.clicks.batch import ClickBatch
+from stretto.train.data.files import file_size, find_files, reading
+from stretto.train.data.hashing import key_of, mix
+
+NUMBERS, CATEGORIES = 13, 26
+COLUMNS = 1 + NUMBERS + CATEGORIES
+ABSENT = np.iinfo(np.int32).min  # stands for a number that a line does not have
+RECORD = np.dtype([("label", "u1"), ("numbers", "<i4", NUMBERS), ("categories", "<u4", CATEGORIES), ("absent", "<u4")])
+VERSION = 1  # of RECORD and of what is written into it
+PIECE_BYTES = 1 << 22
+GZIP = b"\x1f\x8b"
+TAB, NEWLINE, RETURN, MINUS = b"\t\n\r-"
+
+_NO_DIGIT = 255
+_HEX = np.full(256, _NO_DIGIT, dtype=np.uint8)
+for _digit in range(16):
+    _HEX[list(f"{_digit:x}{_digit:X}".encode())] = _digit
+_DECIMAL = np.where(_HEX < 10, _HEX, _NO_DIGIT).astype(np.uint8)
+
+
+class CriteoClicks:
+    """The lines of text files, gzip's too, as samples for tables of so many `rows` and bags of so many (`pooling`).
+
+    A number becomes log(1 + x), a negative or absent one 0. A category is hashed into its table; row 0 is for those
+    that are absent. Where pooling is above 1, other rows follow from the category as in MLPerf's DLRM-v2. Raises
+    ValueError, with file and line, for what is no such file.
+    """
+
+    def __init__(self, path: str | list[str], rows: Sequence[int], pooling: Sequence[int]) -> None:
+        if len(rows) != CATEGORIES:
+            raise ValueError(f"Criteo's lines have {CATEGORIES} categories, but model.rows has {len(rows)} tables")
+        self._rows, self._pooling = tuple(rows), tuple(pooling)
+        _, files = find_files([path] if isinstance(path, str) else path, "text")
+        records = cached_file(f"clicks/{_key_of(files)}.records", lambda file: _write_records(files, file))
+        self._records = np.memmap(records, dtype=RECORD, mode="r")
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the samples, in hexadecimal, from their number, a bounded sample of them, and the tables."""
+        sample = self._records[np.linspace(0, len(self) - 1, num=min(len(self), 1000), dtype=np.int64)]
+        digest = hashlib.blake2b(repr((len(self), self._rows, self._pooling)).encode(), digest_size=16)
+        digest.update(sample.tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, samples: NDArray[np.int64]) -> ClickBatch:
+        """These samples, each a number of [0, len)."""
+        records = self._records[samples]
+        dense = np.log1p(np.maximum(records["numbers"], 0).astype(np.float32))
+        first = np.empty((CATEGORIES, len(samples)), dtype=np.int64)
+        for table, rows in enumerate(self._rows):
+            is_absent = (records["absent"] >> np.uint32(table)) & np.uint32(1)
+            # Another hash for each table: what collides in one does not in another of the same size.
+            hashed = mix(records["categories"][:, table].astype(np.uint64) ^ key_of(table))
+            first[table] = np.where(is_absent, 0, 1 + hashed % np.uint64(rows - 1)) if rows > 1 else 0
+        indices, offsets = make_bags(first, self._rows, self._pooling)
+        return ClickBatch(dense, records["label"].astype(np.float32), indices, offsets)
+
+
+def _key_of(files: Sequence[Path]) -> str:
+    """Names the records of these files: others, should one of them change."""
+    digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
+    for file in files:
+        with reading(file):
+            status = file.stat()
+        digest.update(f"\0{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _write_records(files: Sequence[Path], output: BinaryIO) -> None:
+    for file in files:
+        file_size(file)  # refuses an empty one
+        line = 1
+        for piece in _pieces(file):
+            records = parse_lines(piece, file, line)
+            output.write(records.tobytes())
+            line += len(records)
+        if line == 1:
+            raise ValueError(f"{file}: holds no line")
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The file's whole lines, about PIECE_BYTES at once; what gzip has packed is unpacked."""
+    with reading(path), path.open("rb") as file:
+        is_packed = file.read(len(GZIP)) == GZIP
+        file.seek(0)
+        text = gzip.GzipFile(fileobj=file) if is_packed else file
+        lines, rest = 0, b""
+        try:
+            while len(rest) <= PIECE_BYTES and (piece := text.read(PIECE_BYTES)):
+                cut = piece.rfind(b"\n") + 1
+                if cut:
+                    yield rest + piece[:cut]
+                    lines += 1 + piece.count(b"\n", 0, cut - 1)
+                    rest = b""
+                rest += piece[cut:]
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: is cut short or damaged after line {lines}: {error}") from error
+        if rest:  # the last line; or one so long that it is none, as the parser will say
+            yield rest + b"\n"
+
+
+def parse_lines(text: bytes, path: Path, line: int = 1) -> NDArray[np.void]:
+    """Whole lines as records. `path` and the first line's number are for messages.
+
+    Raises ValueError for the first line that is no sample: another number of columns, a label that is neither 0 nor 1,
+    a number that is none or needs more than 32 bits, a category that is no hexadecimal number of 32 bits.
+    """
+    data = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(data == NEWLINE)
+    separators = np.flatnonzero((data == TAB) | (data == NEWLINE))
+    columns = np.diff(np.searchsorted(separators, ends), prepend=-1)
+    if (wrong := np.flatnonzero(columns != COLUMNS)).size:
+        # What stands before it is looked at first, so that the first bad line is named.
+        parse_lines(text[: ends[wrong[0] - 1] + 1] if wrong[0] else b"", path, line)
+        found = int(columns[wrong[0]])
+        hint = ": a file without labels cannot be trained on" if found == COLUMNS - 1 else ""
+        raise ValueError(
+            f"{path}: line {line + wrong[0]} has {found} column{'s' * (found != 1)}, but must have {COLUMNS}: "
+            f"a label, {NUMBERS} numbers and {CATEGORIES} categories with tabs between them{hint}"
+        )
+    stops = separators.reshape(-1, COLUMNS).copy()
+    starts = np.concatenate(([0], separators[:-1] + 1))[: separators.size].reshape(-1, COLUMNS)
+    if stops.size:
+        last = stops[:, -1]
+        stops[:, -1] -= (data[np.maximum(last - 1, 0)] == RETURN) & (last > starts[:, -1])
+    records = np.zeros(len(stops), dtype=RECORD)
+    faults = np.zeros(stops.shape, dtype=bool)
+    lengths = stops - starts
+    labels = data[starts[:, 0]] if stops.size else np.empty(0, np.uint8)
+    faults[:, 0] = (lengths[:, 0] != 1) | ((labels != ord("0")) & (labels != ord("1")))
+    records["label"] = labels == ord("1")
+    some = slice(1, 1 + NUMBERS)
+    records["numbers"], faults[:, some] = _parse_numbers(data, starts[:, some], stops[:, some])
+    some = slice(1 + NUMBERS, COLUMNS)
+    values, faults[:, some] = _parse_digits(data, starts[:, some], stops[:, some], _HEX, 16, 8)
+    records["categories"] = values
+    is_absent = (lengths[:, some] == 0).astype(np.uint32)
+    records["absent"] = (is_absent << np.arange(CATEGORIES, dtype=np.uint32)).sum(axis=1)
+    if faults.any():
+        row, column = np.argwhere(faults)[0]
+        value = text[starts[row, column] : stops[row, column]][:40].decode(errors="backslashreplace")
+        raise ValueError(f"{path}: line {line + row}: {_rule(column)}, but is {value!r}")
+    return records
+
+
+def _rule(column: int) -> str:
+    if column == 0:
+        return "the label must be 0 or 1"
+    if column <= NUMBERS:
+        return f"number {column} of {NUMBERS} must be a whole number of 32 bits, or empty"
+    return f"category {column - NUMBERS} of {CATEGORIES} must be a hexadecimal number of 32 bits, or empty"
+
+
+def _parse_numbers(
+    data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Decimal numbers, ABSENT for empty fields, and where there is something else."""
+    is_negative = (stops > starts) & (data[np.minimum(starts, len(data) - 1)] == MINUS)
+    values, faults = _parse_digits(data, starts + is_negative, stops, _DECIMAL, 10, 10)
+    faults |= (is_negative & (stops == starts + 1)) | (values > np.iinfo(np.int32).max)
+    values = np.where(is_negative, -values, values)
+    return np.where(starts == stops, ABSENT, values), faults
+
+
+def _parse_digits(
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    digits: NDArray[np.uint8],
+    base: int,
+    most: int,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Numbers of at most so many digits, 0 for empty fields, and where there is something else."""
+    lengths = stops - starts
+    faults = lengths > most
+    values = np.zeros(starts.shape, dtype=np.int64)
+    for place in range(min(most, int(lengths.max(initial=0)))):
+        is_there = lengths > place
+        found = digits[data[np.where(is_there, stops - 1 - place, 0)]]
+        faults |= is_there & (found == _NO_DIGIT)
+        values += np.where(is_there & (found != _NO_DIGIT), found.astype(np.int64) * base**place, 0)
+    return values, faults

@@ -1,0 +1,68 @@
+"""A DLRM trained on GPUs has the losses of the same run on the CPU, by the operator and by PyTorch's functions."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.parallel import Grid
+from stretto.parallel.pooled_exchange import _find_operators
+from stretto.train.config import DLRMTrainConfig, make_config
+from stretto.train.trainer import train
+from tests.gpu.watched import run_watched
+
+RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+IMPLEMENTATIONS = ("library", "kernel") if _find_operators() is not None else ("library",)
+
+
+def configure(out: Path, device: str, *overrides: str) -> DLRMTrainConfig:
+    values = {
+        "out": str(out),
+        "device": device,
+        "model": {"kind": "dlrm", "name": "small"},
+        "data": {"format": "synthetic", "samples": 4000, "evaluation_samples": 500, "jagged": True},
+        "train": {"steps": 8, "batch": 64, "lr": 3e-3, "table_lr": 0.1, "checkpoint_every": 2, "keep_checkpoints": 9},
+    }
+    config = make_config(values, list(overrides))
+    assert isinstance(config, DLRMTrainConfig)
+    return config
+
+
+def train_on_gpus(folder: Path) -> None:
+    Grid(data=RANKS, device="cuda")  # one process group for all runs
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name in IMPLEMENTATIONS:
+        checkpoint = folder / "cpu" / "checkpoints" / "step-00000002"
+        options = [f"ranks={RANKS}", f"train.implementation={name}", f"train.resume={checkpoint}"]
+        train(configure(folder / name, "cuda", *options), display="none")
+        train(configure(folder / f"{name} again", "cuda", *options), display="none")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if RANKS == 0:
+        pytest.fail("these tests need a GPU: run `make test` on a machine without one")
+    folder = tmp_path_factory.mktemp("dlrm")
+    train(configure(folder / "cpu", "cpu"), display="none")
+    run_watched(RANKS, train_on_gpus, folder)
+    return folder
+
+
+def metrics_of(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_losses_and_auc_are_those_of_the_cpu(folder: Path, name: str) -> None:
+    ours, expected = metrics_of(folder / name), metrics_of(folder / "cpu")[2:]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in expected], abs=1e-4)
+    assert ours[-1]["auc"] == pytest.approx(expected[-1]["auc"], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_the_same_run_has_the_same_bits(folder: Path, name: str) -> None:
+    once, again = metrics_of(folder / name), metrics_of(folder / f"{name} again")
+    assert [line["loss"] for line in once] == [line["loss"] for line in again]

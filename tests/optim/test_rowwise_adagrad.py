@@ -1,0 +1,54 @@
+"""Row-wise Adagrad: rows by the formula, sparse and dense alike."""
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.optim import RowWiseAdagrad
+
+LR, EPS = 0.1, 1e-3
+
+
+def by_formula(weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Row by row."""
+    weight, sums = weight.clone(), [0.0] * len(weight)
+    for gradient in gradients:
+        for row in range(len(weight)):
+            sums[row] += float((gradient[row] ** 2).sum()) / gradient.shape[1]
+            weight[row] -= LR * gradient[row] / (sums[row] ** 0.5 + EPS)
+    return weight
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_rows_are_updated_by_the_formula(is_sparse: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    table, gradients = nn.Parameter(start.clone()), []
+    optimizer = RowWiseAdagrad([table], lr=LR, eps=EPS)
+    for _ in range(3):
+        rows = torch.tensor([1, 4, 1])  # a row twice: added up before it is squared
+        values = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        gradient = torch.sparse_coo_tensor(rows[None], values, (5, 3), check_invariants=True)
+        gradients.append(gradient.to_dense())
+        table.grad = gradient if is_sparse else gradient.to_dense()
+        optimizer.step()
+    torch.testing.assert_close(table.detach(), by_formula(start, gradients))
+    assert torch.equal(table.detach()[[0, 2, 3]], start[[0, 2, 3]])
+    assert optimizer.sums(table).shape == (5,)
+
+
+def test_a_batch_that_looks_nothing_up_changes_nothing() -> None:
+    table = nn.Parameter(torch.ones(4, 2))
+    optimizer = RowWiseAdagrad([table])
+    table.grad = torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (4, 2), check_invariants=True
+    )
+    optimizer.step()
+    assert torch.equal(table.detach(), torch.ones(4, 2))
+
+
+def test_what_is_no_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \[3\], but must be a table"):
+        RowWiseAdagrad([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="lr is -1"):
+        RowWiseAdagrad([nn.Parameter(torch.ones(3, 1))], lr=-1)
