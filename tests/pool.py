@@ -74,13 +74,17 @@ class _Worker:
 class Pool:
     """`size` processes that run jobs of up to `size` ranks; they start with the first job.
 
-    environment: variables of the workers, set before they import what reads them once.
+    environment: variables of the workers, set before they import what reads them once. backend: of the process groups;
+    with NCCL in it, rank r has GPU r, and without it none.
     Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
-    def __init__(self, size: int = POOL_SIZE, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int = POOL_SIZE, environment: dict[str, str] | None = None, *, backend: str = "gloo"
+    ) -> None:
         self.size = size
         self._environment = environment or {}
+        self._backend = backend
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._jobs = 0
@@ -221,12 +225,15 @@ class Pool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="stretto-tests-"))
         # A server that forks has imported much before: what reads a variable when it is imported needs a fresh process.
-        context = multiprocessing.get_context("spawn" if self._environment else "forkserver")
-        if not self._environment:
+        is_fresh = bool(self._environment) or "nccl" in self._backend
+        context = multiprocessing.get_context("spawn" if is_fresh else "forkserver")
+        if not is_fresh:
             context.set_forkserver_preload(_modules_to_preload())
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, str(self._folder), self._environment), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, str(self._folder), self._environment, self._backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -301,11 +308,13 @@ def _stack_file(folder: str | Path | None, pid: int) -> Path:
 # What follows runs in the workers.
 
 
-def _work(pipe: Connection, folder: str, environment: dict[str, str]) -> None:
+def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: str) -> None:
     """A worker's life: jobs, until the parent closes the pipe or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(environment, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    if "nccl" not in backend:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(1)
     caches = _find_caches()
@@ -315,7 +324,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str]) -> None:
         pipe.send("started")
         with contextlib.suppress(EOFError):
             while True:
-                _run_rank(pipe, pipe.recv(), caches)
+                _run_rank(pipe, pipe.recv(), caches, backend)
 
 
 def _end_with_parent() -> None:
@@ -337,13 +346,19 @@ def _find_caches() -> list[Callable[[], object]]:
     return [*ours, _redistribute.clear_redistribute_planner_cache, debug._clear_sharding_prop_cache]
 
 
-def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]]) -> None:
+def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], backend: str) -> None:
     modules = len(sys.modules)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
         store = dist.FileStore(job.store_path, job.world_size)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=GROUP_LIMIT)
+        device = None
+        if "nccl" in backend:
+            device = torch.device("cuda", job.rank)
+            torch.cuda.set_device(device)
+            os.environ["LOCAL_RANK"] = str(job.rank)
+        whose = {"rank": job.rank, "world_size": job.world_size, "device_id": device}
+        dist.init_process_group(backend, store=store, timeout=GROUP_LIMIT, **whose)
         pipe.send("joined")
         pipe.recv()  # all ranks have
         function, args, kwargs = pickle.loads(job.call)

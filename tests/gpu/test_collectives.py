@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from stretto.collectives.executor.cuda.source import Variant
 from stretto.collectives.selection import Table, Way
 from stretto.memory import PeerError
 from stretto.parallel import Grid
-from tests.gpu.watched import run_watched
 
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
+Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
 PROTOCOLS = ("LL", "LL128", "Simple")
 BY_COPIES = ("direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two-shot-all-reduce")
@@ -255,23 +256,25 @@ def two_gpus() -> None:
         pytest.skip("one GPU has nobody to send to: this needs two")
 
 
-def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(tmp_path: Path) -> None:
+def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(
+    run_ranks: Run, tmp_path: Path
+) -> None:
     print(f"seed {SEED}")
-    run_watched(RANKS, check_everything, tmp_path, SEED)
+    run_ranks(RANKS, check_everything, tmp_path, SEED)
     found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
     wrong = [one for each in found for one in each["wrong"]]
     assert not wrong, "\n".join([f"seed {SEED}, {len(wrong)} wrong", *wrong[:40]])
     assert found[0]["runs"] >= 200
 
 
-def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(tmp_path: Path) -> None:
-    run_watched(RANKS, same_bits_and_graphs, tmp_path, SEED)
+def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, same_bits_and_graphs, tmp_path, SEED)
     assert [json.loads((tmp_path / f"bits-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
 
 
-def test_ten_thousand_calls_with_stragglers_are_all_right(tmp_path: Path) -> None:
+def test_ten_thousand_calls_with_stragglers_are_all_right(run_ranks: Run, tmp_path: Path) -> None:
     print(f"seed {SEED}")
-    run_watched(RANKS, stress, tmp_path, SEED)
+    run_ranks(RANKS, stress, tmp_path, SEED)
     found = [json.loads((tmp_path / f"stress-{rank}.json").read_text()) for rank in range(RANKS)]
     assert [one["wrong"] for one in found] == [0] * RANKS, SEED
     assert sum(found[0]["ran"].values()) == 10_000
@@ -279,11 +282,11 @@ def test_ten_thousand_calls_with_stragglers_are_all_right(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lost(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if RANKS < 2:
         pytest.skip("one GPU has nobody to lose: this needs two")
     folder = tmp_path_factory.mktemp("lost")
-    run_watched(RANKS, lose_peers, folder)
+    run_ranks(RANKS, lose_peers, folder)
     return folder
 
 

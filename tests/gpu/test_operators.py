@@ -2,18 +2,20 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from stretto import ops
-from stretto.bench.harness import run_ranks
 from stretto.ops import workspace
 from stretto.parallel import Grid
 
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
+Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 RAGGED = (4091, 5120, 1024)
@@ -123,16 +125,16 @@ def read(folder: Path) -> list[object]:
     return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_random_shapes_are_right_and_the_same_twice(tmp_path: Path) -> None:
+def test_random_shapes_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, multiply_in_random_shapes, tmp_path, SEED, 60)
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
-def test_a_captured_graph_replays_both_operators(tmp_path: Path) -> None:
+def test_a_captured_graph_replays_both_operators(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, replay, tmp_path)
     assert read(tmp_path) == [[]] * RANKS
 
 
-def test_gradients_are_those_of_the_unfused_layers(tmp_path: Path) -> None:
+def test_gradients_are_those_of_the_unfused_layers(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, differentiate, tmp_path)
     assert read(tmp_path) == [[]] * RANKS

@@ -1,16 +1,18 @@
 """Symmetric tensors on GPUs: peers' writes are seen, and memory is given back when the tensors die."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.bench.harness import run_ranks
 from stretto.memory import empty, peer_tensor
 from stretto.parallel import Grid
 
+Run = Callable[..., list[Any]]
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 
 
@@ -69,6 +71,6 @@ def write_to_peers(folder: Path) -> None:
 
 
 @pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to write to: this needs two")
-def test_peers_write_into_each_others_tensors_which_are_given_back(tmp_path: Path) -> None:
+def test_peers_write_into_each_others_tensors_which_are_given_back(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, write_to_peers, tmp_path)
     assert [json.loads((tmp_path / f"tensors-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
