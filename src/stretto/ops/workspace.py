@@ -74,6 +74,11 @@ def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]
     return cache.kept[device, key]
 
 
+def list_kept(name: str) -> list[Any]:
+    """All that `find_kept` keeps for the group."""
+    return list(_find_cache(name).kept.values())
+
+
 def _find_cache(name: str) -> _Cache:
     group = find_group(name)
     for known, cache in list(_caches.items()):

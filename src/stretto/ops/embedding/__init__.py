@@ -1,5 +1,6 @@
-"""Embedding look-ups fused with the exchange of what they give."""
+"""Embedding look-ups fused with the exchange of what they give, and their backward pass (paper 002, section 3)."""
 
-from stretto.ops.embedding.operator import embedding_all_to_all
+from stretto.ops.embedding.module import EmbeddingAllToAll
+from stretto.ops.embedding.operator import check_indices, embedding_all_to_all, embedding_all_to_all_update
 
-__all__ = ["embedding_all_to_all"]
+__all__ = ["EmbeddingAllToAll", "check_indices", "embedding_all_to_all", "embedding_all_to_all_update"]

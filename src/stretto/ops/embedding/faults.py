@@ -9,6 +9,7 @@ import triton.language as tl
 WORDS = 8
 BAD_INDEX = tl.constexpr(1)
 BAD_OFFSETS = tl.constexpr(2)
+OTHER_TABLES = tl.constexpr(3)
 
 
 class Report(NamedTuple):
@@ -42,6 +43,11 @@ class Faults:
             raise ValueError(
                 f"rank {self._rank}: indices[{position}] is {value}, but table {table} of this rank has {bound} rows: "
                 f"0 to {bound - 1} will do. It was looked up as a row of zeros"
+            )
+        if kind == OTHER_TABLES.value:
+            raise ValueError(
+                f"rank {self._rank}: rank {table} has looked up other tables in this call, or sees this rank's as they "
+                "were in another one: give each set of tables of a group a name="
             )
         raise ValueError(
             f"rank {self._rank}: the offsets of bag {position} (table {table} of this rank) go from {value} to "

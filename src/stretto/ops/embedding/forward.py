@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.embedding.faults import Faults
-from stretto.ops.embedding.forward_kernel import begin_pooling, pool_alone, pool_and_send
+from stretto.ops.embedding.forward_kernel import UNIT, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.placement import Placement
 from stretto.ops.embedding.ring import CHANNELS, OutputRing
 from stretto.ops.embedding.ways import Way, choose_way, count_multiprocessors, describe_pooling, describe_tables
@@ -56,7 +56,8 @@ def look_up_and_send(
         counts,
         ring.destinations,
         ring.tickets,
-        offset // placement.dtype.itemsize,
+        offset // UNIT.value,
+        placement.fingerprint,
         BLOCK=block,
         num_warps=4,
     )
@@ -74,6 +75,7 @@ def look_up_and_send(
         ring.slots.view(placement.dtype),
         ring.destinations,
         ring.tickets,
+        placement.fingerprint,
         ring.faults.report(),
         trace,
         ORDER=way.order,

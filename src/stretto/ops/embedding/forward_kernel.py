@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
+from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
 from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.intrinsics import now
 from stretto.tiles.signals import EPOCH
@@ -13,15 +14,18 @@ ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 slice of all tables in turn. remote_first: all slices for other ranks before all own ones (section 3.2). oblivious: rank
 0's samples first on every rank."""
 
+UNIT = tl.constexpr(16)
+"""Bytes that ranks tell each other places in their rings in."""
+
 TRACE_WORDS = 4
 """Of a task in a trace: its program, destination, begin, end; of a program: its begin, begin of its wait, end, 0."""
 
 
 @triton.jit
-def begin_pooling(channel, unused, counts, destinations, tickets, offset, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin_pooling(channel, unused, counts, destinations, tickets, offset, fingerprint, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Begin a call, and tell all ranks where in this rank's ring its output lies. One program.
 
-    unused: a mapping; counts say all. offset: elements from the ring's beginning on.
+    unused: a mapping; counts say all. offset: UNITs from the ring's beginning on.
     Signals: `peer_tiles` slot 0 of all other ranks, after the word in their `destinations`: this rank has begun the
     call, so it has ended the one before, and its output may be stored to.
     Waits: none; `pool_and_send` does, before its first store to each rank.
@@ -31,18 +35,20 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, BLOCK:
     tiles.begin_call(channel, unused, counts, False, BLOCK)
     tl.debug_barrier()
     epoch = tl.load(channel.state + EPOCH)
-    word = (epoch & 1) * channel.world + channel.rank
+    word = ((epoch & 1) * channel.world + channel.rank) * 2
     for distance in tl.static_range(channel.world):
         peer = (channel.rank + distance) % channel.world
-        tl.store(tiles.peer_pointer(channel, destinations, peer) + word, tl.cast(offset, tl.int64))
+        words = tiles.peer_pointer(channel, destinations, peer) + word
+        tl.store(words, tl.cast(offset, tl.int64))
+        tl.store(words + 1, tl.cast(fingerprint, tl.int64))
     tl.store(tickets, 0)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
 
 
 @triton.jit
 def pool_and_send(  # type: ignore[no-untyped-def]
-    channel, mapping, lookup, pooling, indices, offsets, weights, slots, destinations, tickets, report,
-    trace, ORDER: tl.constexpr,
+    channel, mapping, lookup, pooling, indices, offsets, weights, slots, destinations, tickets,
+    fingerprint, report, trace, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Pool all bags of this rank's tables, each vector stored where it belongs in the output of its sample's rank.
 
@@ -61,6 +67,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     per_rank = tl.cdiv(lookup.batch, pooling.slice)  # slices of a rank and table
     tasks = channel.world * lookup.tables * per_rank
     parity = (tl.load(channel.state + EPOCH) & 1) * channel.world
+    units: tl.constexpr = UNIT * 8 // slots.dtype.element_ty.primitive_bitwidth
     # The ranks that this program has waited for, a bit each; where there are more than 63, each slice waits anew.
     known = tl.full((), 1, tl.int64) << channel.rank
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
@@ -89,7 +96,10 @@ def pool_and_send(  # type: ignore[no-untyped-def]
                     ready = tiles.peer_tile_wait(channel, 0, rank=destination)
                     if destination < 63:
                         known = known | (tl.full((), 1, tl.int64) << destination)
-                slot = tl.load(destinations + ready + parity + destination)
+                words = destinations + ready + (parity + destination) * 2
+                slot = tl.load(words) * units
+                if tl.load(words + 1) != fingerprint:
+                    write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
             out = tl.multiple_of(tiles.peer_pointer(channel, slots, destination) + slot, 16)
             store_bags(lookup, out, sample, inside, dim, column, total)
         if destination != channel.rank:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,11 @@ class Placement(NamedTuple):
     def widths(self) -> tuple[int, ...]:
         """Columns of each rank's tables."""
         return tuple(sum(dims) for dims in self.dims)
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that ranks which see the same tables have in common, and others, most likely, do not."""
+        return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode())
 
     def first_column(self, rank: int) -> int:
         """Where the columns of a rank's tables begin."""
@@ -164,14 +170,20 @@ class _Told(NamedTuple):
 
 
 def find_placement(
-    group: str, device: torch.device, dims: tuple[int, ...], dtype: torch.dtype | None, batch: int, needs_grad: bool
+    group: str,
+    device: torch.device,
+    name: str,
+    dims: tuple[int, ...],
+    dtype: torch.dtype | None,
+    batch: int,
+    needs_grad: bool,
 ) -> Placement:
     """All ranks' tables. The first call with these, on this rank, meets all ranks, which must call it too.
 
     dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in what must be the same.
     """
     told = _Told(dims, None if dtype is None else str(dtype).removeprefix("torch."), batch, needs_grad if dims else None)
-    key = ("embedding placement", told._replace(needs_grad=None))
+    key = ("embedding placement", name, told._replace(needs_grad=None))
     return find_kept(group, device, key, lambda: _agree(group, device, told))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.embedding.faults import Faults
-from stretto.ops.workspace import find_group, find_kept
+from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import BlockChannel
 
 OUTPUTS = 2
@@ -29,8 +29,8 @@ _ALIGNMENT = 128
 class OutputRing:
     """`OUTPUTS` slots and a spare one on every rank, and the signals of calls whose outputs lie in them.
 
-    channel: its buffer begins with `destinations`, int64 [2, world], where each rank's output of a call lies, in bytes
-    from `slots` on, by the call's parity. tickets: int32 [1], how many of a call's tasks are taken. faults: what
+    channel: its buffer begins with `destinations`, int64 [2, world, 2], by the call's parity: where each rank's output
+    of the call lies, in units of 16 bytes from `slots` on, and the fingerprint of its placement. tickets: int32 [1], how many of a call's tasks are taken. faults: what
     kernels find wrong with their input.
     """
 
@@ -39,12 +39,11 @@ class OutputRing:
         self.channel = channel
         self.slot_bytes = slot_bytes
         self.outputs = outputs
-        head = _round_up(16 * world, _ALIGNMENT)
-        self.destinations = channel.tensor((2, world), torch.int64)
+        head = _round_up(32 * world, _ALIGNMENT)
+        self.destinations = channel.tensor((2, world, 2), torch.int64)
         self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
         self.faults = Faults(channel.rank, channel.device)
-        self._head = head
         self._leases: list[weakref.ref[object] | None] = [None] * outputs
         self._captures: list[int | None] = [None] * outputs
 
@@ -60,7 +59,7 @@ class OutputRing:
                 process_group,
                 channels=CHANNELS * world,
                 peer_tiles=1,
-                data_bytes=_round_up(16 * world, _ALIGNMENT) + slot_bytes * (OUTPUTS + 1),
+                data_bytes=_round_up(32 * world, _ALIGNMENT) + slot_bytes * (OUTPUTS + 1),
                 backend="cuda" if device.type == "cuda" else "host",
             )
             return cls(channel, slot_bytes, OUTPUTS)
@@ -99,6 +98,11 @@ class OutputRing:
     @staticmethod
     def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return memory[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+
+
+def find_rings(group: str) -> list[OutputRing]:
+    """All rings of a group."""
+    return [kept for kept in list_kept(group) if isinstance(kept, OutputRing)]
 
 
 class _CudaMemory:

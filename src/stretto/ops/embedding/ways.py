@@ -14,7 +14,7 @@ from stretto.ops.embedding.lookup import Lookup, Pooling
 from stretto.ops.embedding.placement import common_multiple
 
 _LONG_BAGS = 16  # average indices of a bag from which on one bag fills a tile
-_MOST_TABLES_KEPT = 64
+_MOST_TABLES_KEPT = 256
 
 
 class Way(NamedTuple):
@@ -70,40 +70,55 @@ def count_multiprocessors(device: torch.device) -> int:
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_metas: dict[tuple[object, ...], Tensor] = {}
+_kept: dict[tuple[object, ...], Tensor] = {}
+
+
+def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """int64 numbers in device memory, put there at the first call with these.
+
+    ValueError while a CUDA graph is captured, if they are not there yet.
+    """
+    key = (device, words)
+    if key not in _kept:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("a CUDA graph takes tables that a call has had before: call the operator once with these")
+        while len(_kept) >= _MOST_TABLES_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[key] = torch.tensor(words, dtype=torch.int64, device=device)
+    return _kept[key]
 
 
 def describe_tables(
     tables: Sequence[Tensor], first_column: int, batch: int, width: int, total: int, device: torch.device
 ) -> Lookup:
-    """What kernels take of these tables; columns of a row of the output begin at first_column with table 0.
-
-    Where they lie is put into device memory at the first call with these tables. ValueError while a CUDA graph is
-    captured, if it is not there yet.
-    """
-    dims = tuple(table.shape[1] for table in tables)
-    key = (device, first_column, *[(table.data_ptr(), table.shape[0], table.shape[1]) for table in tables])
-    meta = _metas.get(key)
-    if meta is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("a CUDA graph takes tables that a call has had before: call the operator once with these")
-        words, column = [], first_column
-        for table in tables:
-            words.append([table.data_ptr(), table.shape[0], table.shape[1], column])
-            column += table.shape[1]
-        meta = torch.tensor(words or [[0, 0, 0, 0]], dtype=torch.int64, device=device)
-        while len(_metas) >= _MOST_TABLES_KEPT:
-            del _metas[next(iter(_metas))]
-        _metas[key] = meta
+    """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
+    shapes = [(table.data_ptr(), table.shape[0], table.shape[1]) for table in tables]
     itemsize = tables[0].element_size() if tables else 4
-    same = len(set(dims)) == 1
+    return describe_shapes(shapes, itemsize, first_column, batch, width, total, device)
+
+
+def describe_shapes(
+    shapes: Sequence[tuple[int, int, int]],
+    itemsize: int,
+    first_column: int,
+    batch: int,
+    width: int,
+    total: int,
+    device: torch.device,
+) -> Lookup:
+    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes."""
+    dims = tuple(dim for _, _, dim in shapes)
+    words, column = [], first_column
+    for address, rows, dim in shapes:
+        words.append((address, rows, dim, column))
+        column += dim
     return Lookup(
-        meta,
-        len(tables),
+        keep_words(tuple(words) or ((0, 0, 0, 0),), device),
+        len(dims),
         batch,
         width,
         total,
-        tl.constexpr(dims[0] if same else 0),
+        tl.constexpr(dims[0] if len(set(dims)) == 1 else 0),
         tl.constexpr(triton.next_power_of_2(max(dims, default=4))),
         tl.constexpr(common_multiple(dims, itemsize) if dims else 4),
     )
