@@ -75,7 +75,7 @@ def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
         return BackwardWay(8, 8, 4, 1, 2, 2, 256)
     num_warps = min(max(block_bytes // 1024, 1), 8)
     processors = count_multiprocessors(device)
-    return BackwardWay(1024, 2, 4, num_warps, max(16 // num_warps, 2), max(processors // 2, 1), 2048)
+    return BackwardWay(1024, 2, 4, num_warps, max(16 // num_warps, 2), max(processors // 2, 1), 1024)
 
 
 def stage_gradients(

@@ -182,25 +182,27 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
         start = tl.load(segments.starts + chunk, mask=inside, other=0)
         end = tl.load(segments.starts + chunk + 1, mask=inside, other=0)
         key = tl.load(segments.keys + start, mask=inside, other=0)
-        place = tl.load(segments.places + tl.load(segments.order + start, mask=inside, other=0), mask=inside, other=0)
-        table, dim = _find_table(segments, target, place, inside)
+        first = tl.load(segments.order + start, mask=inside, other=0)
+        table, dim = _find_table(segments, target, tl.load(segments.places + first, mask=inside, other=0), inside)
         total = tl.zeros((CHUNKS, target.block), tl.float32)
         at = start[:, None] + steps[None, :]
+        # Three loads hang on each other, a lookup's position, its place and its gradient: each is a step ahead.
         position = tl.load(segments.order + at, mask=at < end[:, None], other=0)
+        next_position = tl.load(segments.order + at + ROWS, mask=at + ROWS < end[:, None], other=0)
+        place = tl.load(segments.places + position, mask=at < end[:, None], other=0)
         for _ in range(0, tl.max(end - start, 0), ROWS):
-            following = at + ROWS
-            next_position = tl.load(segments.order + following, mask=following < end[:, None], other=0)
             known = at < end[:, None]
-            offset = tl.load(segments.places + position, mask=known, other=0).to(tl.int64) * QUANTUM
-            offset = tl.multiple_of(offset, (target.multiple, target.multiple))
+            at += ROWS
+            next_place = tl.load(segments.places + next_position, mask=at < end[:, None], other=0)
+            later_position = tl.load(segments.order + at + ROWS, mask=at + ROWS < end[:, None], other=0)
+            offset = tl.multiple_of(place.to(tl.int64) * QUANTUM, (target.multiple, target.multiple))
             mask = known[:, :, None] & (columns[None, None, :] < dim[:, None, None])
             values = tl.load(staging + (offset[:, :, None] + columns[None, None, :]), mask=mask, other=0.0)
             values = values.to(tl.float32)
             if segments.scales is not None:
                 values *= tl.load(segments.scales + position, mask=known, other=0.0)[:, :, None]
             total += tl.sum(values, 1)
-            at = following
-            position = next_position
+            position, next_position, place = next_position, later_position, next_place
         begins = tl.load(segments.keys + start - 1, mask=inside & (start > 0), other=-1) != key
         ends = tl.load(segments.keys + end, mask=inside & (end < segments.total), other=-1) != key
         number = tl.load(segments.numbers + chunk, mask=inside, other=0)
@@ -262,7 +264,8 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
 def _find_table(segments, target, place, inside):  # type: ignore[no-untyped-def]
     """(table, dim) of segments, by where one of their gradients lies."""
     table = tl.load(target.tables_of + place % segments.quanta, mask=inside, other=0)
-    return table, tl.load(target.meta + table * META + 2, mask=inside, other=0)
+    dim = tl.load(target.meta + table * META + 2, mask=inside, other=0)
+    return table, tl.multiple_of(dim, target.multiple)
 
 
 @triton.jit
