@@ -22,7 +22,14 @@ def call(case, tables=None, **options):
     own = case.owners[dist.get_rank()]
     tables = own.tables if tables is None else tables
     return ops.embedding_all_to_all(
-        own.indices, own.offsets, tables, weights=own.weights, mode=case.mode, batch=case.batch, name=str(case.seed), **options
+        own.indices,
+        own.offsets,
+        tables,
+        weights=own.weights,
+        mode=case.mode,
+        batch=case.batch,
+        name=str(case.seed),
+        **options,
     )
 
 
@@ -167,7 +174,9 @@ def hold_outputs(count):
             held.pop(0)  # this rank's slots are free at other times than the others'
         tables = [torch.full((1, 4), float(call_number))]
         offsets = torch.arange(world + 1)
-        held.append((float(call_number), ops.embedding_all_to_all(torch.zeros(world, dtype=torch.int64), offsets, tables)))
+        held.append(
+            (float(call_number), ops.embedding_all_to_all(torch.zeros(world, dtype=torch.int64), offsets, tables))
+        )
         right = right and all(torch.equal(out, torch.full_like(out, value)) for value, out in held)
     rings = find_rings(dist.group.WORLD.group_name)
     assert len(rings) == 1
@@ -221,18 +230,30 @@ def ask_wrongly():
     indices, offsets, table = torch.zeros(3, dtype=torch.int64), torch.arange(5), torch.zeros(2, 8)
     for arguments, options, words in (
         ((indices, offsets, [table]), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
-        ((indices.float(), offsets, [table]), {}, "indices as a contiguous tensor of one dim, int32 or int64, not torch.f"),
+        (
+            (indices.float(), offsets, [table]),
+            {},
+            "indices as a contiguous tensor of one dim, int32 or int64, not torch.f",
+        ),
         ((indices, offsets[None], [table]), {}, r"offsets as a contiguous .* not torch.int64 \[1, 5\]"),
         ((indices, offsets[::2], [table]), {}, r"not torch.int64 \[3\] with strides \(2,\)"),
         ((indices, offsets, [table[0]]), {}, r"table 0 is no contiguous tensor \[rows, dim\]"),
-        ((indices, offsets, [table, table[:, :6].contiguous()]), {}, "multiple of 4 up to 2048, and table 1 has 6: 8 will"),
+        (
+            (indices, offsets, [table, table[:, :6].contiguous()]),
+            {},
+            "multiple of 4 up to 2048, and table 1 has 6: 8 will",
+        ),
         ((indices, offsets, [torch.zeros(1, 4096)]), {}, "up to 2048, and table 0 has 4096: 2048 will do"),
         ((indices, offsets, [torch.zeros(0, 8)]), {}, "table 0 has no rows"),
         ((indices, offsets, [table.double()]), {}, "takes tables of .*, and table 0 is torch.float64"),
         ((indices, offsets, [table, table.half()]), {}, "table 0 is torch.float32 and table 1 torch.float16"),
         ((indices, offsets, [table.to("meta")]), {}, "table 0 is on meta and offsets on cpu"),
         ((indices.to("meta"), offsets, [table]), {}, "offsets are on cpu and indices on meta"),
-        ((indices, offsets, [table, table.clone().requires_grad_()]), {}, "table 0 and table 1 differ in requires_grad"),
+        (
+            (indices, offsets, [table, table.clone().requires_grad_()]),
+            {},
+            "table 0 and table 1 differ in requires_grad",
+        ),
         ((indices, offsets, [table] * 3), {}, r"offsets of 3 tables have 3 x the global batch \+ 1 elements, not 5"),
         ((indices, offsets[:4], [table]), {}, "2 ranks do not divide the global batch of 3: 4 will do"),
         ((indices, offsets, [table]), {"batch": 6}, "offsets are for a global batch of 4, and batch says 6"),

@@ -1,4 +1,4 @@
-"""What the embedding kernels are compiled to, without a GPU: wide loads, several rows in flight, signals after stores."""
+"""What the embedding kernels are compiled to, without a GPU: wide loads, rows in flight, signals after stores."""
 
 import re
 
@@ -57,7 +57,9 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     partials = torch.zeros(64)
     return {
         "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, 4, 1024),
-        "find_keys": (look_up(0), pooling(8, 1, True), LONGS, LONGS, FLOATS, LONGS, WORDS, WORDS, FLOATS, 4, 640, REPORT, 32),
+        "find_keys": (
+            look_up(0), pooling(8, 1, True), LONGS, LONGS, FLOATS, LONGS, WORDS, WORDS, FLOATS, 4, 640, REPORT, 32,
+        ),
         "count_chunks": (WORDS, LONGS, 100_000, 6_400_000, 1024, 2048),
         "place_chunks": (WORDS, LONGS, LONGS, WORDS, WORDS, 100_000, 6_400_000, 1024, 2048),
         "reduce_chunks": (segments, target, grads, partials, 1024, 2, 4),

@@ -26,7 +26,7 @@ from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.lookup import Pooling
 from stretto.ops.embedding.placement import Placement, common_multiple
 from stretto.ops.embedding.ring import round_size
-from stretto.ops.embedding.ways import count_multiprocessors, describe_shapes, keep_words
+from stretto.ops.embedding.ways import count_multiprocessors, describe_shapes, keep_words, send_words
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient
@@ -201,17 +201,19 @@ def reduce_rows(
     settings: Tensor | None = None,
     *,
     by_number: bool = False,
+    is_kept: bool = False,
 ) -> None:
     """Add up the gradients of each row, and do what `action` says with the sum; see `backward_kernel.Target`.
 
-    addresses: where each table's target begins. lasts: the last word of each table in `Target.meta`.
+    addresses: where each table's target begins; is_kept: they are the same call after call. lasts: the last word of
+    each table in `Target.meta`.
     """
     segments, way, gradients = staged.segments, staged.way, staged.gradients
     device = gradients.device
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
     block = triton.next_power_of_2(max(dims))
     target = Target(
-        keep_words(words, device),
+        keep_words(words, device) if is_kept else send_words(words, device),
         _find_tables_of(tuple(dims), device),
         settings,
         tl.constexpr(action),
@@ -265,7 +267,9 @@ def sparse_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[
     uniques = staged.uniques[:found].long()
     bases = torch.tensor(staged.bases, device=uniques.device)
     firsts = torch.searchsorted(uniques, bases).tolist()
-    values = [like.new_empty(end - start, dim) for (start, end), dim in zip(itertools.pairwise(firsts), dims, strict=True)]
+    values = [
+        like.new_empty(end - start, dim) for (start, end), dim in zip(itertools.pairwise(firsts), dims, strict=True)
+    ]
     addresses = [value.data_ptr() for value in values]
     reduce_rows(staged, dims, addresses, firsts[:-1], "store", by_number=True)
     return [

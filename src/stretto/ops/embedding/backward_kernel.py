@@ -26,7 +26,8 @@ class Segments(NamedTuple):
     keys: [total], a row's number among the rows of all tables, sorted; `rows`, the number of them all, for a lookup
     that has none. order: int64 [total], each sorted lookup's position. places: int32 [total], by position, where its
     bag's gradient lies. scales: fp32 [total], by position, its factor; None for 1. starts: int64, the first lookup of
-    each chunk, and the end of the last one. numbers: int32, each chunk's segment. totals: int64 [2], chunks, segments. total: of lookups. quanta: of a row of the gradient.
+    each chunk, and the end of the last one. numbers: int32, each chunk's segment. totals: int64 [2], chunks, segments.
+    total: of lookups. quanta: of a row of the gradient.
     """
 
     keys: Any
@@ -252,7 +253,7 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
     """The chunk that begins at a sorted lookup, by halving."""
     low = lookup * 0
     high = low + tl.load(segments.totals)
-    for _ in range(0, 40):
+    for _ in range(40):
         middle = (low + high) // 2
         is_later = tl.load(segments.starts + middle) <= lookup
         low = tl.where(is_later, middle, low)

@@ -30,7 +30,8 @@ def look_up_and_send(
 ) -> Tensor:
     """This rank's [batch / world, width], of all ranks' tables; all ranks call it.
 
-    way: None for `choose_way`; each rank may take its own. trace: int64 [`count_trace`, 4], filled with clocks; for benches.
+    way: None for `choose_way`; each rank may take its own. trace: int64 [`count_trace`, 4], filled with clocks; for
+    benches.
     """
     device = offsets.device
     rank = placement.rank

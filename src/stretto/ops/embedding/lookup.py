@@ -47,10 +47,9 @@ class Pooling(NamedTuple):
 def find_table(lookup, table):  # type: ignore[no-untyped-def]
     """(address, rows, dim, column) of a table."""
     meta = lookup.meta + table * META
+    dim = lookup.dim
     if lookup.dim == 0:
         dim = tl.multiple_of(tl.load(meta + 2), lookup.multiple)
-    else:
-        dim = lookup.dim
     column = tl.multiple_of(tl.load(meta + 3), lookup.multiple)
     return tl.load(meta), tl.load(meta + 1), dim, column
 

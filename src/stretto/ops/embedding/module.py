@@ -19,9 +19,9 @@ class EmbeddingAllToAll(nn.Module):
     shapes: (rows, dim) of each; a rank may have none. optimizer: None, and `tables` are parameters with gradients
     (sparse ones with sparse=True); or "sgd" or "adagrad" (row-wise; see `embedding_all_to_all_update`), and the
     backward pass itself changes the rows that were looked up: then `tables` need no gradients, and no optimizer should
-    have them. All ranks of the group make their modules in one order. learning_rate, epsilon: that optimizer's; `set_learning_rate` changes the first one, also of a CUDA graph
-    that was captured. mode, checks: as in `embedding_all_to_all`. Rows begin with numbers of uniform distribution, at
-    most 1 / sqrt(rows) large.
+    have them. All ranks of the group make their modules in one order. learning_rate, epsilon: that optimizer's;
+    `set_learning_rate` changes the first one, also of a CUDA graph that was captured. mode, checks: as in
+    `embedding_all_to_all`. Rows begin with numbers of uniform distribution, at most 1 / sqrt(rows) large.
     """
 
     settings: Tensor
@@ -103,7 +103,7 @@ class _LookUpAndUpdate(torch.autograd.Function):
     """A look-up whose backward pass changes the tables. The anchor is what the output depends on, for autograd."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         anchor: Tensor,
         module: EmbeddingAllToAll,
@@ -127,7 +127,7 @@ class _LookUpAndUpdate(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         module: EmbeddingAllToAll = ctx.module
         indices, offsets, weights = ctx.saved_tensors
         assert module.optimizer is not None

@@ -20,7 +20,6 @@ from stretto.ops.embedding.placement import Placement, find_placement, require_i
 from stretto.ops.embedding.ring import find_rings
 from stretto.ops.workspace import find_group
 
-
 OPTIMIZERS = ("sgd", "adagrad")
 
 
@@ -60,7 +59,7 @@ def embedding_all_to_all(
     that does not come. Paper 002, section 3.
     """
     group_name = find_name(group)
-    count = require_input(indices, offsets, tables, weights, mode, batch, find_group(group_name).size())
+    count = require_input(indices, offsets, tables, weights, mode, batch, dist.get_world_size(group))
     width, dtype, needs_grad = _agree(
         group_name,
         offsets.device,
@@ -201,18 +200,19 @@ def _embedding_all_to_all_update(
     settings: Tensor,
     weights: Tensor | None,
     optimizer: str,
-    mode: str,
+    pooling: str,
     batch: int,
     name: str,
     group: str,
 ) -> None:
+    # pooling: the mode, by which name torch's functionalization calls something else.
     dims = [table.shape[1] for table in tables]
-    lookups = Lookups(indices, offsets, weights, mode, tuple(table.shape[0] for table in tables), tuple(dims))
+    lookups = Lookups(indices, offsets, weights, pooling, tuple(table.shape[0] for table in tables), tuple(dims))
     placement = _find_again(group, offsets.device, dims, grad.dtype, batch, name)
     staged = stage_gradients(grad, lookups, placement, group)
     if staged is not None:
         lasts = [state.data_ptr() for state in states] if states else [0] * len(dims)
-        reduce_rows(staged, dims, [table.data_ptr() for table in tables], lasts, optimizer, settings)
+        reduce_rows(staged, dims, [table.data_ptr() for table in tables], lasts, optimizer, settings, is_kept=True)
 
 
 def embedding_all_to_all_update(
@@ -240,7 +240,7 @@ def embedding_all_to_all_update(
     """
     group_name = find_name(group)
     detached = [table.detach() for table in tables]
-    count = require_input(indices, offsets, detached, weights, mode, batch, world := find_group(group_name).size())
+    count = require_input(indices, offsets, detached, weights, mode, batch, world := dist.get_world_size(group))
     dims = tuple(table.shape[1] for table in detached)
     table_dtype = detached[0].dtype if detached else None
     width, dtype, _ = _agree(group_name, offsets.device, name, dims, table_dtype, count, False)
@@ -287,5 +287,5 @@ def check_indices(group: dist.ProcessGroup | None = None) -> None:
 def _find_again(
     group: str, device: torch.device, dims: Sequence[int], dtype: torch.dtype, batch: int, name: str
 ) -> Placement:
-    """The placement that the call has agreed on before; where torch calls an operator by itself, it is agreed on now."""
+    """The placement that the call has agreed on before; where torch calls an operator itself, it is agreed on now."""
     return find_placement(group, device, name, tuple(dims), dtype if dims else None, batch, needs_grad=False)

@@ -99,7 +99,8 @@ def require_input(
         raise ValueError(
             f"{name}: {world} ranks do not divide the global batch of {count}: {-(-count // world) * world} will do"
         )
-    _require_device(name, offsets)
+    if not torch.compiler.is_compiling():
+        _require_device(name, offsets)
     return count
 
 
@@ -141,9 +142,13 @@ def _require_table(name: str, place: int, table: Tensor, first: Tensor, offsets:
     if table.dtype != first.dtype:
         raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
     if table.device != offsets.device:
-        raise ValueError(f"{name}: table {place} is on {table.device} and offsets on {offsets.device}: move one of them")
+        raise ValueError(
+            f"{name}: table {place} is on {table.device} and offsets on {offsets.device}: move one of them"
+        )
     if table.requires_grad != first.requires_grad:
-        raise ValueError(f"{name}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none")
+        raise ValueError(
+            f"{name}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
+        )
 
 
 def _require_device(name: str, offsets: Tensor) -> None:
@@ -180,9 +185,12 @@ def find_placement(
 ) -> Placement:
     """All ranks' tables. The first call with these, on this rank, meets all ranks, which must call it too.
 
-    dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in what must be the same.
+    dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in
+    what must be the same.
     """
-    told = _Told(dims, None if dtype is None else str(dtype).removeprefix("torch."), batch, needs_grad if dims else None)
+    told = _Told(
+        dims, None if dtype is None else str(dtype).removeprefix("torch."), batch, needs_grad if dims else None
+    )
     key = ("embedding placement", name, told._replace(needs_grad=None))
     return find_kept(group, device, key, lambda: _agree(group, device, told))
 

@@ -1,4 +1,4 @@
-"""Outputs that peers store into: a ring in symmetric memory, whose slots are not used again while a tensor of one lives.
+"""Outputs that peers store into: a ring in symmetric memory, whose slots are used again when no tensor of them lives.
 
 Which slot a call's output takes is each rank's own affair: it tells its peers where, call by call. A rank none of whose
 slots is free takes a spare one, and copies the output out of it.
@@ -6,6 +6,7 @@ slots is free takes a spare one, and copies the output out of it.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ class OutputRing:
     """`OUTPUTS` slots and a spare one on every rank, and the signals of calls whose outputs lie in them.
 
     channel: its buffer begins with `destinations`, int64 [2, world, 2], by the call's parity: where each rank's output
-    of the call lies, in units of 16 bytes from `slots` on, and the fingerprint of its placement. tickets: int32 [1], how many of a call's tasks are taken. faults: what
-    kernels find wrong with their input.
+    of the call lies, in units of 16 bytes from `slots` on, and the fingerprint of its placement. tickets: int32 [1],
+    how many of a call's tasks are taken. faults: what kernels find wrong with their input.
     """
 
     def __init__(self, channel: BlockChannel, slot_bytes: int, outputs: int) -> None:
@@ -78,7 +79,7 @@ class OutputRing:
             is_free = lease is None or lease() is None
             if is_free and self._captures[slot] in (None, capture):
                 self._captures[slot] = capture
-                return slot * self.slot_bytes, lambda: self._lease(slot, shape, dtype)
+                return slot * self.slot_bytes, partial(self._lease, slot, shape, dtype)
         spare = self.outputs * self.slot_bytes
         return spare, lambda: self._view(self.slots[spare:], shape, dtype).clone()
 
@@ -88,7 +89,7 @@ class OutputRing:
         owner: object
         if memory.device.type == "cpu":
             owner = memory.numpy()
-            storage = torch.from_numpy(owner)  # type: ignore[arg-type]
+            storage = torch.from_numpy(owner)
         else:
             owner = _CudaMemory(memory)
             storage = torch.as_tensor(owner, device=memory.device)

@@ -39,7 +39,9 @@ class Way(NamedTuple):
         if self.slice < self.bags:
             raise ValueError(f"a way's slice is of whole tiles: {self.slice} samples are fewer than {self.bags} bags")
         if self.programs < 1 or self.num_warps not in (1, 2, 4, 8):
-            raise ValueError(f"a way has 1 program or more of 1, 2, 4 or 8 warps, not {self.programs}, {self.num_warps}")
+            raise ValueError(
+                f"a way has 1 program or more of 1, 2, 4 or 8 warps, not {self.programs}, {self.num_warps}"
+            )
         if self.order not in ORDERS:
             raise ValueError(f"a way's order is one of {', '.join(ORDERS)}, not {self.order!r}")
         return self
@@ -71,6 +73,7 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 _kept: dict[tuple[object, ...], Tensor] = {}
+_captured: list[Tensor] = []  # what replays of CUDA graphs copy from
 
 
 def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
@@ -86,6 +89,16 @@ def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
             del _kept[next(iter(_kept))]
         _kept[key] = torch.tensor(words, dtype=torch.int64, device=device)
     return _kept[key]
+
+
+def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """int64 numbers in device memory, for one call. The host does not wait for the copy, and a CUDA graph repeats it."""
+    if device.type == "cpu":
+        return torch.tensor(words, dtype=torch.int64)
+    staged = torch.tensor(words, dtype=torch.int64).pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(staged)
+    return staged.to(device, non_blocking=True)
 
 
 def describe_tables(
