@@ -75,7 +75,7 @@ def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
         return BackwardWay(8, 8, 4, 1, 2, 2, 256)
     num_warps = min(max(block_bytes // 1024, 1), 8)
     processors = count_multiprocessors(device)
-    return BackwardWay(1024, 2, 4, num_warps, max(16 // num_warps, 2), max(processors // 2, 1), 1024)
+    return BackwardWay(1024, 2, 4, num_warps, max(16 // num_warps, 2), min(processors, 32), 1024)
 
 
 def stage_gradients(
@@ -104,7 +104,7 @@ def stage_gradients(
     if lookups.dims and lookups.indices.numel():
         # The forward pass has said what is wrong with the input: what this one finds is nobody's.
         faults = find_kept(group, device, "embedding gradients' faults", lambda: Faults(placement.rank, device))
-        staged = _sort(lookups, placement, staging, way, faults)
+        staged = sort_lookups(lookups, placement, staging, way, faults)
     tiles.join_copies(channel)
     return staged
 
@@ -145,7 +145,8 @@ def _push(
     )
 
 
-def _sort(lookups: Lookups, placement: Placement, staging: Tensor, way: BackwardWay, faults: Faults) -> Staged:
+def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: BackwardWay, faults: Faults) -> Staged:
+    """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later."""
     device, total = staging.device, lookups.indices.numel()
     bases = tuple(itertools.accumulate(lookups.rows, initial=0))
     rows = bases[-1]

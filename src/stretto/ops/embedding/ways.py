@@ -92,7 +92,7 @@ def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
 
 
 def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int64 numbers in device memory, for one call. The host does not wait for the copy, and a CUDA graph repeats it."""
+    """int64 numbers in device memory, for one call. The host does not wait, and a CUDA graph repeats the copy."""
     if device.type == "cpu":
         return torch.tensor(words, dtype=torch.int64)
     staged = torch.tensor(words, dtype=torch.int64).pin_memory()
