@@ -1,5 +1,6 @@
 """What ranks run that look up embeddings with interpreted kernels. Only they import this: see conftest."""
 
+import os
 import time
 
 import pytest
@@ -9,10 +10,11 @@ from tests.ops.jagged import is_close, make_case
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
-from stretto.ops.embedding import forward
+from stretto.ops.embedding import forward, tuned
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.ring import find_rings
-from stretto.ops.embedding.ways import Way
+from stretto.ops.embedding.ways import Shape, Way
+from stretto.tuning import Store
 
 assert tiles.INTERPRETED.value, "tests.ops.embedding_programs is for processes that interpret their kernels"
 
@@ -328,3 +330,21 @@ def compile_a_look_up():
         out.square().sum().backward()
         outcomes.append([out, *(leaf.grad for leaf in leaves)])
     return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
+
+
+def tune(folder):
+    """A look-up is launched as was measured to be fastest, and files that are no ways change nothing."""
+    os.environ["STRETTO_CACHE"] = folder
+    tuned._load.cache_clear()
+    indices, offsets, tables = torch.zeros(2, dtype=torch.int64), torch.arange(3), [torch.ones(2, 4)]
+    before = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    way = ops.tune_embedding(indices, offsets, tables)
+    found = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    other = forward.find_tuned(Shape(2, 16, 1, 4, 2), offsets.device)
+    store = Store()
+    store.add(tuned._name_machine(offsets.device), {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]})
+    tuned._load.cache_clear()
+    again = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    del os.environ["STRETTO_CACHE"]
+    tuned._load.cache_clear()
+    return before is None, found == way == again, other is None

@@ -55,31 +55,57 @@ def pool(owner, number, table, batch, mode):
     return pooled / counts.clamp(min=1)[:, None] if mode == "mean" else pooled
 
 
-def make_case(seed, world, *, most_tables=3, most_rows=9, most_dim=5, most_samples=4, most_indices=5, dtypes=None):
-    """A random case: unequal tables, some rows alone in theirs, empty bags, repeated indices, ranks without tables."""
+@dataclass
+class Kind:
+    """What cases have in common. shapes: (rows, dim) of each rank's tables."""
+
+    shapes: list
+    batch: int
+    dtype: torch.dtype
+    index_type: torch.dtype
+    mode: str
+    is_weighted: bool
+    most_indices: int
+
+
+def fill_case(kind, seed, device="cpu"):
+    """A case of a kind: random tables, jagged bags (some empty), indices (many again) and gradient."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(high, *shape):
+        return torch.randint(0, high, shape, generator=generator, device=device)
+
+    owners = []
+    for shapes in kind.shapes:
+        tables, indices, lengths = [], [torch.zeros(0, device=device)], [torch.zeros(1, device=device)]
+        for rows, dim in shapes:
+            tables.append(torch.randn(rows, dim, generator=generator, device=device).to(kind.dtype))
+            lengths.append(draw(1 + int(draw(kind.most_indices + 1, 1)), kind.batch))
+            indices.append(draw(rows, int(lengths[-1].sum())))
+        indices, offsets = torch.cat(indices).to(kind.index_type), torch.cat(lengths).cumsum(0).to(kind.index_type)
+        weights = torch.randn(len(indices), generator=generator, device=device) if kind.is_weighted else None
+        owners.append(Owner(tables, indices, offsets, weights))
+    width = sum(dim for shapes in kind.shapes for _, dim in shapes)
+    grad = torch.randn(kind.batch, width, generator=generator, device=device).to(kind.dtype)
+    return Case(seed, owners, kind.batch, kind.mode, grad)
+
+
+def make_case(seed, world, *, most_rows=9, most_indices=5, dtypes=None):
+    """A random case of a random kind: unequal tables, some of one row, and ranks without any."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high):
         return int(torch.randint(0, high, (1,), generator=generator))
 
     dtype = (dtypes or list(ROUNDING))[draw(len(dtypes or ROUNDING))]
-    index_type = (torch.int32, torch.int64)[draw(2)]
-    batch, is_weighted, same_dim = world * (1 + draw(most_samples)), draw(3) == 0, draw(2) * 4 * (1 + draw(most_dim))
-    owners = []
-    for place in range(world):
-        count = draw(most_tables + 1) if place else 1 + draw(most_tables)
-        tables, indices, lengths = [], [], []
-        for _ in range(count):
-            rows, dim = 1 + draw(most_rows), same_dim or 4 * (1 + draw(most_dim))
-            tables.append(torch.randn(rows, dim, generator=generator).to(dtype))
-            lengths.append(torch.randint(0, 1 + draw(most_indices + 1), (batch,), generator=generator))
-            indices.append(torch.randint(0, rows, (int(lengths[-1].sum()),), generator=generator))
-        lengths, indices = torch.cat([torch.zeros(1), *lengths]), torch.cat([torch.zeros(0), *indices])
-        weights = torch.randn(len(indices), generator=generator) if is_weighted else None
-        owners.append(Owner(tables, indices.to(index_type), lengths.cumsum(0).to(index_type), weights))
-    width = sum(table.shape[1] for owner in owners for table in owner.tables)
-    grad = torch.randn(batch, width, generator=generator).to(dtype)
-    return Case(seed, owners, batch, ("sum", "mean")[draw(2)], grad)
+    same_dim = draw(2) * 4 * (1 + draw(5))
+    shapes = [
+        [(1 + draw(most_rows), same_dim or 4 * (1 + draw(5))) for _ in range(draw(4) if place else 1 + draw(3))]
+        for place in range(world)
+    ]
+    batch, index_type = world * (1 + draw(4)), (torch.int32, torch.int64)[draw(2)]
+    kind = Kind(shapes, batch, dtype, index_type, ("sum", "mean")[draw(2)], draw(3) == 0, most_indices)
+    return fill_case(kind, seed)
 
 
 def is_close(result, expected, dtype):

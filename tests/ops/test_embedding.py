@@ -73,3 +73,7 @@ def test_the_operators_are_registered_as_torch_asks(interpret):
 
 def test_torch_compile_takes_a_look_up_without_a_graph_break(interpret):
     assert interpret(2, "compile_a_look_up", module=MODULE, timeout=200.0) == [[True] * 3] * 2
+
+
+def test_the_fastest_way_is_measured_and_kept(interpret, tmp_path):
+    assert interpret(2, "tune", str(tmp_path), module=MODULE) == [(True, True, True)] * 2

@@ -6,6 +6,7 @@ from stretto.ops.embedding import (
     check_indices,
     embedding_all_to_all,
     embedding_all_to_all_update,
+    tune_embedding,
 )
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -17,4 +18,5 @@ __all__ = [
     "embedding_all_to_all",
     "embedding_all_to_all_update",
     "matmul_reduce_scatter",
+    "tune_embedding",
 ]

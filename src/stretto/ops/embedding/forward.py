@@ -11,7 +11,15 @@ from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward_kernel import UNIT, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.placement import Placement
 from stretto.ops.embedding.ring import CHANNELS, OutputRing
-from stretto.ops.embedding.ways import Way, choose_way, count_multiprocessors, describe_pooling, describe_tables
+from stretto.ops.embedding.tuned import find_tuned
+from stretto.ops.embedding.ways import (
+    Shape,
+    Way,
+    choose_way,
+    count_multiprocessors,
+    describe_pooling,
+    describe_tables,
+)
 from stretto.ops.workspace import find_kept
 
 
@@ -89,11 +97,16 @@ def look_up_and_send(
     return out
 
 
+def find_shape(placement: Placement, tables: int, total: int) -> Shape:
+    """The shape of this rank's look-ups in so many tables, with so many indices."""
+    block = triton.next_power_of_2(max(placement.dims[placement.rank], default=4))
+    return Shape(placement.world_size, block * placement.dtype.itemsize, max(tables, 1), placement.batch, total)
+
+
 def find_way(placement: Placement, tables: Sequence[Tensor], total: int, device: torch.device) -> Way:
-    """The way of this rank's tables."""
-    dims = placement.dims[placement.rank]
-    block_bytes = triton.next_power_of_2(max(dims, default=4)) * placement.dtype.itemsize
-    return choose_way(block_bytes, max(len(tables), 1), placement.batch, total, device)
+    """The way of this rank's tables: the fastest that `tune_embedding` has measured, else by `choose_way`."""
+    shape = find_shape(placement, len(tables), total)
+    return find_tuned(shape, device) or choose_way(shape, device)
 
 
 def count_programs(way: Way, placement: Placement, tables: int, device: torch.device) -> int:
@@ -146,7 +159,8 @@ def look_up_alone(
     lookup = describe_tables(tables, 0, local_batch, width, indices.numel(), device)
     if way is None:
         block_bytes = lookup.block.value * tables[0].element_size()
-        way = choose_way(block_bytes, len(tables), world * local_batch, indices.numel(), device)
+        shape = Shape(world, block_bytes, len(tables), world * local_batch, indices.numel())
+        way = find_tuned(shape, device) or choose_way(shape, device)
     tasks = world * len(tables) * triton.cdiv(local_batch, way.slice)
     programs = max(min(way.programs * count_multiprocessors(device), tasks), 1)
     pool_alone[(programs,)](

@@ -15,9 +15,11 @@ from stretto.ops.embedding.backward import (
     sparse_gradients,
     stage_gradients,
 )
-from stretto.ops.embedding.forward import look_up_and_send
+from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
 from stretto.ops.embedding.ring import find_rings
+from stretto.ops.embedding.tuned import measure_ways
+from stretto.ops.embedding.ways import Way, choose_way, list_ways
 from stretto.ops.workspace import find_group
 
 OPTIMIZERS = ("sgd", "adagrad")
@@ -273,6 +275,37 @@ def require_optimizer(optimizer: str, settings: Tensor, tables: Sequence[Tensor]
                 f"{name}: the state of table {place} is fp32 [{table.shape[0]}], contiguous, not {state.dtype} "
                 f"{list(state.shape)}"
             )
+
+
+def tune_embedding(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    batch: int | None = None,
+    name: str = "",
+) -> Way:
+    """Measure ways to launch `embedding_all_to_all` with such input; later calls of its shape take the fastest.
+
+    The arguments are those of the operator, and all ranks call it. Times are kept on this machine (`stretto.tuning`),
+    for later runs too. What it chooses may change the order in which a bag's rows are added, and so the last bits. It
+    takes about 30 x 9 calls. Returns this rank's way.
+    """
+    group_name = find_name(group)
+    count = require_input(indices, offsets, tables, weights, mode, batch, dist.get_world_size(group))
+    dims = [table.shape[1] for table in tables]
+    dtype = tables[0].dtype if tables else None
+    device = offsets.device
+    placement = find_placement(group_name, device, name, tuple(dims), dtype, count, needs_grad=False)
+    shape = find_shape(placement, len(tables), indices.numel())
+
+    def run(way: Way) -> Tensor:
+        return look_up_and_send(indices, offsets, tables, weights, placement, group_name, mode, way=way)
+
+    return measure_ways(list_ways(choose_way(shape, device), device), run, shape, find_group(group_name), device)
 
 
 def check_indices(group: dist.ProcessGroup | None = None) -> None:

@@ -53,8 +53,11 @@ class Placement(NamedTuple):
 
     @property
     def fingerprint(self) -> int:
-        """A number that ranks which see the same tables have in common, and others, most likely, do not."""
-        return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode())
+        """A number that ranks which see the same tables have in common, and others, most likely, do not.
+
+        It is odd and has 31 bits, so that Triton compiles one kernel for all.
+        """
+        return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode()) & 0x7FFFFFFF | 1
 
     def first_column(self, rank: int) -> int:
         """Where the columns of a rank's tables begin."""

@@ -47,23 +47,57 @@ class Way(NamedTuple):
         return self
 
 
-def choose_way(block_bytes: int, tables: int, batch: int, total: int, device: torch.device) -> Way:
-    """A table, not a measurement, for rows of so many bytes, global batch and indices.
+class Shape(NamedTuple):
+    """What a look-up's speed depends on: ranks, bytes of the longest row, tables, global batch, indices."""
 
-    Long bags are pooled one at a time, rows in flight; short ones many at a time. Slices are as large as leaves each
-    program several, up to 32. Interpreted programs run in turns: a few.
+    world: int
+    block_bytes: int
+    tables: int
+    batch: int
+    total: int
+
+    @property
+    def pooling(self) -> float:
+        """Average indices of a bag."""
+        return self.total / max(self.tables * self.batch, 1)
+
+
+def choose_way(shape: Shape, device: torch.device) -> Way:
+    """A table, not a measurement.
+
+    Long bags are pooled one at a time, with rows in flight, and table after table by all programs at once, so that rows
+    that come again are still in the L2 cache: a slice is a program's share of a table's batch. Short bags are pooled
+    many at a time, all tables in turn, so that those with many indices hide what those with few send; a slice is as
+    large as leaves each program several, up to 32. Interpreted programs run in turns: a few.
     """
-    bags = tables * batch
-    is_long = total >= _LONG_BAGS * bags
+    is_long = shape.pooling >= _LONG_BAGS
+    order = "by_table" if is_long else "mixed"
     if device.type == "cpu":
-        return Way(2, 2, 4, 1, 3, "by_table" if is_long else "mixed")
-    num_warps = min(max(block_bytes // 1024, 1), 8)
+        return Way(2, 2, 4, 1, 3, order)
+    num_warps = min(max(shape.block_bytes // 1024, 1), 8)
     programs = max(16 // num_warps, 2)
-    tile = (1, 8) if is_long else (8, 1)
     count = programs * count_multiprocessors(device)
-    largest = max(bags // (4 * count), 1)
-    size = max(min(1 << (largest.bit_length() - 1), 32), tile[0])
-    return Way(*tile, size, num_warps, programs, "by_table" if is_long else "mixed")
+    if is_long:
+        return Way(1, 8, min(triton.next_power_of_2(triton.cdiv(shape.batch, count)), 32), num_warps, programs, order)
+    size = 1 << (max(shape.tables * shape.batch // (4 * count), 1).bit_length() - 1)
+    return Way(8, 1, min(max(size, 8), 32), num_warps, programs, order)
+
+
+def list_ways(chosen: Way, device: torch.device) -> list[Way]:
+    """What is worth a measurement beside a chosen way, as many whichever it is: first tiles, orders, slices, programs.
+
+    On CPUs, where nothing is worth one, a few.
+    """
+    if device.type == "cpu":
+        return [chosen, chosen._replace(order="remote_first")]
+    ways = [chosen]
+    for bags, rows in ((1, 8), (1, 16), (2, 8), (4, 2), (8, 1)):
+        for size in (1, 4, 16):
+            for order in ("by_table", "mixed"):
+                ways.append(chosen._replace(bags=bags, rows=rows, slice=max(size, bags), order=order))
+    for programs in (8, 12, 24, 32):
+        ways.append(chosen._replace(programs=max(programs // chosen.num_warps, 1)))
+    return ways
 
 
 @functools.lru_cache
