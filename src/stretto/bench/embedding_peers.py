@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class Chunked:
         for first, last in itertools.pairwise(bounds):
             offsets = batch.offsets[first * placement.batch : last * placement.batch + 1]
             dims = tuple(part[first:last] for part in placement.dims)
-            part = Batch(placement._replace(dims=dims), batch.tables[first:last], batch.indices, offsets)
+            part = Batch(replace(placement, dims=dims), batch.tables[first:last], batch.indices, offsets)
             self._batched.append(Batched(part))
             self._parts.append(part)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None

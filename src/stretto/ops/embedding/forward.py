@@ -1,5 +1,6 @@
 """Launching the fused kernel: placement, ring, signals' counts, and the kernel's arguments."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +53,7 @@ def look_up_and_send(
     way = find_way(placement, tables, indices.numel(), device) if way is None else way.check()
     channels = count_channels(placement)
     mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
-    key = ("embedding counts", placement.dims, placement.batch)
+    key = ("embedding counts", placement)
     counts, unused = find_kept(group, device, key, lambda: _count(placement, device))
     channel = ring.channel.begin(
         "embedding_all_to_all", unused, unused, "p2p", counts=counts, meets=False, launches=False
@@ -99,7 +100,7 @@ def look_up_and_send(
 
 def find_shape(placement: Placement, tables: int, total: int) -> Shape:
     """The shape of this rank's look-ups in so many tables, with so many indices."""
-    block = triton.next_power_of_2(max(placement.dims[placement.rank], default=4))
+    block = triton.next_power_of_2(placement.longest)
     return Shape(placement.world_size, block * placement.dtype.itemsize, max(tables, 1), placement.batch, total)
 
 
@@ -122,6 +123,7 @@ def count_trace(way: Way, placement: Placement, tables: int, device: torch.devic
     return tasks + count_programs(way, placement, tables, device)
 
 
+@functools.lru_cache(maxsize=256)
 def count_channels(placement: Placement) -> int:
     """Groups of tables that a rank signals to another one by one."""
     return min(triton.next_power_of_2(max(len(dims) for dims in placement.dims)), CHANNELS)

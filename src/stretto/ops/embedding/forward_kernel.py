@@ -7,7 +7,7 @@ from stretto import tiles
 from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
 from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.intrinsics import now
-from stretto.tiles.signals import EPOCH
+from stretto.tiles.signals import BROKEN, EPOCH
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 """by_table: table after table, and of each the next rank's samples first, own ones last. mixed: the same, slice by
@@ -98,7 +98,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
                         known = known | (tl.full((), 1, tl.int64) << destination)
                 words = destinations + ready + (parity + destination) * 2
                 slot = tl.load(words) * units
-                if tl.load(words + 1) != fingerprint:
+                is_other = tl.load(words + 1) != fingerprint
+                if is_other & (tl.load(channel.state + BROKEN) == 0):  # else the wait was given up, and says why
                     write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
             out = tl.multiple_of(tiles.peer_pointer(channel, slots, destination) + slot, 16)
             store_bags(lookup, out, sample, inside, dim, column, total)

@@ -69,7 +69,7 @@ def embedding_all_to_all(
         tuple(table.shape[1] for table in tables),
         tables[0].dtype if tables else None,
         count,
-        any(table.requires_grad for table in tables),
+        bool(tables) and tables[0].requires_grad,
     )
     # A rank without tables takes part in the backward pass too: its output needs a gradient for something.
     anchor = None

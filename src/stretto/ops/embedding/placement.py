@@ -4,6 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,9 @@ MAX_DIM = 2048
 _TIMEOUT = 60.0
 
 
-class Placement(NamedTuple):
-    """All ranks' tables as one rank sees them.
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """All ranks' tables as one rank sees them. What follows from them is computed once; there may be hundreds.
 
     rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global. needs_grad: whether backward runs.
     """
@@ -41,17 +43,22 @@ class Placement(NamedTuple):
         """Samples of each rank."""
         return self.batch // len(self.dims)
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Columns of the output: of all tables of all ranks."""
         return sum(self.widths)
 
-    @property
+    @functools.cached_property
     def widths(self) -> tuple[int, ...]:
         """Columns of each rank's tables."""
         return tuple(sum(dims) for dims in self.dims)
 
-    @property
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest row's elements in this rank's tables."""
+        return max(self.dims[self.rank], default=4)
+
+    @functools.cached_property
     def fingerprint(self) -> int:
         """A number that ranks which see the same tables have in common, and others, most likely, do not.
 
@@ -83,8 +90,7 @@ def require_input(
                 f"{name} takes {what} as a contiguous tensor of one dim, int32 or int64, not {tensor.dtype} "
                 f"{list(tensor.shape)} with strides {tensor.stride()}"
             )
-    for place, table in enumerate(tables):
-        _require_table(name, place, table, tables[0], offsets)
+    _require_tables(name, tables, offsets)
     if indices.device != offsets.device:
         raise ValueError(f"{name}: offsets are on {offsets.device} and indices on {indices.device}: move one of them")
     if weights is not None:
@@ -124,6 +130,29 @@ def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> i
     if batch is not None and batch != bags // tables:
         raise ValueError(f"{name}: offsets are for a global batch of {bags // tables}, and batch says {batch}")
     return bags // tables
+
+
+_accepted: dict[tuple[object, ...], None] = {}
+_MOST_ACCEPTED = 256
+
+
+def _require_tables(name: str, tables: Sequence[Tensor], offsets: Tensor) -> None:
+    """What was accepted before is, at a glance: hundreds of tables would take longer to check than to look up."""
+    is_traced = torch.compiler.is_compiling()
+    looks: tuple[object, ...] = ()
+    if not is_traced:
+        looks = (
+            offsets.device,
+            *[(table.shape, table.stride(), table.dtype, table.device, table.requires_grad) for table in tables],
+        )
+        if looks in _accepted:
+            return
+    for place, table in enumerate(tables):
+        _require_table(name, place, table, tables[0], offsets)
+    if not is_traced:
+        if len(_accepted) >= _MOST_ACCEPTED:
+            _accepted.clear()
+        _accepted[looks] = None
 
 
 def _require_table(name: str, place: int, table: Tensor, first: Tensor, offsets: Tensor) -> None:

@@ -107,6 +107,7 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 _kept: dict[tuple[object, ...], Tensor] = {}
+_described: dict[tuple[object, ...], Lookup] = {}
 _captured: list[Tensor] = []  # what replays of CUDA graphs copy from
 
 
@@ -139,9 +140,16 @@ def describe_tables(
     tables: Sequence[Tensor], first_column: int, batch: int, width: int, total: int, device: torch.device
 ) -> Lookup:
     """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
-    shapes = [(table.data_ptr(), table.shape[0], table.shape[1]) for table in tables]
     itemsize = tables[0].element_size() if tables else 4
-    return describe_shapes(shapes, itemsize, first_column, batch, width, total, device)
+    looks = (device, itemsize, first_column, *[(table.data_ptr(), table.shape) for table in tables])
+    lookup = _described.get(looks)
+    if lookup is None:
+        shapes = [(table.data_ptr(), table.shape[0], table.shape[1]) for table in tables]
+        lookup = describe_shapes(shapes, itemsize, first_column, batch, width, total, device)
+        if len(_described) >= _MOST_TABLES_KEPT:
+            _described.clear()
+        _described[looks] = lookup
+    return lookup._replace(batch=batch, width=width, total=total)
 
 
 def describe_shapes(
