@@ -16,11 +16,11 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"
 def interpret(interpreted_pool: Pool) -> Callable[..., list[Any]]:
     """`interpret(ranks, "name", *arguments)` runs a function of tests.ops.programs; its results in rank order."""
 
-    def run(ranks: int, name: str, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-        return interpreted_pool.run(ranks, _interpret, name, arguments, timeout=timeout)
+    def run(ranks: int, name: str, *arguments: Any, module: str = "programs", timeout: float = 120.0) -> list[Any]:
+        return interpreted_pool.run(ranks, _interpret, module, name, arguments, timeout=timeout)
 
     return run
 
 
-def _interpret(name: str, arguments: tuple[Any, ...]) -> Any:
-    return getattr(importlib.import_module("tests.ops.programs"), name)(*arguments)
+def _interpret(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(importlib.import_module(f"tests.ops.{module}"), name)(*arguments)

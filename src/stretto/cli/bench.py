@@ -308,6 +308,47 @@ def ablations(
             print_json(rows)
 
 
+@app.command()
+def embedding(
+    ranks: Ranks = None,
+    cases: Annotated[
+        str, typer.Option(help="BATCHxTABLESxDIMxPOOLING (tables of each rank) or mlperf, with commas.")
+    ] = "256x16x256x70,1024x64x256x70,4096x64x128x70,65536x7x128x8,mlperf",
+    studies: Annotated[str, typer.Option(help="peers, orders, slices, occupancy, timeline, with commas.")] = "peers",
+    rows: Annotated[int, typer.Option(help="Of each table; of MLPerf's, at most.")] = 100_000,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    graph: Annotated[bool, typer.Option(help="Time CUDA graphs, not calls.")] = False,
+    backward: Annotated[bool, typer.Option(help="Measure the backward pass too.")] = True,
+    jagged: Annotated[bool, typer.Option(help="Bags of 0 to twice the pooling, not all of it.")] = False,
+    skip: Annotated[str, typer.Option(help="Peers to leave out: bags, batched, chunked, with commas.")] = "",
+    rounds: Rounds = 2,
+    replays: Annotated[int, typer.Option(help="Timed rows of calls in a round.")] = 5,
+    out: Out = Path("results/embedding"),
+    as_json: Json = False,
+) -> None:
+    """Embedding look-ups fused with their all-to-all, beside EmbeddingBag, one batched kernel, and its two streams."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.embedding import Case, Setting, bench_embedding
+        from stretto.bench.interleaved import Effort
+
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"--dtype is float32, float16 or bfloat16, not {dtype!r}")
+        setting = Setting(
+            tuple(Case.parse(text) for text in cases.replace(",", " ").split()),
+            tuple(studies.replace(",", " ").split()),
+            rows,
+            dtype,
+            graph,
+            backward,
+            not jagged,
+            tuple(skip.replace(",", " ").split()),
+            Effort(rounds, replays),
+        )
+        found = bench_embedding(_count(ranks), out, setting)
+        if as_json:
+            print_json({"rows": found})
+
+
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:
     """Sizes in bytes, each `step` times the one before it."""
     if step < 2 or smallest < 64 or largest < smallest:

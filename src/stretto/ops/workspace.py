@@ -1,6 +1,8 @@
 """Symmetric memory that operators work in: kept between calls, one for each group and size class."""
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ class _Cache:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group)
         self.channels: dict[tuple[int, torch.device], BlockChannel] = {}
+        self.kept: dict[Any, Any] = {}
         self.stream: torch.cuda.Stream | None = None
 
 
@@ -43,30 +46,62 @@ def find_workspace(name: str, device: torch.device, size: int) -> BlockChannel:
     group run one after another: a call on another stream comes after those before it. ValueError while a CUDA graph
     is captured, if it would allocate.
     """
-    group = find_group(name)
-    for known, cache in list(_caches.items()):
-        if cache.group() is None or (known == name and cache.group() is not group):
-            del _caches[known]
-    cache = _caches.setdefault(name, _Cache(group))
+    cache = _find_cache(name)
     key = max(triton.next_power_of_2(size), _SMALLEST), device
     if key not in cache.channels:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
-                "the operator once with these shapes before the graph is captured"
-            )
+        _refuse_in_graph(device)
+        group = find_group(name)
         cache.channels[key] = BlockChannel.allocate(
             group,
             channels=CHANNELS * group.size(),
             data_bytes=key[0],
             backend="cuda" if device.type == "cuda" else "host",
         )
+    _follow_calls(cache, device)
+    return cache.channels[key]
+
+
+def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
+    """What an operator keeps for its calls in the group under a key, made at first; else as `find_workspace`.
+
+    All ranks call it with the same keys, and `make` may meet them.
+    """
+    cache = _find_cache(name)
+    if (device, key) not in cache.kept:
+        _refuse_in_graph(device)
+        cache.kept[device, key] = make()
+    _follow_calls(cache, device)
+    return cache.kept[device, key]
+
+
+def list_kept(name: str) -> list[Any]:
+    """All that `find_kept` keeps for the group."""
+    return list(_find_cache(name).kept.values())
+
+
+def _find_cache(name: str) -> _Cache:
+    group = find_group(name)
+    for known, cache in list(_caches.items()):
+        if cache.group() is None or (known == name and cache.group() is not group):
+            del _caches[known]
+    return _caches.setdefault(name, _Cache(group))
+
+
+def _refuse_in_graph(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
+            "the operator once with these shapes before the graph is captured"
+        )
+
+
+def _follow_calls(cache: _Cache, device: torch.device) -> None:
+    """Have the current stream come after the group's last call, whichever stream that was on."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device)
         if cache.stream is not None and cache.stream != stream:
             stream.wait_stream(cache.stream)
         cache.stream = stream
-    return cache.channels[key]
 
 
 def count_bytes(*shape: int, dtype: torch.dtype) -> int:

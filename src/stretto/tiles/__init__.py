@@ -31,7 +31,13 @@ from stretto.tiles.mapping import (
     tile_rows,
     whole_tiles,
 )
-from stretto.tiles.signals import consumer_tile_wait, peer_tile_notify, peer_tile_wait, producer_tile_notify
+from stretto.tiles.signals import (
+    begin_call,
+    consumer_tile_wait,
+    peer_tile_notify,
+    peer_tile_wait,
+    producer_tile_notify,
+)
 
 __all__ = [
     "INTERPRETED",
@@ -40,6 +46,7 @@ __all__ = [
     "DynamicMapping",
     "Mapping",
     "StaticMapping",
+    "begin_call",
     "consumer_tile_wait",
     "copy_engine",
     "count_tiles",

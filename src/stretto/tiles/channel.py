@@ -137,6 +137,7 @@ class BlockChannel:
         *,
         counts: Tensor | None = None,
         meets: bool = True,
+        launches: bool = True,
     ) -> Channel:
         """Begin a call: its number goes up by one, and so do the targets of all counters by what it will signal.
 
@@ -150,15 +151,17 @@ class BlockChannel:
         in this call, [1, r, c] how often this rank will notify channel c of rank r.
         meets: wait on the device until all ranks have begun, so that what the last call has put into buffers may be
         written over; without it that is the kernels' own affair.
+        launches: False where the caller's next kernel, of one program, calls `begin_call` itself, for one launch less.
 
         Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
         """
         self.check()
         self._require_fitting(producer, consumer, mode, counts)
         channel = self._current = self.describe(operator, mode)
-        begin_call[(1,)](
-            channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
-        )
+        if launches:
+            begin_call[(1,)](
+                channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
+            )
         return channel
 
     def describe(self, operator: str, mode: str = "p2p") -> Channel:

@@ -44,12 +44,14 @@ _LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
 
 @triton.jit
-def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """Tell the tile's consumers that it is stored: count up the tile's channel by one.
+def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False, count=1):  # type: ignore[no-untyped-def]
+    """Tell the tile's consumers that it is stored: count up the tile's channel by `count`.
 
     mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the mapping gives the
     tile) or "broadcast" (those of all ranks, from the next one on); the one that `begin` was told. after_tma: the tile
     was stored by a descriptor.
+
+    count: other than 1 where `counts` given to `begin` say so: a tile may be signalled in parts of several sizes.
 
     Order: this block's stores, to whichever rank, before the signal (barrier, then release at system scope).
     """
@@ -59,12 +61,12 @@ def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: 
     counter = channel.rank * channel.capacity + first
     _order_stores(after_tma)
     if mode == "local":
-        _count_up(channel, channel.rank, counter)
+        _count_up(channel, channel.rank, counter, count)
     elif mode == "p2p":
-        _count_up(channel, tile_rank(mapping, tile), counter)
+        _count_up(channel, tile_rank(mapping, tile), counter, count)
     else:
         for distance in tl.static_range(1, channel.world + 1):
-            _count_up(channel, (channel.rank + distance) % channel.world, counter)
+            _count_up(channel, (channel.rank + distance) % channel.world, counter, count)
 
 
 @triton.jit
@@ -147,8 +149,8 @@ def _order_stores(after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_up(channel, rank, counter):  # type: ignore[no-untyped-def]
-    tl.atomic_add(_signals_of(channel, rank) + counter, 1, sem="release", scope="sys")
+def _count_up(channel, rank, counter, count):  # type: ignore[no-untyped-def]
+    tl.atomic_add(_signals_of(channel, rank) + counter, count, sem="release", scope="sys")
 
 
 @triton.jit

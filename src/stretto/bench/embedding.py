@@ -1,0 +1,342 @@
+"""Embedding look-ups with their exchange: fused, by the library's operators, by one batched kernel on two streams."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto import ops
+from stretto.bench.embedding_peers import Batch, Batched, Chunked, EmbeddingBags, draw_lookups, exchange_alone
+from stretto.bench.embedding_plot import plot_embedding
+from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
+from stretto.bench.interleaved import Effort, time_interleaved
+from stretto.ops.embedding.forward import count_trace, find_way, look_up_and_send
+from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
+from stretto.ops.embedding.placement import find_placement
+from stretto.ops.embedding.ways import Way
+from stretto.parallel import Grid
+
+# Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
+MLPERF_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
+    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+MLPERF_POOLINGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+MLPERF = "mlperf"
+STUDIES = ("peers", "orders", "slices", "occupancy", "timeline")
+HBM, NVLINK = 4.16e12, 351e9  # bytes a second that one H200 of four reads or writes, and stores to its peers
+SHOWN_PROGRAMS = 32
+
+COLUMNS = (
+    Column("case", "batch x tables x dim x pooling"),
+    Column("what", "what"),
+    Column("bags", "EmbeddingBags (ms)", "{:.3f}"),
+    Column("batched", "batched (ms)", "{:.3f}"),
+    Column("chunked", "chunked (ms)", "{:.3f}"),
+    Column("alone", "look-up alone (ms)", "{:.3f}"),
+    Column("exchange", "exchange alone (ms)", "{:.3f}"),
+    Column("stretto", "Stretto (ms)", "{:.3f}"),
+    Column("over_bags", "less than bags", "{:.0%}"),
+    Column("over_batched", "less than batched", "{:.0%}"),
+    Column("of_alone", "of look-up alone", "{:.3f}"),
+    Column("hbm", "HBM", "{:.0%}"),
+    Column("nvlink", "NVLink", "{:.0%}"),
+    Column("setting", "setting"),
+    Column("skew", "skew", "{:.1%}"),
+    Column("error", "error"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Global batch, tables of each rank, dim, and average indices a bag; tables 0: MLPerf's 26 over all ranks."""
+
+    batch: int
+    tables: int
+    dim: int
+    pooling: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """ "1024x64x256x70", or "mlperf", or "mlperf:8192" with another batch. ValueError for others."""
+        name, _, batch = text.partition(":")
+        parts = [batch or "65536", "0", "128", "8"] if name == MLPERF else text.split("x")
+        if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"a case is BATCHxTABLESxDIMxPOOLING or {MLPERF}, not {text!r}")
+        case = cls(*(int(part) for part in parts))
+        if case.batch < 1 or case.dim % 4 or case.dim < 4:
+            raise ValueError(f"a case has a batch of 1 or more and a dim that is a multiple of 4, not {text!r}")
+        return case
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        if self.tables == 0:
+            return MLPERF if self.batch == 65536 else f"{MLPERF}:{self.batch}"
+        return f"{self.batch}x{self.tables}x{self.dim}x{self.pooling}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. modes: graph, eager."""
+
+    cases: tuple[Case, ...]
+    studies: tuple[str, ...] = ("peers",)
+    rows: int = 100_000
+    dtype: str = "float32"
+    is_graph: bool = False
+    has_backward: bool = True
+    is_fixed: bool = True
+    skip: tuple[str, ...] = ()
+    effort: Effort = field(default_factory=lambda: Effort(2, 5))
+
+    def check(self) -> None:
+        """ValueError for studies that there are not."""
+        for study in self.studies:
+            if study not in STUDIES:
+                raise ValueError(f"there is no study {study!r}: there are {', '.join(STUDIES)}")
+
+
+def bench_embedding(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+    """Measure case after case; print the table, and write JSON and a picture, which grow with every case."""
+    setting.check()
+    rows = run_ranks(ranks, measure_all, ranks, out, setting)
+    print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
+    return rows
+
+
+def measure_all(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+    """What each rank of the job does; returns the rows. Rank 0 writes them after each."""
+    device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
+    rows: list[dict[str, Any]] = []
+    studies = {"peers": measure_peers, "orders": study_ways, "slices": study_ways, "occupancy": study_ways}
+    for case in setting.cases:
+        batch = make_batch(case, setting, device)
+        for study in setting.studies:
+            measure = partial(studies.get(study, trace_programs), study=study)
+            for row in measure(case, batch, setting):
+                rows.append({"case": case.name, "study": study} | row)
+                if dist.get_rank() == 0:
+                    said = {key: value for key, value in rows[-1].items() if key != "timeline"}
+                    print(" ".join(f"{key}={value}" for key, value in said.items() if value is not None), flush=True)
+                    path = write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
+                    plot_embedding(path, path.with_suffix(".png"))
+        ops.check_indices()
+        del batch
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _used(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    return [column for column in COLUMNS if any(row.get(column.key) is not None for row in rows)]
+
+
+def make_batch(case: Case, setting: Setting, device: torch.device) -> Batch:
+    """This rank's tables, filled with small numbers, and lookups that are drawn anew on each rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if case.tables:
+        owned = [[(setting.rows, case.pooling)] * case.tables] * world
+    else:
+        owned = place_tables([min(count, setting.rows) for count in MLPERF_ROWS], MLPERF_POOLINGS, world)
+    dtype = getattr(torch, setting.dtype)
+    rows, poolings = [rows for rows, _ in owned[rank]], [pooling for _, pooling in owned[rank]]
+    tables = [torch.empty(count, case.dim, dtype=dtype, device=device).uniform_(-1, 1) for count in rows]
+    count = -(-case.batch // world) * world
+    indices, offsets = draw_lookups(poolings, rows, count, device, 17 + rank, is_fixed=setting.is_fixed)
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    dims = tuple(case.dim for _ in rows)
+    placement = find_placement(name, device, case.name, dims, dtype, count, needs_grad=False)
+    return Batch(placement, tables, indices, offsets)
+
+
+def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> list[list[tuple[int, int]]]:
+    """(rows, pooling) of each rank's tables: the most looked-up ones first, each to the rank with the least so far."""
+    ranks: list[tuple[int, int]] = [(0, rank) for rank in range(world)]
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    for pooling, count in sorted(zip(poolings, rows, strict=True), reverse=True):
+        load, rank = heapq.heappop(ranks)
+        owned[rank].append((count, pooling))
+        heapq.heappush(ranks, (load + pooling, rank))
+    return owned
+
+
+def measure_peers(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
+    """The forward pass, and the backward pass with a fused step of SGD, beside their peers."""
+    placement, device = batch.placement, batch.offsets.device
+    batched = Batched(batch)
+    alike = all(dims == placement.dims[0] for dims in placement.dims)
+    runs: dict[str, Callable[[], Any]] = {
+        "stretto": partial(_look_up, batch, case),
+        "batched": batched.forward,
+        "alone": batched.look_up,
+        "exchange": exchange_alone(batch),
+        "bags": EmbeddingBags(batch).forward,
+    }
+    if alike and len(batch.tables) >= 4:
+        runs |= {f"chunked {parts}": Chunked(batch, parts).forward for parts in (2, 4)}
+    runs = {name: run for name, run in runs.items() if name.split()[0] not in setting.skip}
+    outputs = {name: run().clone() for name, run in runs.items() if name not in ("alone", "exchange")}
+    rows = [_row("forward", _time(runs, batch, setting), batch) | _compare(outputs)]
+    del outputs
+    if setting.has_backward:
+        grad = torch.randn(placement.local_batch, placement.width, device=device).to(placement.dtype) * 1e-3
+        settings = torch.tensor([1e-6, 1e-8], device=device)
+        runs = {
+            "stretto": partial(_update, batch, case, grad, settings),
+            "batched": partial(batched.update, grad, settings),
+            "exchange": partial(batched.push, grad),
+        }
+        rows.append(_row("backward", _time(runs, batch, setting), batch))
+    return rows
+
+
+def _look_up(batch: Batch, case: Case) -> Tensor:
+    count = batch.placement.batch
+    return ops.embedding_all_to_all(batch.indices, batch.offsets, batch.tables, batch=count, name=case.name)
+
+
+def _update(batch: Batch, case: Case, grad: Tensor, settings: Tensor) -> None:
+    ops.embedding_all_to_all_update(
+        grad,
+        batch.indices,
+        batch.offsets,
+        batch.tables,
+        optimizer="sgd",
+        settings=settings,
+        batch=batch.placement.batch,
+        name=case.name,
+    )
+
+
+def _compare(outputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Nothing where all outputs are close, else which are not."""
+    ours = outputs.get("stretto")
+    if ours is None:
+        return {}
+    bound = 1e-3 if ours.dtype == torch.float32 else 5e-2
+    scale = max(float(ours.abs().max()), 1e-3)
+    wrong = [name for name, out in outputs.items() if float((out - ours).abs().max()) > bound * scale]
+    return {"error": f"other numbers: {', '.join(wrong)}"} if wrong else {}
+
+
+def _time(runs: dict[str, Callable[[], Any]], batch: Batch, setting: Setting) -> dict[str, float]:
+    """Milliseconds of each on the slowest rank."""
+    placement = batch.placement
+    if batch.offsets.device.type == "cpu":
+        return {name: 1e3 * time_steps(run, warm_up=1, repeats=1) for name, run in runs.items()}
+    bytes_moved = batch.indices.numel() * max(batch.dims, default=0) * placement.dtype.itemsize
+    found = time_interleaved(runs, bytes_moved // 16, is_graph=setting.is_graph, effort=setting.effort)
+    return {name: 1e3 * timed.seconds for name, timed in found.items()}
+
+
+def _row(what: str, milliseconds: dict[str, float], batch: Batch) -> dict[str, Any]:
+    row: dict[str, Any] = {"what": what, **{k: v for k, v in milliseconds.items() if not k.startswith("chunked")}}
+    chunked = [value for name, value in milliseconds.items() if name.startswith("chunked")]
+    if chunked:
+        row["chunked"] = min(chunked)
+    ours = milliseconds["stretto"]
+    for name in ("bags", "batched"):
+        if name in milliseconds:
+            row[f"over_{name}"] = 1 - ours / milliseconds[name]
+    if "alone" in milliseconds:
+        row["of_alone"] = ours / milliseconds["alone"]
+        read = batch.indices.numel() * max(batch.dims, default=0) * batch.placement.dtype.itemsize
+        row["hbm"] = read / (ours * 1e-3) / HBM
+    placement = batch.placement
+    sent = placement.local_batch * (placement.world_size - 1) * placement.widths[placement.rank]
+    row["nvlink"] = sent * placement.dtype.itemsize / (ours * 1e-3) / NVLINK
+    return row
+
+
+def study_ways(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
+    """The fused look-up launched in other ways; the skew is how much longer the slowest rank's takes than the fastest.
+
+    orders: which slices come first. slices: samples of a task. occupancy: programs on a multiprocessor.
+    """
+    placement, device = batch.placement, batch.offsets.device
+    chosen = find_way(placement, batch.tables, batch.indices.numel(), device)
+    ways: dict[str, Way]
+    match study:
+        case "orders":
+            ways = {order: chosen._replace(order=order) for order in ORDERS}
+        case "slices":
+            sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+            ways = {f"slice {size}": chosen._replace(slice=size) for size in sizes if size >= chosen.bags}
+        case _:
+            counts = (2, 4, 8, 12, 16, 20, 24, 32)
+            tiles = ((1, 4), (1, 8), (1, 16), (2, 4), (4, 2), (8, 1))
+            ways = {f"{count} programs": chosen._replace(programs=count) for count in counts}
+            for bags, depth in tiles:
+                size = max(chosen.slice, bags)
+                ways[f"tile {bags} x {depth}"] = chosen._replace(bags=bags, rows=depth, slice=size)
+    rows = []
+    for name, way in ways.items():
+        run = partial(_launch, batch, way)
+        times = _time_each_rank(run, device)
+        slowest, fastest = max(times), min(times)
+        chosen_mark = " (chosen)" if way == chosen else ""
+        rows.append({"what": study, "setting": name + chosen_mark, "stretto": slowest, "skew": slowest / fastest - 1})
+    return rows
+
+
+def _launch(batch: Batch, way: Way, trace: Tensor | None = None) -> Tensor:
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    return look_up_and_send(
+        batch.indices, batch.offsets, batch.tables, None, batch.placement, name, "sum", way=way, trace=trace
+    )
+
+
+def _time_each_rank(run: Callable[[], Any], device: torch.device, repeats: int = 9) -> list[float]:
+    """Median milliseconds of a call on each rank; ranks meet before each, so that none comes late."""
+    seconds = []
+    for _ in range(repeats if device.type == "cuda" else 1):
+        dist.barrier()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            seconds.append(start.elapsed_time(end))
+        else:
+            seconds.append(1e3 * time_steps(run, warm_up=0, repeats=1))
+    every = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.tensor([sorted(seconds)[len(seconds) // 2]], device=device))
+    return [float(value) for value in every]
+
+
+def trace_programs(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
+    """Rank 0's first programs on a time axis (figure 9): their slices for others and own ones, and how they wait."""
+    placement, device = batch.placement, batch.offsets.device
+    way = find_way(placement, batch.tables, batch.indices.numel(), device)
+    size = count_trace(way, placement, len(batch.tables), device)
+    trace = torch.zeros(size, TRACE_WORDS, dtype=torch.int64, device=device)
+    for _ in range(3):
+        dist.barrier()
+        _launch(batch, way, trace)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    tasks = placement.world_size * len(batch.tables) * -(-placement.local_batch // way.slice)
+    words = trace.cpu()
+    programs = words[tasks : tasks + SHOWN_PROGRAMS, :3]
+    zero = int(words[tasks:, 0].min())
+    slices = words[:tasks][words[:tasks, 0] < SHOWN_PROGRAMS]
+    timeline = {
+        "rank": placement.rank,
+        "programs": ((programs - zero).double() / 1e3).tolist(),
+        "slices": [
+            [program, destination, (begin - zero) / 1e3, (end - zero) / 1e3]
+            for program, destination, begin, end in slices.tolist()
+        ],
+        "milliseconds": float((words[tasks:, 2].max() - zero) / 1e6),
+    }
+    return [{"what": study, "setting": str(way), "stretto": timeline["milliseconds"], "timeline": timeline}]

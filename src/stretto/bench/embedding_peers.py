@@ -1,0 +1,209 @@
+"""What the fused embedding look-up is measured beside: the library's operators, one batched kernel, and its streams."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.ops.embedding.backward import (
+    Lookups,
+    choose_backward_way,
+    dense_gradients,
+    reduce_rows,
+    sort_lookups,
+)
+from stretto.ops.embedding.faults import Faults
+from stretto.ops.embedding.forward import look_up_alone
+from stretto.ops.embedding.placement import Placement
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's tables, and the lookups in them for the global batch."""
+
+    placement: Placement
+    tables: list[Tensor]
+    indices: Tensor
+    offsets: Tensor
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of each table."""
+        return tuple(table.shape[0] for table in self.tables)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Of each table."""
+        return tuple(table.shape[1] for table in self.tables)
+
+    def lookups(self) -> Lookups:
+        """As the backward pass takes them."""
+        return Lookups(self.indices, self.offsets, None, "sum", self.rows, self.dims)
+
+
+class EmbeddingBags:
+    """The paper's baseline: nn.EmbeddingBag a table, the exchange, and the concatenation of what came."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._bags = [nn.EmbeddingBag.from_pretrained(t, mode="sum", include_last_offset=True) for t in batch.tables]
+        count, bounds = batch.placement.batch, batch.offsets.tolist()
+        self._parts = []
+        for table in range(len(batch.tables)):
+            first, last = bounds[table * count], bounds[(table + 1) * count]
+            offsets = batch.offsets[table * count : (table + 1) * count + 1] - first
+            self._parts.append((batch.indices[first:last], offsets))
+
+    def look_up(self) -> list[Tensor]:
+        """[global batch, dim] of each table."""
+        return [bag(*part) for bag, part in zip(self._bags, self._parts, strict=True)]
+
+    def forward(self) -> Tensor:
+        """[global batch / world, width]."""
+        placement = self._batch.placement
+        pooled = torch.cat(self.look_up(), 1)
+        return exchange_rows(pooled, placement)
+
+
+def exchange_rows(pooled: Tensor, placement: Placement) -> Tensor:
+    """pooled [global batch, this rank's columns]: to each rank its rows, and what comes side by side."""
+    batch = placement.local_batch
+    received = pooled.new_empty(batch * placement.width)
+    sent = [batch * placement.widths[placement.rank]] * placement.world_size
+    dist.all_to_all_single(received, pooled.view(-1), [batch * width for width in placement.widths], sent)
+    return join_columns(received, placement)
+
+
+def join_columns(received: Tensor, placement: Placement) -> Tensor:
+    """Rows of all ranks, one rank's after another's, side by side."""
+    sizes = [placement.local_batch * width for width in placement.widths]
+    parts = received.split(sizes)
+    return torch.cat([part.view(placement.local_batch, -1) for part in parts], 1)
+
+
+class Batched:
+    """The honest baseline: all tables in one launch of the kernel that the fused operator has, less communication."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        device = batch.offsets.device
+        placement = batch.placement
+        self._faults = Faults(placement.rank, device)
+        width = placement.widths[placement.rank]
+        self._shape = (placement.world_size, placement.local_batch, width)
+        self._out = torch.empty(self._shape, dtype=placement.dtype, device=device)
+
+    def look_up(self) -> Tensor:
+        """[world, global batch / world, this rank's columns]."""
+        batch = self._batch
+        world = batch.placement.world_size
+        return look_up_alone(batch.indices, batch.offsets, batch.tables, None, world, "sum", self._out, self._faults)
+
+    def forward(self) -> Tensor:
+        """[global batch / world, width]."""
+        return exchange_rows(self.look_up().view(self._batch.placement.batch, -1), self._batch.placement)
+
+    def push(self, grad: Tensor) -> Tensor:
+        """The gradient [global batch / world, width], exchanged: [global batch, this rank's columns]."""
+        placement = self._batch.placement
+        parts = grad.split(list(placement.widths), 1)
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        count = placement.local_batch * placement.widths[placement.rank]
+        received = grad.new_empty(count * placement.world_size)
+        sizes = [placement.local_batch * width for width in placement.widths]
+        dist.all_to_all_single(received, sent, [count] * placement.world_size, sizes)
+        return received.view(placement.batch, -1)
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        """Dense gradients of the tables: exchange, then sort, then the fused operator's reducing kernels."""
+        batch = self._batch
+        return dense_gradients(self._stage(grad), batch.rows, batch.dims, grad)
+
+    def update(self, grad: Tensor, settings: Tensor) -> None:
+        """A fused step of SGD, after the exchange."""
+        batch = self._batch
+        addresses = [table.data_ptr() for table in batch.tables]
+        reduce_rows(self._stage(grad), batch.dims, addresses, [0] * len(addresses), "sgd", settings, is_kept=True)
+
+    def _stage(self, grad: Tensor) -> Any:
+        batch = self._batch
+        block = 1 << (max(batch.dims) - 1).bit_length()
+        way = choose_backward_way(block * grad.element_size(), grad.device)
+        return sort_lookups(batch.lookups(), batch.placement, self.push(grad), way, self._faults)
+
+
+class Chunked:
+    """The batched kernel over some tables at a time, each part's exchange on a second stream beside the next part."""
+
+    def __init__(self, batch: Batch, chunks: int) -> None:
+        placement, device = batch.placement, batch.offsets.device
+        self._placement = placement
+        count = len(batch.tables)
+        if any(dims != placement.dims[0] for dims in placement.dims):
+            raise ValueError("tables are looked up in chunks where all ranks have the same dims")
+        bounds = [count * part // chunks for part in range(chunks + 1)]
+        self._batched, self._parts = [], []
+        for first, last in itertools.pairwise(bounds):
+            offsets = batch.offsets[first * placement.batch : last * placement.batch + 1]
+            dims = tuple(part[first:last] for part in placement.dims)
+            part = Batch(replace(placement, dims=dims), batch.tables[first:last], batch.indices, offsets)
+            self._batched.append(Batched(part))
+            self._parts.append(part)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def forward(self) -> Tensor:
+        """[global batch / world, width]."""
+        received, works = [], []
+        for batched, part in zip(self._batched, self._parts, strict=True):
+            pooled, placement = batched.look_up(), part.placement
+            buffer = pooled.new_empty(placement.local_batch * placement.width)
+            sizes = [placement.local_batch * width for width in placement.widths]
+            sent = [placement.local_batch * placement.widths[placement.rank]] * placement.world_size
+            works.append(dist.all_to_all_single(buffer, pooled.view(-1), sizes, sent, async_op=True))
+            received.append((buffer, placement))
+        for work in works:
+            work.wait()
+        columns = []
+        for rank in range(self._placement.world_size):
+            for buffer, placement in received:
+                sizes = [placement.local_batch * width for width in placement.widths]
+                columns.append(buffer.split(sizes)[rank].view(placement.local_batch, -1))
+        return torch.cat(columns, 1)
+
+
+def exchange_alone(batch: Batch) -> Callable[[], Tensor]:
+    """The library's exchange of pooled vectors, and nothing else."""
+    placement = batch.placement
+    pooled = torch.zeros(
+        placement.batch, placement.widths[placement.rank], dtype=placement.dtype, device=batch.offsets.device
+    )
+    received = pooled.new_empty(placement.local_batch * placement.width)
+    sizes = [placement.local_batch * width for width in placement.widths]
+    sent = [placement.local_batch * placement.widths[placement.rank]] * placement.world_size
+
+    def run() -> Tensor:
+        dist.all_to_all_single(received, pooled.view(-1), sizes, sent)
+        return received
+
+    return run
+
+
+def draw_lookups(
+    poolings: Sequence[int], rows: Sequence[int], batch: int, device: torch.device, seed: int, *, is_fixed: bool
+) -> tuple[Tensor, Tensor]:
+    """Random indices and offsets of tables with these rows; bags have `pooling` indices, or as many on average."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    lengths, indices = [], []
+    for pooling, count in zip(poolings, rows, strict=True):
+        if is_fixed:
+            length = torch.full((batch,), pooling, device=device)
+        else:
+            length = torch.randint(0, 2 * pooling + 1, (batch,), device=device, generator=generator)
+        lengths.append(length)
+        indices.append(torch.randint(0, count, (int(length.sum()),), device=device, generator=generator))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), torch.cat(lengths).cumsum(0)])
+    return torch.cat(indices), offsets

@@ -1,0 +1,17 @@
+"""Embedding look-ups fused with the exchange of what they give, and their backward pass (paper 002, section 3)."""
+
+from stretto.ops.embedding.module import EmbeddingAllToAll
+from stretto.ops.embedding.operator import (
+    check_indices,
+    embedding_all_to_all,
+    embedding_all_to_all_update,
+    tune_embedding,
+)
+
+__all__ = [
+    "EmbeddingAllToAll",
+    "check_indices",
+    "embedding_all_to_all",
+    "embedding_all_to_all_update",
+    "tune_embedding",
+]

@@ -1,0 +1,283 @@
+"""Launching the backward pass: gradients travel on a side stream while lookups are sorted; then rows are reduced."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto import tiles
+from stretto.ops.embedding.backward_kernel import (
+    QUANTUM,
+    Segments,
+    Target,
+    combine_chunks,
+    count_chunks,
+    find_keys,
+    place_chunks,
+    push_gradients,
+    reduce_chunks,
+)
+from stretto.ops.embedding.faults import Faults
+from stretto.ops.embedding.lookup import Pooling
+from stretto.ops.embedding.placement import Placement, common_multiple
+from stretto.ops.embedding.ring import round_size
+from stretto.ops.embedding.ways import count_multiprocessors, describe_shapes, keep_words, send_words
+from stretto.ops.workspace import find_group, find_kept
+
+_CHANNELS = 8  # of a rank's gradient
+
+
+class BackwardWay(NamedTuple):
+    """How the backward pass is launched; `limit`, `chunks` and `rows` may change its bits.
+
+    limit: lookups of a chunk, at most. chunks, rows: of a tile. num_warps, programs (on each multiprocessor): of the
+    reducing kernel. pushes: programs that push gradients. block: sorted lookups that a program cuts into chunks.
+    """
+
+    limit: int
+    chunks: int
+    rows: int
+    num_warps: int
+    programs: int
+    pushes: int
+    block: int
+
+
+class Lookups(NamedTuple):
+    """A forward call's input, as the backward pass takes it. rows, dims: of this rank's tables."""
+
+    indices: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    mode: str
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+
+
+class Staged(NamedTuple):
+    """What rows are reduced from: gradients for this rank's tables, sorted lookups, and each table's first key."""
+
+    gradients: Tensor
+    segments: Segments
+    uniques: Tensor
+    bases: tuple[int, ...]
+    way: BackwardWay
+
+
+def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
+    """A table, not a measurement, for rows of so many bytes."""
+    if device.type == "cpu":
+        return BackwardWay(8, 8, 4, 1, 2, 2, 256)
+    num_warps = min(max(block_bytes // 1024, 1), 8)
+    processors = count_multiprocessors(device)
+    return BackwardWay(1024, 2, 4, num_warps, max(16 // num_warps, 2), min(processors, 32), 1024)
+
+
+def stage_gradients(
+    grad: Tensor, lookups: Lookups, placement: Placement, group: str, way: BackwardWay | None = None
+) -> Staged | None:
+    """Push grad [batch / world, width] to the tables' owners, and sort this rank's lookups meanwhile.
+
+    None where this rank has no lookups: it has then only pushed.
+    """
+    if placement.batch == 0 or placement.width == 0:
+        return None
+    grad = grad.contiguous()
+    device = grad.device
+    block = triton.next_power_of_2(max(lookups.dims, default=4))
+    way = way or choose_backward_way(block * placement.dtype.itemsize, device)
+    largest = placement.batch * max(placement.widths) * placement.dtype.itemsize
+    channel = find_kept(
+        group, device, ("embedding gradients", round_size(largest)), lambda: _allocate(group, device, largest)
+    )
+    everyones = channel.tensor((placement.batch, max(placement.widths)), placement.dtype)  # an empty one has no address
+    staging = channel.tensor((placement.batch, placement.widths[placement.rank]), placement.dtype)
+    columns = keep_words(tuple((c,) for c in itertools.accumulate(placement.widths, initial=0)), device)
+    with tiles.copy_engine(channel):
+        _push(channel, grad, columns, everyones, placement, way)
+    staged = None
+    if lookups.dims and lookups.indices.numel():
+        # The forward pass has said what is wrong with the input: what this one finds is nobody's.
+        faults = find_kept(group, device, "embedding gradients' faults", lambda: Faults(placement.rank, device))
+        staged = sort_lookups(lookups, placement, staging, way, faults)
+    tiles.join_copies(channel)
+    return staged
+
+
+def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel:
+    process_group = find_group(group)
+    return tiles.BlockChannel.allocate(
+        process_group,
+        channels=_CHANNELS * process_group.size(),
+        data_bytes=round_size(size),
+        backend="cuda" if device.type == "cuda" else "host",
+    )
+
+
+def _push(
+    channel: tiles.BlockChannel,
+    grad: Tensor,
+    columns: Tensor,
+    staging: Tensor,
+    placement: Placement,
+    way: BackwardWay,
+) -> None:
+    rows = 4
+    groups = triton.cdiv(placement.local_batch, rows)
+    mapping = tiles.shard_tiles(groups, placement.world_size, 1, channels=min(_CHANNELS, groups))
+    begun = channel.begin("embedding_all_to_all's gradient", mapping, mapping, "p2p")
+    push_gradients[(way.pushes,)](
+        begun,
+        mapping,
+        grad,
+        columns,
+        staging,
+        placement.local_batch,
+        placement.width,
+        ROWS=rows,
+        BLOCK=min(triton.next_power_of_2(max(placement.widths)), 2048),
+        num_warps=8,
+    )
+
+
+def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: BackwardWay, faults: Faults) -> Staged:
+    """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later."""
+    device, total = staging.device, lookups.indices.numel()
+    bases = tuple(itertools.accumulate(lookups.rows, initial=0))
+    rows = bases[-1]
+    # The keys' largest number is that of a lookup without a row.
+    keys = torch.full((total,), rows, dtype=torch.int32 if rows < 2**31 - 1 else torch.int64, device=device)
+    places = torch.zeros(total, dtype=torch.int32, device=device)
+    is_scaled = lookups.weights is not None or lookups.mode == "mean"
+    scales = torch.empty(total, dtype=torch.float32, device=device) if is_scaled else None
+    shapes = [(0, *shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
+    itemsize = staging.element_size()
+    lookup = describe_shapes(shapes, itemsize, 0, placement.local_batch, staging.shape[1], total, device)
+    constants = (tl.constexpr(value) for value in (8, 1, 8, lookups.mode == "mean", True))
+    groups = len(lookups.dims) * triton.cdiv(placement.batch, 8)
+    programs = 2 if device.type == "cpu" else min(16 * count_multiprocessors(device), groups)
+    find_keys[(programs,)](
+        lookup,
+        Pooling(*constants),
+        lookups.indices,
+        lookups.offsets,
+        lookups.weights,
+        keep_words(tuple((base,) for base in bases), device),
+        keys,
+        places,
+        scales,
+        placement.world_size,
+        rows,
+        faults.report(),
+        STEPS=8 if device.type == "cpu" else 32,
+        num_warps=2,
+    )
+    keys, order = torch.sort(keys, stable=True)
+    blocks = triton.cdiv(total, way.block)
+    counts = torch.empty(blocks, 2, dtype=torch.int64, device=device)
+    count_chunks[(blocks,)](keys, counts, total, rows, LIMIT=way.limit, BLOCK=way.block, num_warps=4)
+    sums = counts.cumsum(0)
+    starts = torch.empty(total + 1, dtype=torch.int64, device=device)
+    numbers = torch.empty(total, dtype=torch.int32, device=device)
+    uniques = torch.empty_like(keys)
+    place_chunks[(blocks,)](
+        keys, sums, starts, numbers, uniques, total, rows, LIMIT=way.limit, BLOCK=way.block, num_warps=4
+    )
+    quanta = staging.shape[1] // QUANTUM.value
+    segments = Segments(keys, order, places, scales, starts, numbers, sums[-1], total, rows, quanta)
+    return Staged(staging, segments, uniques, bases, way)
+
+
+def reduce_rows(
+    staged: Staged,
+    dims: Sequence[int],
+    addresses: Sequence[int],
+    lasts: Sequence[int],
+    action: str,
+    settings: Tensor | None = None,
+    *,
+    by_number: bool = False,
+    is_kept: bool = False,
+) -> None:
+    """Add up the gradients of each row, and do what `action` says with the sum; see `backward_kernel.Target`.
+
+    addresses: where each table's target begins; is_kept: they are the same call after call. lasts: the last word of
+    each table in `Target.meta`.
+    """
+    segments, way, gradients = staged.segments, staged.way, staged.gradients
+    device = gradients.device
+    words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
+    block = triton.next_power_of_2(max(dims))
+    target = Target(
+        keep_words(words, device) if is_kept else send_words(words, device),
+        _find_tables_of(tuple(dims), device),
+        settings,
+        tl.constexpr(action),
+        tl.constexpr(by_number),
+        tl.constexpr(block),
+        tl.constexpr(common_multiple(tuple(dims), gradients.element_size())),
+    )
+    cuts = (segments.total - 1) // way.limit
+    partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
+    reduce_chunks[(way.programs * count_multiprocessors(device),)](
+        segments,
+        target,
+        gradients,
+        partials,
+        LIMIT=way.limit,
+        CHUNKS=way.chunks,
+        ROWS=way.rows,
+        num_warps=way.num_warps,
+        num_stages=1,
+    )
+    if cuts:
+        combine_chunks[(cuts,)](
+            segments, target, gradients, partials, LIMIT=way.limit, ROWS=way.rows, num_warps=1, num_stages=1
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
+    """The table of each `QUANTUM` of columns."""
+    repeats = torch.tensor([dim // QUANTUM.value for dim in dims])
+    return torch.arange(len(dims), dtype=torch.int32).repeat_interleave(repeats).to(device)
+
+
+def dense_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Each table's gradient [rows, dim], zeros where no index was."""
+    grads = [like.new_zeros(shape) for shape in zip(rows, dims, strict=True)]
+    if staged is not None:
+        reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads), "store")
+    return grads
+
+
+def sparse_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Each table's gradient as a coalesced sparse tensor [rows, dim]; the host waits for their sizes."""
+    if staged is None:
+        empty = torch.empty(1, 0, dtype=torch.int64, device=like.device)
+        return [
+            torch.sparse_coo_tensor(empty, like.new_empty(0, dim), (count, dim), is_coalesced=True)
+            for count, dim in zip(rows, dims, strict=True)
+        ]
+    found = int(staged.segments.totals[1])
+    uniques = staged.uniques[:found].long()
+    bases = torch.tensor(staged.bases, device=uniques.device)
+    firsts = torch.searchsorted(uniques, bases).tolist()
+    values = [
+        like.new_empty(end - start, dim) for (start, end), dim in zip(itertools.pairwise(firsts), dims, strict=True)
+    ]
+    addresses = [value.data_ptr() for value in values]
+    reduce_rows(staged, dims, addresses, firsts[:-1], "store", by_number=True)
+    return [
+        torch.sparse_coo_tensor(
+            (uniques[start:end] - base)[None], value, (count, dim), is_coalesced=True, check_invariants=False
+        )
+        for (start, end), base, value, count, dim in zip(
+            itertools.pairwise(firsts), staged.bases[:-1], values, rows, dims, strict=True
+        )
+    ]

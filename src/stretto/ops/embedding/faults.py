@@ -1,0 +1,68 @@
+"""What kernels find wrong with indices and offsets: written down by the device, raised by the host."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+WORDS = 8
+BAD_INDEX = tl.constexpr(1)
+BAD_OFFSETS = tl.constexpr(2)
+OTHER_TABLES = tl.constexpr(3)
+
+
+class Report(NamedTuple):
+    """What a kernel is given: one argument. state: int32 [1], 1 once something is written down. words: int64, in memory
+    that the host reads."""
+
+    state: Any
+    words: Any
+
+
+class Faults:
+    """The first fault of this rank's kernels since the last one that was raised."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._state = torch.zeros(1, dtype=torch.int32, device=device)
+        self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def report(self) -> Report:
+        """What a kernel writes to."""
+        return Report(self._state, self._words)
+
+    def check(self) -> None:
+        """Raise the ValueError that a kernel has written down, once; synchronize first to be sure of what has run."""
+        kind, table, position, value, bound, *_ = self._words.tolist()
+        if not kind:
+            return
+        self._words.zero_()
+        self._state.zero_()
+        if kind == BAD_INDEX.value:
+            raise ValueError(
+                f"rank {self._rank}: indices[{position}] is {value}, but table {table} of this rank has {bound} rows: "
+                f"0 to {bound - 1} will do. It was looked up as a row of zeros"
+            )
+        if kind == OTHER_TABLES.value:
+            raise ValueError(
+                f"rank {self._rank}: rank {table} has looked up other tables in this call, or sees this rank's as they "
+                "were in another one: give each set of tables of a group a name="
+            )
+        raise ValueError(
+            f"rank {self._rank}: the offsets of bag {position} (table {table} of this rank) go from {value} to "
+            f"{bound}: offsets begin at 0 or later, never fall, and end at the number of indices or "
+            "before. It was taken for an empty bag"
+        )
+
+
+@triton.jit
+def write_fault(report, kind: tl.constexpr, table, position, value, bound):  # type: ignore[no-untyped-def]
+    """Write down a fault, unless one is already; its first word last."""
+    if tl.atomic_cas(report.state, 0, 1, sem="relaxed", scope="gpu") == 0:
+        tl.store(report.words + 1, table.to(tl.int64))
+        tl.store(report.words + 2, position.to(tl.int64))
+        tl.store(report.words + 3, value.to(tl.int64))
+        tl.store(report.words + 4, bound.to(tl.int64))
+        tl.debug_barrier()
+        tl.atomic_xchg(report.words, kind, sem="release", scope="sys")

@@ -1,0 +1,182 @@
+"""Launching the fused kernel: placement, ring, signals' counts, and the kernel's arguments."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from stretto import tiles
+from stretto.ops.embedding.faults import Faults
+from stretto.ops.embedding.forward_kernel import UNIT, begin_pooling, pool_alone, pool_and_send
+from stretto.ops.embedding.placement import Placement
+from stretto.ops.embedding.ring import CHANNELS, OutputRing
+from stretto.ops.embedding.tuned import find_tuned
+from stretto.ops.embedding.ways import (
+    Shape,
+    Way,
+    choose_way,
+    count_multiprocessors,
+    describe_pooling,
+    describe_tables,
+)
+from stretto.ops.workspace import find_kept
+
+
+def look_up_and_send(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    weights: Tensor | None,
+    placement: Placement,
+    group: str,
+    mode: str,
+    *,
+    checks: bool = True,
+    way: Way | None = None,
+    trace: Tensor | None = None,
+) -> Tensor:
+    """This rank's [batch / world, width], of all ranks' tables; all ranks call it.
+
+    way: None for `choose_way`; each rank may take its own. trace: int64 [`count_trace`, 4], filled with clocks; for
+    benches.
+    """
+    device = offsets.device
+    rank = placement.rank
+    shape = (placement.local_batch, placement.width)
+    size = shape[0] * shape[1] * placement.dtype.itemsize
+    if size == 0:
+        return torch.empty(shape, dtype=placement.dtype, device=device)
+    ring = OutputRing.find(group, device, size)
+    ring.faults.check()
+    way = find_way(placement, tables, indices.numel(), device) if way is None else way.check()
+    channels = count_channels(placement)
+    mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
+    key = ("embedding counts", placement)
+    counts, unused = find_kept(group, device, key, lambda: _count(placement, device))
+    channel = ring.channel.begin(
+        "embedding_all_to_all", unused, unused, "p2p", counts=counts, meets=False, launches=False
+    )
+    offset, finish = ring.take(shape, placement.dtype)
+    block = triton.next_power_of_2(ring.channel.channels)
+    begin_pooling[(1,)](
+        channel,
+        unused,
+        counts,
+        ring.destinations,
+        ring.tickets,
+        offset // UNIT.value,
+        placement.fingerprint,
+        BLOCK=block,
+        num_warps=4,
+    )
+    lookup = describe_tables(
+        tables, placement.first_column(rank), placement.local_batch, placement.width, indices.numel(), device
+    )
+    pool_and_send[(count_programs(way, placement, len(tables), device),)](
+        channel,
+        mapping,
+        lookup,
+        describe_pooling(way, mode, checks),
+        indices,
+        offsets,
+        weights,
+        ring.slots.view(placement.dtype),
+        ring.destinations,
+        ring.tickets,
+        placement.fingerprint,
+        ring.faults.report(),
+        trace,
+        ORDER=way.order,
+        num_warps=way.num_warps,
+        num_stages=1,
+    )
+    out = finish()
+    if device.type == "cpu":  # the kernel is through: what it has found is raised by this call, not by the next one
+        ring.faults.check()
+    return out
+
+
+def find_shape(placement: Placement, tables: int, total: int) -> Shape:
+    """The shape of this rank's look-ups in so many tables, with so many indices."""
+    block = triton.next_power_of_2(placement.longest)
+    return Shape(placement.world_size, block * placement.dtype.itemsize, max(tables, 1), placement.batch, total)
+
+
+def find_way(placement: Placement, tables: Sequence[Tensor], total: int, device: torch.device) -> Way:
+    """The way of this rank's tables: the fastest that `tune_embedding` has measured, else by `choose_way`."""
+    shape = find_shape(placement, len(tables), total)
+    return find_tuned(shape, device) or choose_way(shape, device)
+
+
+def count_programs(way: Way, placement: Placement, tables: int, device: torch.device) -> int:
+    """No more than there are tasks, and enough to wait for all other ranks' channels if there are none."""
+    tasks = placement.world_size * tables * triton.cdiv(placement.local_batch, way.slice)
+    waits = (placement.world_size - 1) * count_channels(placement)
+    return max(min(way.programs * count_multiprocessors(device), max(tasks, waits)), 1)
+
+
+def count_trace(way: Way, placement: Placement, tables: int, device: torch.device) -> int:
+    """Rows of a trace: of tasks, then of programs."""
+    tasks = placement.world_size * tables * triton.cdiv(placement.local_batch, way.slice)
+    return tasks + count_programs(way, placement, tables, device)
+
+
+@functools.lru_cache(maxsize=256)
+def count_channels(placement: Placement) -> int:
+    """Groups of tables that a rank signals to another one by one."""
+    return min(triton.next_power_of_2(max(len(dims) for dims in placement.dims)), CHANNELS)
+
+
+def _count(placement: Placement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
+    """How much channels are counted up by in a call, and a mapping that says no more than that counts do."""
+    rank, world, channels = placement.rank, placement.world_size, count_channels(placement)
+    counts = torch.zeros(2, world, world * CHANNELS, dtype=torch.int32)
+    for peer in range(world):
+        if peer != rank:
+            for source, reader, direction in ((peer, rank, 0), (rank, peer, 1)):
+                for table in range(len(placement.dims[source])):
+                    counts[direction, peer, reader * channels + table % channels] += placement.local_batch
+    tables = torch.zeros(1, dtype=torch.int32, device=device)
+    return counts.to(device), tiles.look_up_tiles(*[tables] * 5)
+
+
+def look_up_alone(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    weights: Tensor | None,
+    world: int,
+    mode: str,
+    out: Tensor,
+    faults: Faults,
+    *,
+    checks: bool = True,
+    way: Way | None = None,
+) -> Tensor:
+    """The same look-up with no exchange: out [world, batch / world, sum of the tables' dims], in one launch."""
+    device = offsets.device
+    _, local_batch, width = out.shape
+    lookup = describe_tables(tables, 0, local_batch, width, indices.numel(), device)
+    if way is None:
+        block_bytes = lookup.block.value * tables[0].element_size()
+        shape = Shape(world, block_bytes, len(tables), world * local_batch, indices.numel())
+        way = find_tuned(shape, device) or choose_way(shape, device)
+    tasks = world * len(tables) * triton.cdiv(local_batch, way.slice)
+    programs = max(min(way.programs * count_multiprocessors(device), tasks), 1)
+    pool_alone[(programs,)](
+        lookup,
+        describe_pooling(way.check(), mode, checks),
+        indices,
+        offsets,
+        weights,
+        out,
+        torch.zeros(1, dtype=torch.int32, device=device),
+        faults.report(),
+        world,
+        ORDER=way.order,
+        num_warps=way.num_warps,
+        num_stages=1,
+    )
+    return out

@@ -1,0 +1,148 @@
+"""`EmbeddingAllToAll`: this rank's tables as a module, which a torch optimizer trains or its own backward pass does."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.ops.checks import find_name
+from stretto.ops.embedding.operator import OPTIMIZERS, embedding_all_to_all, embedding_all_to_all_update
+from stretto.ops.workspace import find_kept
+
+
+class EmbeddingAllToAll(nn.Module):
+    """This rank's tables, looked up for the global batch by `embedding_all_to_all`.
+
+    shapes: (rows, dim) of each; a rank may have none. optimizer: None, and `tables` are parameters with gradients
+    (sparse ones with sparse=True); or "sgd" or "adagrad" (row-wise; see `embedding_all_to_all_update`), and the
+    backward pass itself changes the rows that were looked up: then `tables` need no gradients, and no optimizer should
+    have them. All ranks of the group make their modules in one order. learning_rate, epsilon: that optimizer's;
+    `set_learning_rate` changes the first one, also of a CUDA graph that was captured. mode, checks: as in
+    `embedding_all_to_all`. Rows begin with numbers of uniform distribution, at most 1 / sqrt(rows) large.
+    """
+
+    settings: Tensor
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        group: dist.ProcessGroup | None = None,
+        *,
+        mode: str = "sum",
+        optimizer: str | None = None,
+        learning_rate: float = 0.01,
+        epsilon: float = 1e-8,
+        sparse: bool = False,
+        checks: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if optimizer is not None and optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+        if optimizer is not None and sparse:
+            raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
+        self.name = _find_new_name(group)
+        self.group, self.mode, self.optimizer = group, mode, optimizer
+        self.sparse, self.checks = sparse, checks
+        made = []
+        for rows, dim in shapes:
+            table = torch.empty(rows, dim, dtype=dtype, device=device)
+            nn.init.uniform_(table, -(rows**-0.5), rows**-0.5)
+            made.append(nn.Parameter(table, requires_grad=optimizer is None))
+        self.tables = nn.ParameterList(made)
+        rates = torch.tensor([learning_rate, epsilon], dtype=torch.float32, device=device)
+        self.register_buffer("settings", rates, persistent=False)
+        for place, (rows, _) in enumerate(shapes if optimizer == "adagrad" else ()):
+            self.register_buffer(f"state_{place}", torch.zeros(rows, dtype=torch.float32, device=device))
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The row-wise states of adagrad, fp32 [rows] each."""
+        count = len(self.tables) if self.optimizer == "adagrad" else 0
+        return [self.get_buffer(f"state_{place}") for place in range(count)]
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Change the learning rate of the next backward passes."""
+        self.settings[0] = rate
+
+    def forward(
+        self, indices: Tensor, offsets: Tensor, *, weights: Tensor | None = None, batch: int | None = None
+    ) -> Tensor:
+        """[global batch / world, sum of all ranks' dims]; the arguments are those of `embedding_all_to_all`."""
+        if self.optimizer is None or not torch.is_grad_enabled():
+            return embedding_all_to_all(
+                indices,
+                offsets,
+                list(self.tables),
+                self.group,
+                weights=weights,
+                mode=self.mode,
+                batch=batch,
+                name=self.name,
+                checks=self.checks,
+                sparse=self.sparse,
+            )
+        anchor = torch.empty(0, device=offsets.device, requires_grad=True)
+        return _LookUpAndUpdate.apply(anchor, self, indices, offsets, weights, batch)
+
+    def extra_repr(self) -> str:
+        """What was given."""
+        return f"mode={self.mode!r}, optimizer={self.optimizer!r}"
+
+
+def _find_new_name(group: dist.ProcessGroup | None) -> str:
+    """One that no other module of the group has, the same on all ranks, which make them in one order."""
+    return f"module {next(find_kept(find_name(group), torch.device('cpu'), 'embedding modules', itertools.count))}"
+
+
+class _LookUpAndUpdate(torch.autograd.Function):
+    """A look-up whose backward pass changes the tables. The anchor is what the output depends on, for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        module: EmbeddingAllToAll,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch: int | None,
+    ) -> Tensor:
+        ctx.module, ctx.batch = module, batch
+        ctx.save_for_backward(indices, offsets, weights)
+        return embedding_all_to_all(
+            indices,
+            offsets,
+            list(module.tables),
+            module.group,
+            weights=weights,
+            mode=module.mode,
+            batch=batch,
+            name=module.name,
+            checks=module.checks,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        module: EmbeddingAllToAll = ctx.module
+        indices, offsets, weights = ctx.saved_tensors
+        assert module.optimizer is not None
+        embedding_all_to_all_update(
+            grad,
+            indices,
+            offsets,
+            list(module.tables),
+            module.group,
+            optimizer=module.optimizer,
+            settings=module.settings,
+            states=module.states,
+            weights=weights,
+            mode=module.mode,
+            batch=ctx.batch,
+            name=module.name,
+        )
+        return (None,) * 6

@@ -1,0 +1,324 @@
+"""`embedding_all_to_all`, its torch.library operators and gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops.checks import find_name
+from stretto.ops.embedding.backward import (
+    Lookups,
+    dense_gradients,
+    reduce_rows,
+    sparse_gradients,
+    stage_gradients,
+)
+from stretto.ops.embedding.forward import find_shape, look_up_and_send
+from stretto.ops.embedding.placement import Placement, find_placement, require_input
+from stretto.ops.embedding.ring import find_rings
+from stretto.ops.embedding.tuned import measure_ways
+from stretto.ops.embedding.ways import Way, choose_way, list_ways
+from stretto.ops.workspace import find_group
+
+OPTIMIZERS = ("sgd", "adagrad")
+
+
+def embedding_all_to_all(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    batch: int | None = None,
+    name: str = "",
+    checks: bool = True,
+    sparse: bool = False,
+) -> Tensor:
+    """Pool rows of this rank's tables for the global batch; returns all ranks' tables' vectors for the local batch.
+
+    tables: this rank's, each [rows, dim], contiguous, of any number (a rank may have none), rows and dims (multiples of
+    4, up to 2048); all ranks' are of one dtype, fp32, fp16 or bf16. indices: [total], int32 or int64. offsets:
+    [tables x global batch + 1], feature-major: the indices of sample s in table t are those from offsets[t * batch + s]
+    to offsets[t * batch + s + 1] - 1; none is a bag of zeros. weights: [total], a factor for each index, without a
+    gradient. mode: "sum", or "mean", which divides by the number of indices, weighted or not. batch: the global one,
+    which a rank without tables must say. group: None for all ranks. name: another one for each set of tables that a
+    group has, since at the first call with these dims (of this rank), batch and name the ranks tell each other theirs.
+
+    Returns [global batch / world, sum of all ranks' dims], of the tables' dtype, columns in order of rank, then table;
+    sums are fp32. It lies in memory that peers store into: see docs/embedding.md.
+
+    Gradients go to the tables: dense ones, or with sparse=True coalesced sparse tensors, for which the host waits once.
+    All ranks' tables need gradients, or none; `EmbeddingAllToAll` updates its tables without making any.
+
+    checks: look at every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
+    ValueError, with table, position and rank, here on CPUs and at the next call or `check_indices` on GPUs; with
+    checks=False it reads whatever lies there. ValueError at once for other input that cannot be (a batch that the group
+    does not divide, tables that disagree between ranks, ...), and for a rank outside of the group; PeerError for a rank
+    that does not come. Paper 002, section 3.
+    """
+    group_name = find_name(group)
+    count = require_input(indices, offsets, tables, weights, mode, batch, dist.get_world_size(group))
+    width, dtype, needs_grad = _agree(
+        group_name,
+        offsets.device,
+        name,
+        tuple(table.shape[1] for table in tables),
+        tables[0].dtype if tables else None,
+        count,
+        bool(tables) and tables[0].requires_grad,
+    )
+    # A rank without tables takes part in the backward pass too: its output needs a gradient for something.
+    anchor = None
+    if not tables and needs_grad and torch.is_grad_enabled():
+        anchor = torch.empty(0, device=offsets.device, requires_grad=True)
+    return torch.ops.stretto.embedding_all_to_all(
+        indices, offsets, list(tables), weights, anchor, mode, count, width, dtype, checks, sparse, name, group_name
+    )
+
+
+@torch.compiler.assume_constant_result
+def _agree(
+    group: str,
+    device: torch.device,
+    name: str,
+    dims: tuple[int, ...],
+    dtype: torch.dtype | None,
+    batch: int,
+    needs_grad: bool,
+) -> tuple[int, torch.dtype, bool]:
+    placement = find_placement(group, device, name, dims, dtype, batch, needs_grad)
+    return placement.width, placement.dtype, placement.needs_grad
+
+
+@torch.library.custom_op("stretto::embedding_all_to_all", mutates_args=())
+def _embedding_all_to_all(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    weights: Tensor | None,
+    anchor: Tensor | None,
+    mode: str,
+    batch: int,
+    width: int,
+    dtype: torch.dtype,
+    checks: bool,
+    sparse: bool,
+    name: str,
+    group: str,
+) -> Tensor:
+    placement = _find_again(group, offsets.device, [table.shape[1] for table in tables], dtype, batch, name)
+    return look_up_and_send(indices, offsets, tables, weights, placement, group, mode, checks=checks)
+
+
+@_embedding_all_to_all.register_fake
+def _(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    weights: Tensor | None,
+    anchor: Tensor | None,
+    mode: str,
+    batch: int,
+    width: int,
+    dtype: torch.dtype,
+    checks: bool,
+    sparse: bool,
+    name: str,
+    group: str,
+) -> Tensor:
+    return offsets.new_empty(batch // find_group(group).size(), width, dtype=dtype)
+
+
+@torch.library.custom_op("stretto::embedding_all_to_all_gradients", mutates_args=())
+def _embedding_all_to_all_gradients(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    mode: str,
+    batch: int,
+    rows: Sequence[int],
+    dims: Sequence[int],
+    name: str,
+    group: str,
+) -> list[Tensor]:
+    """The dense gradients of this rank's tables."""
+    lookups = Lookups(indices, offsets, weights, mode, tuple(rows), tuple(dims))
+    placement = _find_again(group, offsets.device, dims, grad.dtype, batch, name)
+    return dense_gradients(stage_gradients(grad, lookups, placement, group), rows, dims, grad)
+
+
+@_embedding_all_to_all_gradients.register_fake
+def _(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    mode: str,
+    batch: int,
+    rows: Sequence[int],
+    dims: Sequence[int],
+    name: str,
+    group: str,
+) -> list[Tensor]:
+    return [grad.new_empty(shape) for shape in zip(rows, dims, strict=True)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    indices, offsets, tables, weights, _, mode, batch, *_, sparse, name, group = inputs
+    ctx.save_for_backward(indices, offsets, weights)
+    ctx.shapes = [table.shape[0] for table in tables], [table.shape[1] for table in tables]
+    ctx.mode, ctx.batch, ctx.sparse, ctx.name, ctx.group = mode, batch, sparse, name, group
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    indices, offsets, weights = ctx.saved_tensors
+    rows, dims = ctx.shapes
+    if ctx.sparse:
+        lookups = Lookups(indices, offsets, weights, ctx.mode, tuple(rows), tuple(dims))
+        placement = _find_again(ctx.group, offsets.device, dims, grad.dtype, ctx.batch, ctx.name)
+        grads = sparse_gradients(stage_gradients(grad, lookups, placement, ctx.group), rows, dims, grad)
+    else:
+        grads = torch.ops.stretto.embedding_all_to_all_gradients(
+            grad, indices, offsets, weights, ctx.mode, ctx.batch, rows, dims, ctx.name, ctx.group
+        )
+    return None, None, grads, *[None] * 10
+
+
+_embedding_all_to_all.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states"))
+def _embedding_all_to_all_update(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    states: Sequence[Tensor],
+    settings: Tensor,
+    weights: Tensor | None,
+    optimizer: str,
+    pooling: str,
+    batch: int,
+    name: str,
+    group: str,
+) -> None:
+    # pooling: the mode, by which name torch's functionalization calls something else.
+    dims = [table.shape[1] for table in tables]
+    lookups = Lookups(indices, offsets, weights, pooling, tuple(table.shape[0] for table in tables), tuple(dims))
+    placement = _find_again(group, offsets.device, dims, grad.dtype, batch, name)
+    staged = stage_gradients(grad, lookups, placement, group)
+    if staged is not None:
+        lasts = [state.data_ptr() for state in states] if states else [0] * len(dims)
+        reduce_rows(staged, dims, [table.data_ptr() for table in tables], lasts, optimizer, settings, is_kept=True)
+
+
+def embedding_all_to_all_update(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    optimizer: str,
+    settings: Tensor,
+    states: Sequence[Tensor] = (),
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    batch: int | None = None,
+    name: str = "",
+) -> None:
+    """A step of an optimizer on the rows that `embedding_all_to_all` has looked up, without making their gradients.
+
+    grad: [global batch / world, sum of all ranks' dims], of its output. The others are those of the forward call, which
+    has checked them. optimizer: "sgd", or "adagrad", row-wise: a row's state grows by the mean of its gradient's
+    squares, and the row changes by -learning rate x gradient / (sqrt(state) + epsilon). settings: fp32 [2] on the
+    device, learning rate and epsilon. states: for adagrad, fp32 [rows] of each table. Sums and updates are fp32, then
+    rounded to the table's dtype. All ranks call it, also those without tables. ValueError for other input.
+    """
+    group_name = find_name(group)
+    detached = [table.detach() for table in tables]
+    count = require_input(indices, offsets, detached, weights, mode, batch, world := dist.get_world_size(group))
+    dims = tuple(table.shape[1] for table in detached)
+    table_dtype = detached[0].dtype if detached else None
+    width, dtype, _ = _agree(group_name, offsets.device, name, dims, table_dtype, count, False)
+    if grad.shape != (count // world, width) or grad.dtype != dtype or grad.device != offsets.device:
+        raise ValueError(
+            f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
+            f"{offsets.device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
+        )
+    require_optimizer(optimizer, settings, detached, states)
+    torch.ops.stretto.embedding_all_to_all_update(
+        grad, indices, offsets, detached, list(states), settings, weights, optimizer, mode, count, name, group_name
+    )
+
+
+def require_optimizer(optimizer: str, settings: Tensor, tables: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+    """ValueError for what is no optimizer, or not what one takes."""
+    name = "embedding_all_to_all_update"
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"{name}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    if settings.shape != (2,) or settings.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: settings are fp32 [2], learning rate and epsilon, not {settings.dtype} {list(settings.shape)}"
+        )
+    expected = len(tables) if optimizer == "adagrad" else 0
+    if len(states) != expected:
+        raise ValueError(f"{name}: {optimizer} of {len(tables)} tables has {expected} states, not {len(states)}")
+    for place, (state, table) in enumerate(zip(states, tables, strict=False)):
+        if state.shape != table.shape[:1] or state.dtype != torch.float32 or not state.is_contiguous():
+            raise ValueError(
+                f"{name}: the state of table {place} is fp32 [{table.shape[0]}], contiguous, not {state.dtype} "
+                f"{list(state.shape)}"
+            )
+
+
+def tune_embedding(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    batch: int | None = None,
+    name: str = "",
+) -> Way:
+    """Measure ways to launch `embedding_all_to_all` with such input; later calls of its shape take the fastest.
+
+    The arguments are those of the operator, and all ranks call it. Times are kept on this machine (`stretto.tuning`),
+    for later runs too. What it chooses may change the order in which a bag's rows are added, and so the last bits. It
+    takes about 30 x 9 calls. Returns this rank's way.
+    """
+    group_name = find_name(group)
+    count = require_input(indices, offsets, tables, weights, mode, batch, dist.get_world_size(group))
+    dims = [table.shape[1] for table in tables]
+    dtype = tables[0].dtype if tables else None
+    device = offsets.device
+    placement = find_placement(group_name, device, name, tuple(dims), dtype, count, needs_grad=False)
+    shape = find_shape(placement, len(tables), indices.numel())
+
+    def run(way: Way) -> Tensor:
+        return look_up_and_send(indices, offsets, tables, weights, placement, group_name, mode, way=way)
+
+    return measure_ways(list_ways(choose_way(shape, device), device), run, shape, find_group(group_name), device)
+
+
+def check_indices(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for the device, and raise what its look-ups in this group have found wrong, or waited for in vain."""
+    for ring in find_rings(find_name(group)):
+        if ring.channel.device.type == "cuda":
+            torch.cuda.synchronize(ring.channel.device)
+        ring.faults.check()
+        ring.channel.check()
+
+
+def _find_again(
+    group: str, device: torch.device, dims: Sequence[int], dtype: torch.dtype, batch: int, name: str
+) -> Placement:
+    """The placement that the call has agreed on before; where torch calls an operator itself, it is agreed on now."""
+    return find_placement(group, device, name, tuple(dims), dtype if dims else None, batch, needs_grad=False)

@@ -1,0 +1,259 @@
+"""Which rank has which tables: agreed by all ranks at the first call, and kept; and what is refused before a launch."""
+
+import functools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory import exchange
+from stretto.ops.checks import DTYPES
+from stretto.ops.workspace import find_group, find_kept
+
+MODES = ("sum", "mean")
+MAX_DIM = 2048
+_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """All ranks' tables as one rank sees them. What follows from them is computed once; there may be hundreds.
+
+    rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global. needs_grad: whether backward runs.
+    """
+
+    rank: int
+    dims: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    batch: int
+    needs_grad: bool
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.dims)
+
+    @property
+    def local_batch(self) -> int:
+        """Samples of each rank."""
+        return self.batch // len(self.dims)
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Columns of the output: of all tables of all ranks."""
+        return sum(self.widths)
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each rank's tables."""
+        return tuple(sum(dims) for dims in self.dims)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest row's elements in this rank's tables."""
+        return max(self.dims[self.rank], default=4)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that ranks which see the same tables have in common, and others, most likely, do not.
+
+        It is odd and has 31 bits, so that Triton compiles one kernel for all.
+        """
+        return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode()) & 0x7FFFFFFF | 1
+
+    def first_column(self, rank: int) -> int:
+        """Where the columns of a rank's tables begin."""
+        return sum(self.widths[:rank])
+
+
+def require_input(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    weights: Tensor | None,
+    mode: str,
+    batch: int | None,
+    world: int,
+) -> int:
+    """The global batch. ValueError for what cannot be looked up; no element is read."""
+    name = "embedding_all_to_all"
+    if mode not in MODES:
+        raise ValueError(f"{name}: mode is one of {', '.join(MODES)}, not {mode!r}")
+    for what, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} takes {what} as a contiguous tensor of one dim, int32 or int64, not {tensor.dtype} "
+                f"{list(tensor.shape)} with strides {tensor.stride()}"
+            )
+    _require_tables(name, tables, offsets)
+    if indices.device != offsets.device:
+        raise ValueError(f"{name}: offsets are on {offsets.device} and indices on {indices.device}: move one of them")
+    if weights is not None:
+        if weights.shape != indices.shape or weights.device != indices.device or not weights.is_contiguous():
+            raise ValueError(
+                f"{name}: per-sample weights are contiguous and one an index, [{indices.numel()}] on {indices.device}, "
+                f"not {list(weights.shape)} on {weights.device}"
+            )
+        if weights.dtype not in DTYPES:
+            raise ValueError(f"{name} takes weights of {_name_dtypes()}, not {weights.dtype}")
+        if weights.requires_grad:
+            raise ValueError(f"{name} gives per-sample weights no gradient: detach() them")
+    count = _find_batch(name, offsets, len(tables), batch)
+    if count % world:
+        raise ValueError(
+            f"{name}: {world} ranks do not divide the global batch of {count}: {-(-count // world) * world} will do"
+        )
+    if not torch.compiler.is_compiling():
+        _require_device(name, offsets)
+    return count
+
+
+def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> int:
+    bags = offsets.shape[0] - 1
+    if tables == 0:
+        if batch is None:
+            raise ValueError(
+                f"{name}: this rank has no tables, so nothing says how large the global batch is: give batch="
+            )
+        if bags != 0:
+            raise ValueError(f"{name}: offsets for no tables have one element, not {bags + 1}")
+        return batch
+    if bags < 0 or bags % tables:
+        raise ValueError(
+            f"{name}: offsets of {tables} tables have {tables} x the global batch + 1 elements, not {bags + 1}"
+        )
+    if batch is not None and batch != bags // tables:
+        raise ValueError(f"{name}: offsets are for a global batch of {bags // tables}, and batch says {batch}")
+    return bags // tables
+
+
+_accepted: dict[tuple[object, ...], None] = {}
+_MOST_ACCEPTED = 256
+
+
+def _require_tables(name: str, tables: Sequence[Tensor], offsets: Tensor) -> None:
+    """What was accepted before is, at a glance: hundreds of tables would take longer to check than to look up."""
+    is_traced = torch.compiler.is_compiling()
+    looks: tuple[object, ...] = ()
+    if not is_traced:
+        looks = (
+            offsets.device,
+            *[(table.shape, table.stride(), table.dtype, table.device, table.requires_grad) for table in tables],
+        )
+        if looks in _accepted:
+            return
+    for place, table in enumerate(tables):
+        _require_table(name, place, table, tables[0], offsets)
+    if not is_traced:
+        if len(_accepted) >= _MOST_ACCEPTED:
+            _accepted.clear()
+        _accepted[looks] = None
+
+
+def _require_table(name: str, place: int, table: Tensor, first: Tensor, offsets: Tensor) -> None:
+    if table.dim() != 2 or not table.is_contiguous():
+        raise ValueError(
+            f"{name}: table {place} is no contiguous tensor [rows, dim]: it is {list(table.shape)} with strides "
+            f"{table.stride()}"
+        )
+    rows, dim = table.shape
+    if rows < 1:
+        raise ValueError(f"{name}: table {place} has no rows")
+    if dim < 4 or dim % 4 or dim > MAX_DIM:
+        nearest = min(max(-(-dim // 4) * 4, 4), MAX_DIM)
+        raise ValueError(
+            f"{name}: a table's dim is a multiple of 4 up to {MAX_DIM}, and table {place} has {dim}: {nearest} will do"
+        )
+    if table.dtype not in DTYPES:
+        raise ValueError(f"{name} takes tables of {_name_dtypes()}, and table {place} is {table.dtype}")
+    if table.dtype != first.dtype:
+        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
+    if table.device != offsets.device:
+        raise ValueError(
+            f"{name}: table {place} is on {table.device} and offsets on {offsets.device}: move one of them"
+        )
+    if table.requires_grad != first.requires_grad:
+        raise ValueError(
+            f"{name}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
+        )
+
+
+def _require_device(name: str, offsets: Tensor) -> None:
+    if offsets.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} takes tensors on devices of type cpu or cuda, not {offsets.device}")
+    if offsets.device.type == "cuda" and offsets.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"{name}: offsets are on {offsets.device}, and this rank's current GPU is {torch.cuda.current_device()}: "
+            "call torch.cuda.set_device first"
+        )
+
+
+def _name_dtypes() -> str:
+    return ", ".join(str(dtype) for dtype in DTYPES)
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its tables. dtype, needs_grad: None where it has none."""
+
+    dims: tuple[int, ...]
+    dtype: str | None
+    batch: int
+    needs_grad: bool | None
+
+
+def find_placement(
+    group: str,
+    device: torch.device,
+    name: str,
+    dims: tuple[int, ...],
+    dtype: torch.dtype | None,
+    batch: int,
+    needs_grad: bool,
+) -> Placement:
+    """All ranks' tables. The first call with these, on this rank, meets all ranks, which must call it too.
+
+    dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in
+    what must be the same.
+    """
+    told = _Told(
+        dims, None if dtype is None else str(dtype).removeprefix("torch."), batch, needs_grad if dims else None
+    )
+    key = ("embedding placement", name, told._replace(needs_grad=None))
+    return find_kept(group, device, key, lambda: _agree(group, device, told))
+
+
+def _agree(group: str, device: torch.device, told: _Told) -> Placement:
+    process_group = find_group(group)
+    every: list[_Told]
+    if device.type == "cpu":
+        every = exchange(told, process_group, _TIMEOUT)
+    else:  # NCCL has no barrier with a time limit; the group's own counts
+        every = [told] * process_group.size()
+        dist.all_gather_object(every, told, group=process_group)
+    owners = [(rank, other) for rank, other in enumerate(every) if other.dims]
+    if not owners:
+        raise ValueError("embedding_all_to_all: no rank of the group has a table")
+    for what in ("dtype", "batch", "needs_grad"):
+        among = list(enumerate(every)) if what == "batch" else owners
+        (first, value), *others = ((rank, getattr(other, what)) for rank, other in among)
+        for rank, other_value in others:
+            if other_value != value:
+                names = {"dtype": "tables' dtype", "batch": "global batch", "needs_grad": "tables' requires_grad"}
+                raise ValueError(
+                    f"embedding_all_to_all: all ranks have one {names[what]}: rank {first}'s is {value}, rank {rank}'s "
+                    f"{other_value}"
+                )
+    dtype = getattr(torch, owners[0][1].dtype or "")
+    dims = tuple(other.dims for other in every)
+    return Placement(process_group.rank(), dims, dtype, told.batch, bool(owners[0][1].needs_grad))
+
+
+@functools.lru_cache(maxsize=256)
+def common_multiple(dims: tuple[int, ...], itemsize: int) -> int:
+    """The largest number of elements, up to 16 bytes of them, that divides all dims."""
+    return math.gcd(16 // itemsize, *dims)

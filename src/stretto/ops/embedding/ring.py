@@ -1,0 +1,144 @@
+"""Outputs that peers store into: a ring in symmetric memory, whose slots are used again when no tensor of them lives.
+
+Which slot a call's output takes is each rank's own affair: it tells its peers where, call by call. A rank none of whose
+slots is free takes a spare one, and copies the output out of it.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.ops.embedding.faults import Faults
+from stretto.ops.workspace import find_group, find_kept, list_kept
+from stretto.tiles import BlockChannel
+
+OUTPUTS = 2
+"""Outputs of a size and group that can live at once without a copy."""
+
+CHANNELS = 32
+"""Groups of slices that a rank signals to another one by one."""
+
+_SMALLEST = 1 << 16
+_FINE = 64 << 20  # from here on sizes are rounded to eighths of a power of two, below to powers of two
+_ALIGNMENT = 128
+
+
+class OutputRing:
+    """`OUTPUTS` slots and a spare one on every rank, and the signals of calls whose outputs lie in them.
+
+    channel: its buffer begins with `destinations`, int64 [2, world, 2], by the call's parity: where each rank's output
+    of the call lies, in units of 16 bytes from `slots` on, and the fingerprint of its placement. tickets: int32 [1],
+    how many of a call's tasks are taken. faults: what kernels find wrong with their input.
+    """
+
+    def __init__(self, channel: BlockChannel, slot_bytes: int, outputs: int) -> None:
+        world = channel.world_size
+        self.channel = channel
+        self.slot_bytes = slot_bytes
+        self.outputs = outputs
+        head = _round_up(32 * world, _ALIGNMENT)
+        self.destinations = channel.tensor((2, world, 2), torch.int64)
+        self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
+        self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
+        self.faults = Faults(channel.rank, channel.device)
+        self._leases: list[weakref.ref[object] | None] = [None] * outputs
+        self._captures: list[int | None] = [None] * outputs
+
+    @classmethod
+    def find(cls, group: str, device: torch.device, size: int) -> "OutputRing":
+        """The group's ring whose slots hold `size` bytes, or a few more; all ranks call it with the same size."""
+        slot_bytes = round_size(size)
+
+        def make() -> OutputRing:
+            process_group = find_group(group)
+            world = process_group.size()
+            channel = BlockChannel.allocate(
+                process_group,
+                channels=CHANNELS * world,
+                peer_tiles=1,
+                data_bytes=_round_up(32 * world, _ALIGNMENT) + slot_bytes * (OUTPUTS + 1),
+                backend="cuda" if device.type == "cuda" else "host",
+            )
+            return cls(channel, slot_bytes, OUTPUTS)
+
+        return find_kept(group, device, ("embedding outputs", slot_bytes), make)
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, Callable[[], Tensor]]:
+        """Where the next call's output lies, in bytes from `slots` on; and how to have it when the kernel is launched.
+
+        A slot is taken again when all tensors of its memory are gone. One that a CUDA graph has captured is that
+        graph's for good, since its replays write there.
+        """
+        capture = find_capture(self.channel.device)
+        for slot in range(self.outputs):
+            lease = self._leases[slot]
+            is_free = lease is None or lease() is None
+            if is_free and self._captures[slot] in (None, capture):
+                self._captures[slot] = capture
+                return slot * self.slot_bytes, partial(self._lease, slot, shape, dtype)
+        spare = self.outputs * self.slot_bytes
+        return spare, lambda: self._view(self.slots[spare:], shape, dtype).clone()
+
+    def _lease(self, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The slot as a tensor of a storage of its own, which this ring sees the end of."""
+        memory = self.slots[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        owner: object
+        if memory.device.type == "cpu":
+            owner = memory.numpy()
+            storage = torch.from_numpy(owner)
+        else:
+            owner = _CudaMemory(memory)
+            storage = torch.as_tensor(owner, device=memory.device)
+        self._leases[slot] = weakref.ref(owner)
+        return self._view(storage, shape, dtype)
+
+    @staticmethod
+    def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return memory[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+
+
+def find_rings(group: str) -> list[OutputRing]:
+    """All rings of a group."""
+    return [kept for kept in list_kept(group) if isinstance(kept, OutputRing)]
+
+
+class _CudaMemory:
+    """Memory that torch makes a tensor of, and holds on to as long as that tensor's storage lives."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def round_size(size: int) -> int:
+    """The bytes of a slot for `size` bytes: few different ones, so that allocation, which ranks meet in, is rare."""
+    power = 1 << max(size - 1, _SMALLEST - 1).bit_length()
+    if power <= _FINE:
+        return power
+    return _round_up(size, power // 16)
+
+
+def find_capture(device: torch.device) -> int | None:
+    """A number of the CUDA graph that is being captured; None where none is, a new number where they are not known."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return int(np.random.default_rng().integers(1 << 62))
+    found = driver.cuStreamGetCaptureInfo(driver.CUstream(torch.cuda.current_stream(device).cuda_stream))
+    return int(found[2])
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step

@@ -1,0 +1,185 @@
+"""How a look-up is launched: sizes of tiles and slices, order, and how many programs."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.ops.embedding.forward_kernel import ORDERS
+from stretto.ops.embedding.lookup import Lookup, Pooling
+from stretto.ops.embedding.placement import common_multiple
+
+_LONG_BAGS = 16  # average indices of a bag from which on one bag fills a tile
+_MOST_TABLES_KEPT = 256
+
+
+class Way(NamedTuple):
+    """How a kernel is launched; every choice gives right results, and `bags` and `rows` alone may change their bits.
+
+    bags, rows: of a tile. slice: samples of a task, a multiple of bags. order: one of `ORDERS`. programs: on each
+    multiprocessor.
+    """
+
+    bags: int
+    rows: int
+    slice: int
+    num_warps: int
+    programs: int
+    order: str
+
+    def check(self) -> "Way":
+        """Itself. ValueError for what no kernel can be launched with."""
+        for name, value in (("bags", self.bags), ("rows", self.rows), ("slice", self.slice)):
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"a way's {name} is a power of two, not {value}")
+        if self.slice < self.bags:
+            raise ValueError(f"a way's slice is of whole tiles: {self.slice} samples are fewer than {self.bags} bags")
+        if self.programs < 1 or self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(
+                f"a way has 1 program or more of 1, 2, 4 or 8 warps, not {self.programs}, {self.num_warps}"
+            )
+        if self.order not in ORDERS:
+            raise ValueError(f"a way's order is one of {', '.join(ORDERS)}, not {self.order!r}")
+        return self
+
+
+class Shape(NamedTuple):
+    """What a look-up's speed depends on: ranks, bytes of the longest row, tables, global batch, indices."""
+
+    world: int
+    block_bytes: int
+    tables: int
+    batch: int
+    total: int
+
+    @property
+    def pooling(self) -> float:
+        """Average indices of a bag."""
+        return self.total / max(self.tables * self.batch, 1)
+
+
+def choose_way(shape: Shape, device: torch.device) -> Way:
+    """A table, not a measurement.
+
+    Long bags are pooled one at a time, with rows in flight, and table after table by all programs at once, so that rows
+    that come again are still in the L2 cache: a slice is a program's share of a table's batch. Short bags are pooled
+    many at a time, all tables in turn, so that those with many indices hide what those with few send; a slice is as
+    large as leaves each program several, up to 32. Interpreted programs run in turns: a few.
+    """
+    is_long = shape.pooling >= _LONG_BAGS
+    order = "by_table" if is_long else "mixed"
+    if device.type == "cpu":
+        return Way(2, 2, 4, 1, 3, order)
+    num_warps = min(max(shape.block_bytes // 1024, 1), 8)
+    programs = max(16 // num_warps, 2)
+    count = programs * count_multiprocessors(device)
+    if is_long:
+        return Way(1, 8, min(triton.next_power_of_2(triton.cdiv(shape.batch, count)), 32), num_warps, programs, order)
+    size = 1 << (max(shape.tables * shape.batch // (4 * count), 1).bit_length() - 1)
+    return Way(8, 1, min(max(size, 8), 32), num_warps, programs, order)
+
+
+def list_ways(chosen: Way, device: torch.device) -> list[Way]:
+    """What is worth a measurement beside a chosen way, as many whichever it is: first tiles, orders, slices, programs.
+
+    On CPUs, where nothing is worth one, a few.
+    """
+    if device.type == "cpu":
+        return [chosen, chosen._replace(order="remote_first")]
+    ways = [chosen]
+    for bags, rows in ((1, 8), (1, 16), (2, 8), (4, 2), (8, 1)):
+        for size in (1, 4, 16):
+            for order in ("by_table", "mixed"):
+                ways.append(chosen._replace(bags=bags, rows=rows, slice=max(size, bags), order=order))
+    for programs in (8, 12, 24, 32):
+        ways.append(chosen._replace(programs=max(programs // chosen.num_warps, 1)))
+    return ways
+
+
+@functools.lru_cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for a CPU."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_kept: dict[tuple[object, ...], Tensor] = {}
+_described: dict[tuple[object, ...], Lookup] = {}
+_captured: list[Tensor] = []  # what replays of CUDA graphs copy from
+
+
+def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """int64 numbers in device memory, put there at the first call with these.
+
+    ValueError while a CUDA graph is captured, if they are not there yet.
+    """
+    key = (device, words)
+    if key not in _kept:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("a CUDA graph takes tables that a call has had before: call the operator once with these")
+        while len(_kept) >= _MOST_TABLES_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[key] = torch.tensor(words, dtype=torch.int64, device=device)
+    return _kept[key]
+
+
+def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """int64 numbers in device memory, for one call. The host does not wait, and a CUDA graph repeats the copy."""
+    if device.type == "cpu":
+        return torch.tensor(words, dtype=torch.int64)
+    staged = torch.tensor(words, dtype=torch.int64).pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _captured.append(staged)
+    return staged.to(device, non_blocking=True)
+
+
+def describe_tables(
+    tables: Sequence[Tensor], first_column: int, batch: int, width: int, total: int, device: torch.device
+) -> Lookup:
+    """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
+    itemsize = tables[0].element_size() if tables else 4
+    looks = (device, itemsize, first_column, *[(table.data_ptr(), table.shape) for table in tables])
+    lookup = _described.get(looks)
+    if lookup is None:
+        shapes = [(table.data_ptr(), table.shape[0], table.shape[1]) for table in tables]
+        lookup = describe_shapes(shapes, itemsize, first_column, batch, width, total, device)
+        if len(_described) >= _MOST_TABLES_KEPT:
+            _described.clear()
+        _described[looks] = lookup
+    return lookup._replace(batch=batch, width=width, total=total)
+
+
+def describe_shapes(
+    shapes: Sequence[tuple[int, int, int]],
+    itemsize: int,
+    first_column: int,
+    batch: int,
+    width: int,
+    total: int,
+    device: torch.device,
+) -> Lookup:
+    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes."""
+    dims = tuple(dim for _, _, dim in shapes)
+    words, column = [], first_column
+    for address, rows, dim in shapes:
+        words.append((address, rows, dim, column))
+        column += dim
+    return Lookup(
+        keep_words(tuple(words) or ((0, 0, 0, 0),), device),
+        len(dims),
+        batch,
+        width,
+        total,
+        tl.constexpr(dims[0] if len(set(dims)) == 1 else 0),
+        tl.constexpr(triton.next_power_of_2(max(dims, default=4))),
+        tl.constexpr(common_multiple(dims, itemsize) if dims else 4),
+    )
+
+
+def describe_pooling(way: Way, mode: str, checks: bool) -> Pooling:
+    """What kernels take of a way."""
+    constants = (way.bags, way.rows, way.slice, mode == "mean", checks)
+    return Pooling(*(tl.constexpr(value) for value in constants))

@@ -1,0 +1,232 @@
+"""Embedding look-ups on real GPUs: random jagged batches past stragglers, graphs, gradients, updates and faults."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto import ops
+from stretto.ops.embedding import forward
+from stretto.ops.embedding.forward_kernel import ORDERS
+from stretto.ops.embedding.ways import Way
+from stretto.parallel import Grid
+from tests.gpu.watched import run_watched
+from tests.ops.jagged import Case, Kind, fill_case, is_close
+
+RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
+SEED = random.randrange(2**31)
+
+pytestmark = pytest.mark.skipif(RANKS < 2, reason="look-ups with an exchange take two GPUs or more")
+
+F32, F16, BF16, I32, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
+SHAPES = {
+    "alike": [[(1000, 128)] * 3] * 4,
+    "unequal": [[(1, 4), (300, 92), (50, 256)], [(5000, 64)], [], [(3, 8), (70, 32), (9, 12), (11, 260)]],
+    "wide": [[(100, 256), (200, 256)]] * 4,
+}
+
+
+def make_kinds() -> list[Kind]:
+    """Few, since each is compiled: their batches differ."""
+    return [
+        Kind(SHAPES["alike"][:RANKS], 64 * RANKS, F32, I64, "sum", False, 90),
+        Kind(SHAPES["unequal"][:RANKS], 48 * RANKS, F32, I64, "mean", True, 20),
+        Kind(SHAPES["wide"][:RANKS], 32 * RANKS, BF16, I32, "sum", False, 70),
+        Kind(SHAPES["unequal"][:RANKS], 16 * RANKS, F16, I32, "mean", False, 3),
+    ]
+
+
+def call(case: Case, tables: list[torch.Tensor] | None = None, **options: object) -> torch.Tensor:
+    own = case.owners[dist.get_rank()]
+    return ops.embedding_all_to_all(
+        own.indices,
+        own.offsets,
+        own.tables if tables is None else tables,
+        weights=own.weights,
+        mode=case.mode,
+        batch=case.batch,
+        name=str((case.batch, case.mode, case.grad.dtype)),
+        **options,
+    )
+
+
+def own_rows(case: Case, whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(RANKS)[dist.get_rank()]
+
+
+def write(folder: Path, wrong: list[object]) -> None:
+    torch.cuda.synchronize()
+    ops.check_indices()
+    dist.barrier()
+    (folder / f"wrong-{dist.get_rank()}.json").write_text(json.dumps(wrong))
+
+
+def read(folder: Path) -> list[object]:
+    return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
+    """Every batch once or twice, some ranks late, in every order, and now and then holding on to outputs."""
+    device = Grid(data=RANKS, device="cuda").device
+    rank, rng, kinds = dist.get_rank(), random.Random(seed), make_kinds()
+    chosen = forward.choose_way
+    wrong: list[object] = []
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(calls):
+        kind = number % len(kinds)
+        case = fill_case(kinds[kind], seed + number, device)
+        late, cycles = rng.randrange(RANKS), rng.choice([0, 0, 100_000, 2_000_000])
+        order, size = rng.choice(ORDERS), rng.choice([8, 32])
+        if number % 3 == 0 and kind < 2:
+            forward.choose_way = lambda *_, order=order, size=size: Way(1, 8, size, 1, 4, order)  # type: ignore[assignment]
+        if late == rank:
+            torch.cuda._sleep(cycles)
+        out = call(case)
+        expected = own_rows(case, case.expected())
+        if not is_close(out, expected, out.dtype):
+            wrong.append((number, kind, (out.double() - expected).abs().max().item()))
+        if number % 5 == 0 and not torch.equal(out, call(case)):
+            wrong.append((number, kind, "another time"))
+        forward.choose_way = chosen
+        if number % 7 == rank:
+            held = [*held[-3:], (out, out.clone())]
+        wrong += [(number, "written over") for kept, copy in held if not torch.equal(kept, copy)]
+    write(folder, wrong)
+
+
+def differentiate(folder: Path, seed: int, calls: int) -> None:
+    device = Grid(data=RANKS, device="cuda").device
+    rank, kinds = dist.get_rank(), make_kinds()
+    wrong: list[object] = []
+    for number in range(calls):
+        case = fill_case(kinds[number % len(kinds)], seed + number, device)
+        expected = case.expected_gradients(rank)
+        first: list[torch.Tensor] = []
+        for sparse in (False, False, True):
+            tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
+            if number % RANKS == rank:
+                torch.cuda._sleep(1_000_000)
+            call(case, tables, sparse=sparse).backward(own_rows(case, case.grad))
+            grads = [table.grad.to_dense() if sparse else table.grad for table in tables]
+            first = first or grads
+            for place, (grad, right) in enumerate(zip(grads, expected, strict=True)):
+                if not is_close(grad, right, grad.dtype) or not torch.equal(grad, first[place]):
+                    wrong.append((number, sparse, place, (grad.double() - right).abs().max().item()))
+    write(folder, wrong)
+
+
+def train_in_two_ways(folder: Path, seed: int) -> None:
+    """The fused updates beside SGD on dense gradients, and row-wise Adagrad by its definition."""
+    device = Grid(data=RANKS, device="cuda").device
+    rank = dist.get_rank()
+    case = fill_case(make_kinds()[0], seed, device)
+    own = case.owners[rank]
+    shapes = [tuple(table.shape) for table in own.tables]
+    wrong: list[object] = []
+    for optimizer in ("sgd", "adagrad"):
+        fused = ops.EmbeddingAllToAll(shapes, optimizer=optimizer, learning_rate=0.05, device=device)
+        plain = ops.EmbeddingAllToAll(shapes, device=device)
+        plain.load_state_dict({name: value for name, value in fused.state_dict().items() if "table" in name})
+        squares = [torch.zeros(rows, device=device) for rows, _ in shapes]
+        for _ in range(3):
+            for module in (fused, plain):
+                module(own.indices, own.offsets, batch=case.batch).backward(own_rows(case, case.grad))
+            for table, square in zip(plain.tables, squares, strict=True):
+                square += table.grad.square().mean(1)
+                scale = (square.sqrt() + 1e-8)[:, None] if optimizer == "adagrad" else 1.0
+                table.data -= 0.05 * table.grad / scale
+                table.grad = None
+        for place, (ours, theirs) in enumerate(zip(fused.tables, plain.tables, strict=True)):
+            if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+                wrong.append((optimizer, place, (ours - theirs).abs().max().item()))
+    write(folder, wrong)
+
+
+def replay(folder: Path) -> None:
+    """A look-up and its update in a CUDA graph, replayed with other indices, beside eager calls."""
+    device = Grid(data=RANKS, device="cuda").device
+    rank, count, dim, rows = dist.get_rank(), 32 * RANKS, 64, 100
+    tables = [torch.randn(rows, dim, device=device) for _ in range(2)]
+    offsets = torch.arange(2 * count + 1, device=device) * 5
+    indices = torch.randint(0, rows, (10 * count,), device=device)
+    settings = torch.tensor([0.1, 1e-8], device=device)
+    grad = torch.randn(count // RANKS, 2 * RANKS * dim, device=device)
+
+    def step() -> torch.Tensor:
+        out = ops.embedding_all_to_all(indices, offsets, tables)
+        ops.embedding_all_to_all_update(grad, indices, offsets, tables, optimizer="sgd", settings=settings)
+        return out
+
+    step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    wrong: list[object] = []
+    for number in range(20):
+        indices.random_(0, rows)
+        before = [table.clone() for table in tables]
+        graph.replay()
+        replayed, after = out.clone(), [table.clone() for table in tables]
+        for table, value in zip(tables, before, strict=True):
+            table.copy_(value)
+        if not torch.equal(replayed, step()):
+            wrong.append((number, "output"))
+        if not all(torch.equal(one, other) for one, other in zip(tables, after, strict=True)):
+            wrong.append((number, "tables"))
+    del rank
+    write(folder, wrong)
+
+
+def look_up_with_faults(folder: Path) -> None:
+    """A bad index raises on its rank, at the next look, and all calls come to their end."""
+    device = Grid(data=RANKS, device="cuda").device
+    rank, count = dist.get_rank(), 8 * RANKS
+    tables = [torch.ones(10, 32, device=device)]
+    offsets = torch.arange(count + 1, device=device)
+    indices = torch.zeros(count, dtype=torch.int64, device=device)
+    ops.embedding_all_to_all(indices, offsets, tables)
+    wrong: list[object] = []
+    if rank == RANKS - 1:
+        indices[3] = 10
+    ops.embedding_all_to_all(indices, offsets, tables)
+    try:
+        ops.check_indices()
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    if (f"rank {rank}: indices[3] is 10, but table 0" in said) != (rank == RANKS - 1):
+        wrong.append(said)
+    indices.zero_()
+    if not torch.equal(ops.embedding_all_to_all(indices, offsets, tables), torch.ones(8, 32 * RANKS, device=device)):
+        wrong.append("after")
+    write(folder, wrong)
+
+
+def test_random_jagged_batches_are_right_past_stragglers(tmp_path: Path) -> None:
+    run_watched(RANKS, look_up_random_batches, tmp_path, SEED, 500)
+    assert read(tmp_path) == [[]] * RANKS, SEED
+
+
+def test_gradients_dense_and_sparse_are_right_and_the_same_twice(tmp_path: Path) -> None:
+    run_watched(RANKS, differentiate, tmp_path, SEED, 40)
+    assert read(tmp_path) == [[]] * RANKS, SEED
+
+
+def test_fused_updates_are_the_unfused_ones(tmp_path: Path) -> None:
+    run_watched(RANKS, train_in_two_ways, tmp_path, SEED)
+    assert read(tmp_path) == [[]] * RANKS, SEED
+
+
+def test_a_captured_graph_replays_look_up_and_update(tmp_path: Path) -> None:
+    run_watched(RANKS, replay, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS
+
+
+def test_a_bad_index_is_named_and_hangs_nobody(tmp_path: Path) -> None:
+    run_watched(RANKS, look_up_with_faults, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS

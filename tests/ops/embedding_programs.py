@@ -1,0 +1,350 @@
+"""What ranks run that look up embeddings with interpreted kernels. Only they import this: see conftest."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ops.jagged import is_close, make_case
+
+from stretto import ops, tiles
+from stretto.memory import PeerError
+from stretto.ops.embedding import forward, tuned
+from stretto.ops.embedding.forward_kernel import ORDERS
+from stretto.ops.embedding.ring import find_rings
+from stretto.ops.embedding.ways import Shape, Way
+from stretto.tuning import Store
+
+assert tiles.INTERPRETED.value, "tests.ops.embedding_programs is for processes that interpret their kernels"
+
+
+def call(case, tables=None, **options):
+    """This rank's output of a case."""
+    own = case.owners[dist.get_rank()]
+    tables = own.tables if tables is None else tables
+    return ops.embedding_all_to_all(
+        own.indices,
+        own.offsets,
+        tables,
+        weights=own.weights,
+        mode=case.mode,
+        batch=case.batch,
+        name=str(case.seed),
+        **options,
+    )
+
+
+def own_rows(case, whole):
+    """This rank's rows of what is of the global batch."""
+    rows = case.batch // dist.get_world_size()
+    return whole[dist.get_rank() * rows : (dist.get_rank() + 1) * rows]
+
+
+def take_random_ways(generator, order):
+    """Have the operator launch itself some other way, on this rank."""
+    draws = [1 << int(torch.randint(0, 3, (1,), generator=generator)) for _ in range(4)]
+    way = Way(draws[0], draws[1], draws[0] * draws[2], 1, draws[3], order)
+    forward.choose_way = lambda *_: way
+
+
+def look_up_random_batches(first, calls):
+    """Look up so many random batches, in all orders, past stragglers; the seeds of those that are wrong."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chosen = forward.choose_way
+    wrong = []
+    for seed in range(first, first + calls):
+        case = make_case(seed, world)
+        if seed % 3:
+            take_random_ways(torch.Generator().manual_seed(seed * world + rank), ORDERS[seed % len(ORDERS)])
+        if seed % 7 == rank:
+            time.sleep(0.02)
+        out = call(case)
+        if not is_close(out, own_rows(case, case.expected()), out.dtype):
+            wrong.append((seed, "wrong"))
+        if seed % 5 == 0 and not torch.equal(out, call(case)):
+            wrong.append((seed, "another time"))
+        forward.choose_way = chosen
+    return wrong
+
+
+def differentiate(first, calls):
+    """Gradients of random batches, dense and sparse; the seeds of those that are wrong."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for seed in range(first, first + calls):
+        case = make_case(seed, world, most_indices=12, most_rows=5)
+        dtype = case.grad.dtype
+        expected = case.expected_gradients(rank)
+        found = {}
+        for sparse in (False, True, True):
+            tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
+            out = call(case, tables, sparse=sparse)
+            out.backward(own_rows(case, case.grad))
+            grads = [table.grad for table in tables]
+            if sparse and any(
+                sorted(grad._indices()[0].tolist()) != touched_rows(case, place) for place, grad in enumerate(grads)
+            ):
+                wrong.append((seed, "rows"))
+            grads = [grad.to_dense() if sparse else grad for grad in grads]
+            if not all(is_close(grad, right, dtype) for grad, right in zip(grads, expected, strict=True)):
+                wrong.append((seed, sparse, "wrong"))
+            before = found.setdefault("grads", grads)
+            if not all(torch.equal(one, other) for one, other in zip(before, grads, strict=True)):
+                wrong.append((seed, "other bits"))
+    return wrong
+
+
+def touched_rows(case, place):
+    """The rows of this rank's table that are looked up, each once."""
+    owner = case.owners[dist.get_rank()]
+    first, last = owner.offsets[place * case.batch], owner.offsets[(place + 1) * case.batch]
+    return sorted(set(owner.indices[first:last].tolist()))
+
+
+def train_in_two_ways(seed, optimizer, steps, dtype):
+    """Tables trained by the fused update and by a torch optimizer on gradients (adagrad: by its definition).
+
+    Whether they are equal to the last bit, and the largest difference.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = make_case(seed, world, most_indices=12, dtypes=[dtype])
+    tables = case.owners[rank].tables
+    shapes = [tuple(table.shape) for table in tables]
+    fused = ops.EmbeddingAllToAll(shapes, mode=case.mode, optimizer=optimizer, learning_rate=0.5, dtype=dtype)
+    unfused = ops.EmbeddingAllToAll(shapes, mode=case.mode, sparse=optimizer == "sgd", dtype=dtype)
+    for module in (fused, unfused):
+        for parameter, table in zip(module.tables, tables, strict=True):
+            parameter.data.copy_(table)
+    squares = [torch.zeros(rows) for rows, _ in shapes]
+    sgd = torch.optim.SGD(unfused.parameters(), lr=0.5) if shapes else None
+    own = case.owners[rank]
+    for step in range(steps):
+        grad = own_rows(case, torch.randn(case.grad.shape, generator=torch.Generator().manual_seed(step))).to(dtype)
+        for module in (fused, unfused):
+            module(own.indices, own.offsets, weights=own.weights, batch=case.batch).backward(grad)
+        if optimizer == "adagrad":
+            for parameter, square in zip(unfused.tables, squares, strict=True):
+                square += parameter.grad.square().mean(1)
+                parameter.data -= 0.5 * parameter.grad / (square.sqrt() + 1e-8)[:, None]
+                parameter.grad = None
+        elif sgd is not None:
+            sgd.step()
+            sgd.zero_grad()
+    pairs = list(zip(fused.tables, unfused.tables, strict=True))
+    pairs += list(zip(fused.states, squares, strict=True)) if optimizer == "adagrad" else []
+    return all(torch.equal(*pair) for pair in pairs), max([(a - b).abs().max().item() for a, b in pairs], default=0.0)
+
+
+def look_up_with_faults():
+    """What each kind of bad input raises, on the rank that has it alone; and that the next call is right again."""
+    rank = dist.get_rank()
+    tables = [torch.ones(5, 4), torch.ones(3, 4)]
+    indices = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    offsets = torch.tensor([0, 2, 3, 4, 5, 6, 7, 7, 8])  # two tables, a global batch of 4
+    bad_index, negative, falling, beyond = indices.clone(), indices.clone(), offsets.clone(), offsets.clone()
+    bad_index[5], negative[1], falling[3], beyond[8] = 3, -7, 9, 12
+    said = []
+    for wrong, bounds in ((bad_index, offsets), (negative, offsets), (indices, falling), (indices, beyond)):
+        try:
+            ops.embedding_all_to_all(wrong if rank == 1 else indices, bounds if rank == 1 else offsets, tables)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    out = ops.embedding_all_to_all(indices, offsets, tables)
+    ops.check_indices()
+    return said, out[:, ::4].tolist()
+
+
+def read_rows_out_of_range_as_zeros():
+    """An index that is out of range adds nothing to the others of its bag, and gets no gradient."""
+    table = torch.ones(5, 4, requires_grad=True)
+    indices, offsets = torch.tensor([4, 5, 0]), torch.tensor([0, 2, 3])
+    with pytest.raises(ValueError, match=r"indices\[1\] is 5"):
+        ops.embedding_all_to_all(indices, offsets, [table])
+    operator = torch.ops.stretto.embedding_all_to_all_gradients
+    grads = operator(torch.ones(2, 4), indices, offsets, None, "sum", 2, [5], [4], "", dist.group.WORLD.group_name)
+    return grads[0][:, 0].tolist()
+
+
+def hold_outputs(count):
+    """Keep `count` outputs alive; whether each still holds what it did, and how many lie in the ring."""
+    world = dist.get_world_size()
+    held, right = [], True
+    for call_number in range(count):
+        if dist.get_rank() == 0 and call_number % 3 == 2:
+            held.pop(0)  # this rank's slots are free at other times than the others'
+        tables = [torch.full((1, 4), float(call_number))]
+        offsets = torch.arange(world + 1)
+        held.append(
+            (float(call_number), ops.embedding_all_to_all(torch.zeros(world, dtype=torch.int64), offsets, tables))
+        )
+        right = right and all(torch.equal(out, torch.full_like(out, value)) for value, out in held)
+    rings = find_rings(dist.group.WORLD.group_name)
+    assert len(rings) == 1
+    slots = rings[0].slots
+    inside = [slots.data_ptr() <= out.data_ptr() < slots.data_ptr() + slots.numel() for _, out in held]
+    return right, sum(inside)
+
+
+def keep_a_view():
+    """A slot is not taken again while a view of its output lives, and is when that dies."""
+    table, offsets = [torch.ones(1, 4)], torch.arange(2)
+    first = ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
+    address, row = first.data_ptr(), first[0, 1:]
+    del first
+    second = ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
+    is_other = second.data_ptr() != address
+    del row, second
+    third = ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
+    return is_other, third.data_ptr() == address
+
+
+def look_up_other_tables_under_one_name():
+    """Two sets of tables under one name, of which one rank has the same part; what each rank is told."""
+    rank = dist.get_rank()
+    indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
+    for dims in ((4, 8), (8, 4)):  # of rank 0's table and rank 1's
+        ops.embedding_all_to_all(indices, offsets, [torch.ones(2, dims[rank])])
+    with pytest.raises(ValueError, match=f"rank {1 - rank} has looked up other tables in this call.*: give each set"):
+        ops.embedding_all_to_all(indices, offsets, [torch.ones(2, 4)])  # each has had it, beside another one
+    return ops.embedding_all_to_all(indices, offsets, [torch.ones(2, 4)], name="narrow").tolist()
+
+
+def wait_for_nobody():
+    """A rank that does not come to a call is named when the time has run out."""
+    rank = dist.get_rank()
+    indices, offsets, tables = torch.zeros(2, dtype=torch.int64), torch.arange(3), [torch.ones(2, 4)]
+    ops.embedding_all_to_all(indices, offsets, tables)
+    if rank == 1:
+        time.sleep(2.5)
+        return "late"
+    for ring in find_rings(dist.group.WORLD.group_name):
+        ring.channel._clock[1] = 500_000_000
+    with pytest.raises(PeerError, match="waited in vain for rank 1"):
+        ops.embedding_all_to_all(indices, offsets, tables)
+    with pytest.raises(PeerError, match=r"embedding_all_to_all, call 2: .* The channel is broken"):
+        ops.embedding_all_to_all(indices, offsets, tables)
+    return "named"
+
+
+def ask_wrongly():
+    indices, offsets, table = torch.zeros(3, dtype=torch.int64), torch.arange(5), torch.zeros(2, 8)
+    for arguments, options, words in (
+        ((indices, offsets, [table]), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        (
+            (indices.float(), offsets, [table]),
+            {},
+            "indices as a contiguous tensor of one dim, int32 or int64, not torch.f",
+        ),
+        ((indices, offsets[None], [table]), {}, r"offsets as a contiguous .* not torch.int64 \[1, 5\]"),
+        ((indices, offsets[::2], [table]), {}, r"not torch.int64 \[3\] with strides \(2,\)"),
+        ((indices, offsets, [table[0]]), {}, r"table 0 is no contiguous tensor \[rows, dim\]"),
+        (
+            (indices, offsets, [table, table[:, :6].contiguous()]),
+            {},
+            "multiple of 4 up to 2048, and table 1 has 6: 8 will",
+        ),
+        ((indices, offsets, [torch.zeros(1, 4096)]), {}, "up to 2048, and table 0 has 4096: 2048 will do"),
+        ((indices, offsets, [torch.zeros(0, 8)]), {}, "table 0 has no rows"),
+        ((indices, offsets, [table.double()]), {}, "takes tables of .*, and table 0 is torch.float64"),
+        ((indices, offsets, [table, table.half()]), {}, "table 0 is torch.float32 and table 1 torch.float16"),
+        ((indices, offsets, [table.to("meta")]), {}, "table 0 is on meta and offsets on cpu"),
+        ((indices.to("meta"), offsets, [table]), {}, "offsets are on cpu and indices on meta"),
+        (
+            (indices, offsets, [table, table.clone().requires_grad_()]),
+            {},
+            "table 0 and table 1 differ in requires_grad",
+        ),
+        ((indices, offsets, [table] * 3), {}, r"offsets of 3 tables have 3 x the global batch \+ 1 elements, not 5"),
+        ((indices, offsets[:4], [table]), {}, "2 ranks do not divide the global batch of 3: 4 will do"),
+        ((indices, offsets, [table]), {"batch": 6}, "offsets are for a global batch of 4, and batch says 6"),
+        ((indices, offsets[:1], []), {}, "this rank has no tables, .*: give batch="),
+        ((indices, offsets, []), {"batch": 4}, "offsets for no tables have one element, not 5"),
+        ((indices, offsets, [table]), {"weights": torch.ones(2)}, r"one an index, \[3\] on cpu, not \[2\]"),
+        ((indices, offsets, [table]), {"weights": torch.ones(3).double()}, "takes weights of .*, not torch.float64"),
+        ((indices, offsets, [table]), {"weights": torch.ones(3).requires_grad_()}, "no gradient: detach"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.embedding_all_to_all(*arguments, **options)
+    rank, grad = dist.get_rank(), torch.zeros(2, 16)
+    settings = torch.zeros(2)
+    for arguments, options, words in (
+        ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"gradient is torch.float32 \[2, 16\] on cpu"),
+        ((grad,), {"optimizer": "adam", "settings": settings}, "optimizer is one of sgd, adagrad, not 'adam'"),
+        ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings are fp32 \[2\]"),
+        ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], **options)
+    with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
+        ops.EmbeddingAllToAll([(2, 4)], optimizer="adam")
+    with pytest.raises(ValueError, match="none can be sparse"):
+        ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", sparse=True)
+    for place, (own, words) in enumerate(
+        (
+            (([table], [table.half()]), "one tables' dtype: rank 0's is float32, rank 1's float16"),
+            (([table], [table.clone().requires_grad_()]), "tables' requires_grad: rank 0's is False, rank 1's True"),
+            (([table], [torch.zeros(2, 8), torch.zeros(2, 8)]), "one global batch: rank 0's is 4, rank 1's 2"),
+            (([], []), "no rank of the group has a table"),
+        )
+    ):
+        tables = own[rank]
+        bounds = offsets if tables else offsets[:1]
+        with pytest.raises(ValueError, match=words):
+            ops.embedding_all_to_all(indices, bounds, tables, name=f"disagree {place}", batch=None if tables else 4)
+
+
+def check_registration():
+    """torch's own checks: schema, fake implementation, autograd and ahead-of-time dispatch."""
+    name = dist.group.WORLD.group_name
+    indices, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 2, 3, 3])
+    tables = [torch.randn(2, 4), torch.randn(3, 8)]
+    leaves = [table.clone().requires_grad_() for table in tables]
+    operators = torch.ops.stretto
+    for mode in ("sum", "mean"):
+        arguments = (indices, offsets, leaves, None, None, mode, 2, 24, torch.float32, True, False, "", name)
+        torch.library.opcheck(operators.embedding_all_to_all.default, arguments)
+    grad = torch.randn(1, 24)
+    arguments = (grad, indices, offsets, None, "sum", 2, [2, 3], [4, 8], "", name)
+    torch.library.opcheck(operators.embedding_all_to_all_gradients.default, arguments)
+    states = [torch.zeros(2), torch.zeros(3)]
+    settings = torch.tensor([0.1, 1e-8])
+    arguments = (grad, indices, offsets, tables, states, settings, None, "adagrad", "sum", 2, "", name)
+    torch.library.opcheck(operators.embedding_all_to_all_update.default, arguments)
+
+
+def compile_a_look_up():
+    """A look-up and what follows it, traced whole by torch.compile, has the bits of the eager one, both ways."""
+    indices, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 2, 3, 3])
+    tables = [torch.randn(2, 4), torch.randn(3, 8)]
+    group = dist.group.WORLD
+
+    def layer(first, second):
+        return torch.relu(ops.embedding_all_to_all(indices, offsets, [first, second], group, mode="mean"))
+
+    outcomes = []
+    for function in (torch.compile(layer, backend="aot_eager", fullgraph=True), layer):
+        leaves = [table.clone().requires_grad_() for table in tables]
+        out = function(*leaves)
+        out.square().sum().backward()
+        outcomes.append([out, *(leaf.grad for leaf in leaves)])
+    return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
+
+
+def tune(folder):
+    """A look-up is launched as was measured to be fastest, and files that are no ways change nothing."""
+    os.environ["STRETTO_CACHE"] = folder
+    tuned._load.cache_clear()
+    indices, offsets, tables = torch.zeros(2, dtype=torch.int64), torch.arange(3), [torch.ones(2, 4)]
+    before = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    way = ops.tune_embedding(indices, offsets, tables)
+    found = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    other = forward.find_tuned(Shape(2, 16, 1, 4, 2), offsets.device)
+    store = Store()
+    store.add(tuned._name_machine(offsets.device), {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]})
+    tuned._load.cache_clear()
+    again = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    del os.environ["STRETTO_CACHE"]
+    tuned._load.cache_clear()
+    return before is None, found == way == again, other is None

@@ -1,0 +1,145 @@
+"""What the embedding kernels are compiled to, without a GPU: wide loads, rows in flight, signals after stores."""
+
+import re
+
+import pytest
+import torch
+import triton.language as tl
+from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
+
+from stretto import tiles
+from stretto.ops.embedding import backward_kernel, forward_kernel
+from stretto.ops.embedding.faults import Report
+from stretto.ops.embedding.forward_kernel import ORDERS
+from stretto.ops.embedding.lookup import Lookup, Pooling
+from stretto.tiles.compile_only import compile_kernel
+
+NVIDIA = ["sm_90", "sm_100"]
+WORDS = torch.zeros(64, dtype=torch.int32)
+LONGS = torch.zeros(64, dtype=torch.int64)
+FLOATS = torch.zeros(64)
+REPORT = Report(WORDS, LONGS)
+WIDE_LOAD = r"ld\.global\.(nc\.)?(L1.*\.)?v4\.b32"
+
+
+def constants(*values):
+    return (tl.constexpr(value) for value in values)
+
+
+def look_up(dim=256, block=256, multiple=4):
+    return Lookup(LONGS, 64, 1024, 65536, 100_000, *constants(dim, block, multiple))
+
+
+def pooling(bags=1, rows=8, is_mean=False, checks=True):
+    return Pooling(*constants(bags, rows, max(bags, 8), is_mean, checks))
+
+
+def forward_arguments(
+    lookup=None, way=None, dtype=torch.float32, index=torch.int64, weighted=False, trace=False, order="by_table"
+):
+    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
+    indices = torch.zeros(64, dtype=index)
+    return (
+        make_channel("p2p"), mapping, lookup or look_up(), way or pooling(), indices, indices,
+        FLOATS if weighted else None, torch.zeros(64, dtype=dtype), LONGS, WORDS, 12345, REPORT,
+        LONGS if trace else None, order,
+    )  # fmt: skip
+
+
+def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, scaled=True):
+    grads = torch.zeros(64, dtype=dtype)
+    segments = backward_kernel.Segments(
+        WORDS, LONGS, WORDS, FLOATS if scaled else None, LONGS, WORDS, LONGS, 100_000, 6_400_000, 4096
+    )
+    settings = None if action == "store" else FLOATS
+    target = backward_kernel.Target(LONGS, WORDS, settings, *constants(action, by_number, 256, 4))
+    mapping = tiles.shard_tiles(256, 4, 1, channels=2)
+    partials = torch.zeros(64)
+    return {
+        "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, 4, 1024),
+        "find_keys": (
+            look_up(0), pooling(8, 1, True), LONGS, LONGS, FLOATS, LONGS, WORDS, WORDS, FLOATS, 4, 640, REPORT, 32,
+        ),
+        "count_chunks": (WORDS, LONGS, 100_000, 6_400_000, 1024, 2048),
+        "place_chunks": (WORDS, LONGS, LONGS, WORDS, WORDS, 100_000, 6_400_000, 1024, 2048),
+        "reduce_chunks": (segments, target, grads, partials, 1024, 2, 4),
+        "combine_chunks": (segments, target, grads, partials, 1024, 4),
+    }  # fmt: skip
+
+
+def to_ptx(target="sm_90", warps=1, **options):
+    return compile_to_ptx(
+        forward_kernel.pool_and_send, forward_arguments(**options), target, num_warps=warps, num_stages=1
+    )
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_every_kernel_compiles(target):
+    forms = compile_kernel(forward_kernel.pool_and_send, forward_arguments(), {"num_warps": 1}, target)
+    assert forms.keys() >= {"cubin" if target in NVIDIA else "hsaco"}
+    begin = (make_channel("p2p"), tiles.look_up_tiles(*[WORDS] * 5), WORDS, LONGS, WORDS, 4096, 12345, 16)
+    compile_kernel(forward_kernel.begin_pooling, begin, {}, target)
+    alone = (look_up(), pooling(), LONGS, LONGS, None, FLOATS, WORDS, REPORT, 4, "mixed")
+    compile_kernel(forward_kernel.pool_alone, alone, {"num_warps": 1}, target)
+    for name, arguments in backward_launches().items():
+        compile_kernel(getattr(backward_kernel, name), arguments, {"num_warps": 1}, target)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_orders_weights_means_and_traces_compile(order):
+    to_ptx(order=order, weighted=True, trace=True, way=pooling(8, 1, is_mean=True, checks=False), index=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("action", "by_number", "dtype"),
+    [("store", False, torch.float32), ("store", True, torch.bfloat16), ("sgd", False, torch.float16)],
+)
+def test_every_target_of_gradients_compiles(action, by_number, dtype):
+    launches = backward_launches(action, by_number, dtype, scaled=False)
+    for name in ("reduce_chunks", "combine_chunks"):
+        compile_kernel(getattr(backward_kernel, name), launches[name], {"num_warps": 1}, "sm_90")
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize(
+    ("dtype", "way", "warps", "loads"),
+    [
+        (torch.float32, pooling(1, 8), 1, 16),
+        (torch.float32, pooling(8, 1), 1, 16),
+        (torch.float32, pooling(1, 8, checks=False), 1, 16),
+        (torch.bfloat16, pooling(1, 8), 1, 8),
+    ],
+)
+def test_rows_come_by_16_bytes_and_several_at_once(target, dtype, way, warps, loads):
+    lines = to_ptx(target, warps, dtype=dtype, way=way, lookup=look_up(multiple=16 // dtype.itemsize))
+    wide = [number for number, line in enumerate(lines) if re.search(WIDE_LOAD, line)]
+    assert len(wide) == loads
+    between = [line for line in lines[wide[0] : wide[-1]] if re.match(r"(add|fma)(\.rn)?\.f32|bar\.sync|bra", line)]
+    assert not between  # no row waits for another one
+    assert not any("local" in line for line in lines if re.match(r"(ld|st)\.", line))
+    assert any(re.search(r"st\.global\.v4\.b32", line) for line in lines)
+
+
+def test_tables_of_several_dims_are_read_by_16_bytes_too():
+    lines = to_ptx(lookup=look_up(dim=0, block=128))
+    assert sum(bool(re.search(WIDE_LOAD, line)) for line in lines) == 8
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_a_slice_is_signalled_after_its_stores_and_a_barrier(target):
+    lines = to_ptx(target)
+    releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
+    assert releases
+    for release in releases:
+        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync"), before[-3:]
+
+
+def test_gradients_come_by_16_bytes_too():
+    name = "reduce_chunks"
+    lines = compile_to_ptx(
+        backward_kernel.reduce_chunks, backward_launches("store")[name], "sm_90", num_warps=1, num_stages=1
+    )
+    assert sum(bool(re.search(WIDE_LOAD, line)) for line in lines) >= 16
+    assert any(re.search(r"st\.global\.v4\.b32", line) for line in lines)
+    assert not any("local" in line for line in lines if re.match(r"(ld|st)\.", line))
