@@ -7,8 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from stretto.parallel import pooled_exchange
 from stretto.train.config import DLRMTrainConfig, make_config
@@ -50,56 +48,18 @@ def train_and_stop(config: DLRMTrainConfig, step: int, rank: int) -> None:
         train(config, display="none")
 
 
-def train_with_stand_in(config: DLRMTrainConfig) -> int:
-    """Train with the operator replaced by slow, plain code of its signature. Returns how often it updated tables."""
-    StandIn.updates = 0
-    with mock.patch.object(pooled_exchange, "_find_operators", return_value=StandIn):
+def train_with_kernels(config: DLRMTrainConfig) -> int:
+    """Train on ranks whose kernels are interpreted. Returns how often the operator updated tables."""
+    from stretto import ops
+
+    assert pooled_exchange.choose_operators("kernel", torch.float32, torch.device("cpu"), [4]) is ops
+    update, calls = ops.embedding_all_to_all_update, []
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        calls.append(options["optimizer"])
+        update(*arguments, **options)
+
+    with mock.patch.object(ops, "embedding_all_to_all_update", counted):
         train(config, display="none")
-    return StandIn.updates
-
-
-class StandIn:
-    """What `stretto.ops` has, by the definition: every rank's pooled vectors and gradients are gathered whole."""
-
-    updates = 0
-
-    @staticmethod
-    def embedding_all_to_all(
-        indices: Tensor, offsets: Tensor, tables: list[Tensor], group: dist.ProcessGroup, *, batch: int, name: str,
-        sparse: bool,
-    ) -> Tensor:  # fmt: skip
-        assert sparse
-        assert name
-        pooled = torch.zeros(batch, sum(table.shape[1] for table in tables))
-        column = 0
-        for number, table in enumerate(tables):
-            for sample in range(batch):
-                bag = slice(*offsets[number * batch + sample :][:2].tolist())
-                pooled[sample, column : column + table.shape[1]] = table[indices[bag]].sum(0)
-            column += table.shape[1]
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, pooled, group=group)
-        return torch.cat(every, dim=1).chunk(group.size())[group.rank()].contiguous()
-
-    @staticmethod
-    def embedding_all_to_all_update(
-        grad: Tensor, indices: Tensor, offsets: Tensor, tables: list[Tensor], group: dist.ProcessGroup, *,
-        optimizer: str, settings: Tensor, states: list[Tensor], batch: int, name: str,
-    ) -> None:  # fmt: skip
-        StandIn.updates += 1
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, (grad, sum(table.shape[1] for table in tables)), group=group)
-        whole = torch.cat([part for part, _ in every])
-        column = sum(width for _, width in every[: group.rank()])
-        assert optimizer == "adagrad"
-        lr, eps = settings.tolist()
-        for number, (table, state) in enumerate(zip(tables, states, strict=True)):
-            gradient = torch.zeros_like(table)
-            for sample in range(batch):
-                bag = slice(*offsets[number * batch + sample :][:2].tolist())
-                for row in indices[bag].tolist():
-                    gradient[row] += whole[sample, column : column + table.shape[1]]
-            column += table.shape[1]
-            state += gradient.square().mean(dim=1)
-            with torch.no_grad():
-                table -= lr * gradient / (state.sqrt() + eps)[:, None]
+    assert set(calls) == {"adagrad"}
+    return len(calls)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import Ranks
+from tests.pool import Pool
 from tests.train import dlrm_runs
 from torch.nn import functional as F
 
@@ -134,7 +135,7 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_losses(
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_checkpoints(
-    ranks: MakeRanks, tmp_path: Path, count: int
+    ranks: MakeRanks, interpreted_pool: Pool, tmp_path: Path, count: int
 ) -> None:
     options = [
         "train.dtype=fp32",
@@ -144,7 +145,7 @@ def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_check
     ]
     library = run(ranks, tmp_path / "library", *options)
     config = dlrm_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
-    updates = ranks(count).run(dlrm_runs.train_with_stand_in, config, timeout=60)
+    updates = interpreted_pool.run(count, dlrm_runs.train_with_kernels, config, timeout=120)
     assert updates == [6] * count
     kernel = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in kernel] == pytest.approx([line["loss"] for line in library], abs=1e-5)
