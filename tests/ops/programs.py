@@ -1,6 +1,5 @@
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
-import importlib
 import time
 
 import pytest
@@ -28,35 +27,77 @@ def error(result, expected):
     return ((result.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-def gather_and_multiply(shape, dtype, by_columns, has_bias, piece_bytes=512):
-    """(error of the product, whether the gathered x and a second call's product are right to the last bit)."""
-    # Pieces of a shard are small here, so that there are several; the package's name for the module is the function.
-    importlib.import_module("stretto.ops.all_gather_matmul").PIECE_BYTES = piece_bytes
+BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
+PLANS = {
+    "copies": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512),
+    "pushes": ops.Plan(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
+    "pulls": ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
+    "unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
+    "tiles": ops.Plan(blocks=BLOCKS, exchange="tiles"),
+    "tiles, unshifted": ops.Plan(blocks=BLOCKS, exchange="tiles", is_shifted=False),
+    "packets": ops.Plan(blocks=BLOCKS, exchange="packets"),
+    "one shot": ops.Plan(blocks=BLOCKS, exchange="packets", shots=1),
+    "two shots": ops.Plan(blocks=BLOCKS, exchange="packets", shots=2),
+    "shared steps": ops.Plan(blocks=BLOCKS._replace(k=16, programs=5), exchange="packets"),
+}
+"""Small pieces and tiles, so that there are several, of each way to do a call."""
+
+
+def find_plan(name):
+    return PLANS.get(name, name)
+
+
+def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
+    """(error of the product, whether the gathered x and other calls' products are right to the last bit, what ran)."""
     rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
     shards = [random_of(peer, rows, k, dtype=dtype) for peer in range(world)]
     weight = lie(random_of(10 + rank, n, k, dtype=dtype), by_columns)
     bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
-    out, gathered = ops.all_gather_matmul_gathered(shards[rank], weight, bias=bias)
-    again = ops.all_gather_matmul(shards[rank], weight, bias=bias)
+    how, ran = find_plan(plan), dict(ops.counts())
+    out, gathered = ops.all_gather_matmul_gathered(shards[rank], weight, bias=bias, implementation=how)
+    again = [ops.all_gather_matmul(shards[rank], weight, bias=bias, implementation=how) for _ in range(2)]
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
     expected = torch.cat(shards).double() @ weight.double().T
     if has_bias:
         expected += bias.double()
-    return error(out, expected), torch.equal(gathered, torch.cat(shards)), torch.equal(out, again)
+    is_same = all(torch.equal(out, one) for one in again)
+    return error(out, expected), torch.equal(gathered, torch.cat(shards)), is_same, ran
 
 
-def multiply_and_scatter(shape, dtype, by_columns, has_bias):
-    """(error, whether a second call has the same bits)."""
+def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
+    """(error, whether other calls have the same bits, what ran)."""
     rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
-    inputs = [random_of(peer, rows * world, k, dtype=dtype) for peer in range(world)]
-    weights = [random_of(10 + peer, n, k, dtype=dtype) for peer in range(world)]
-    bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
-    weight = lie(weights[rank], by_columns)
-    out, again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias) for _ in range(2))
+    inputs, weights, bias = random_operands(rows * world, n, k, dtype, has_bias)
+    weight, how, ran = lie(weights[rank], by_columns), find_plan(plan), dict(ops.counts())
+    out, *again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias, implementation=how) for _ in range(3))
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
     expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
     expected = expected[rank * rows : (rank + 1) * rows]
     if has_bias:
         expected = expected + bias.double()
-    return error(out, expected), torch.equal(out, again)
+    return error(out, expected), all(torch.equal(out, one) for one in again), ran
+
+
+def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
+    """(error, all bits for comparison between ranks, whether other calls have the same, what ran)."""
+    rank, (m, n, k) = dist.get_rank(), shape
+    inputs, weights, _ = random_operands(m, n, k, dtype, has_bias)
+    bias = random_of(20, n, dtype=dtype) if has_bias else None
+    weight, how, ran = lie(weights[rank], by_columns), find_plan(plan), dict(ops.counts())
+    out, *again = (ops.matmul_all_reduce(inputs[rank], weight, bias=bias, implementation=how) for _ in range(3))
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
+    expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
+    if has_bias:
+        expected = expected + bias.double()
+    return error(out, expected), out.float().flatten().tolist(), all(torch.equal(out, one) for one in again), ran
+
+
+def random_operands(m, n, k, dtype, has_bias):
+    """All ranks' x and weight, and this one's bias."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs = [random_of(peer, m, k, dtype=dtype) for peer in range(world)]
+    weights = [random_of(10 + peer, n, k, dtype=dtype) for peer in range(world)]
+    return inputs, weights, random_of(20 + rank, n, dtype=dtype) if has_bias else None
 
 
 def cancel(reduce_dtype):
@@ -106,6 +147,19 @@ def differentiate_gather(shape, dtype, needs, saves_gathered, uses_gathered):
     return compare_gradients(every, own, needs)
 
 
+def differentiate_all_reduce(shape, dtype, needs):
+    """Errors of the gradients of GEMM + all-reduce."""
+    rank, world, (rows, n, _) = dist.get_rank(), dist.get_world_size(), shape
+    every, own = make_layer(shape, rows, dtype, needs)
+    factors = [random_of(40 + peer, rows, n, dtype=dtype) for peer in range(world)]
+    x, weight, bias = own.values()
+    ops.matmul_all_reduce(x, weight, bias=bias).backward(factors[rank])
+    total = sum(x @ weight.T for x, weight in zip(every["x"], every["weight"], strict=True))
+    for bias, factor in zip(every["bias"], factors, strict=True):
+        ((total + bias) * factor.double()).sum().backward(retain_graph=True)
+    return compare_gradients(every, own, needs)
+
+
 def differentiate_scatter(shape, dtype, needs):
     """Errors of the gradients of GEMM + reduce-scatter."""
     rank, world, (rows, n, _) = dist.get_rank(), dist.get_world_size(), shape
@@ -119,21 +173,27 @@ def differentiate_scatter(shape, dtype, needs):
     return compare_gradients(every, own, needs)
 
 
-def poison():
-    """Fill this rank's workspaces with NaN, as it may between two calls: peers write only once all have begun one."""
+def poison(group):
+    """Fill this rank's workspaces with NaN, between two barriers: a peer may be a call ahead, but not two."""
+    dist.barrier(group)
     for cache in workspace._caches.values():
-        for size, channel in ((key[0], channel) for key, channel in cache.channels.items()):
-            channel.tensor((size,), torch.uint8).fill_(0xFF)
+        for (_, size, _), found in cache.workspaces.items():
+            found.channel.tensor((found.slots * size,), torch.uint8).fill_(0xFF)
+    dist.barrier(group)
 
 
 def call_in_many_shapes(calls, seed):
-    """Both operators in turn, in subgroups as well, past stragglers; what is wrong, of numbers that are exact."""
+    """The operators in turn, in subgroups as well, past stragglers; what is wrong, of numbers that are exact."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([first, (first + 1) % world]) for first in range(0, world - 1, 2)]
     generator = torch.Generator().manual_seed(seed)
     wrong = []
     for call in range(calls):
         rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
+        gathers, scatters, reduces = (
+            names[int(torch.randint(len(names), (1,), generator=generator))]
+            for names in (("copies", "pushes", "pulls"), ("tiles", "packets"), ("one shot", "two shots"))
+        )
         group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
         if call % 2 and group is None:
             continue
@@ -142,16 +202,19 @@ def call_in_many_shapes(calls, seed):
         xs = [random_of(peer, rows, k, seed=call).round() for peer in members]
         inputs = [random_of(peer, rows * len(members), k, seed=call).round() for peer in members]
         weights = [random_of(10 + peer, n, k, seed=call).round() for peer in members]
-        poison()
+        poison(group)
         time.sleep(0.02 * ((call + rank) % world))
-        out = ops.all_gather_matmul(xs[place], weights[place], group)
+        out = ops.all_gather_matmul(xs[place], weights[place], group, implementation=PLANS[gathers])
         if not torch.equal(out, torch.cat(xs) @ weights[place].T):
-            wrong.append(("gather", call, rows, n, k))
+            wrong.append((gathers, call, rows, n, k))
         summed = sum(x @ weight.T for x, weight in zip(inputs, weights, strict=True))
-        poison()
-        out = ops.matmul_reduce_scatter(inputs[place], weights[place], group)
+        out = ops.matmul_reduce_scatter(inputs[place], weights[place], group, implementation=PLANS[scatters])
         if not torch.equal(out, summed[place * rows : (place + 1) * rows]):
-            wrong.append(("scatter", call, rows, n, k))
+            wrong.append((scatters, call, rows, n, k))
+        poison(group)
+        out = ops.matmul_all_reduce(inputs[place], weights[place], group, implementation=PLANS[reduces])
+        if not torch.equal(out, summed):
+            wrong.append((reduces, call, rows, n, k))
     return wrong
 
 
@@ -163,17 +226,20 @@ def call_with_nothing():
     assert torch.equal(ops.all_gather_matmul(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(6, 1))
     assert torch.equal(ops.matmul_reduce_scatter(torch.zeros(6, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
     assert ops.all_gather_matmul(torch.zeros(3, 8), torch.zeros(0, 8)).shape == (6, 0)
+    assert ops.matmul_all_reduce(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    assert torch.equal(ops.matmul_all_reduce(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
 
 
 def ask_wrongly():
     x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
-    for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter):
+    for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce):
         name = operator.__name__
         for arguments, words in (
             ((x[None], weight), f"{name} takes x .* of two dims each, not .1, 4, 8. and .6, 8."),
             ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
             ((x, weight.bfloat16()), "x is torch.float32 and weight torch.bfloat16"),
             ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
+            ((x.double(), weight.double()), 'float64: convert x, weight and bias, or give implementation="library"'),
             ((x, weight.to("meta")), "x is on cpu and weight on meta"),
             ((torch.zeros(8, 4).t(), weight), r"takes contiguous x and bias: call contiguous\(\)"),
             ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
@@ -197,10 +263,12 @@ def check_registration(shape):
     rows, n, k = shape
     name = dist.group.WORLD.group_name
     x, weight, bias = (random_of(0, *size).requires_grad_() for size in ((rows * 2, k), (n, k), (n,)))
-    for arguments in ((x, weight, bias, name), (x, weight, None, name)):
-        torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, arguments)
-        torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, arguments)
-        torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None))
+    for given in (bias, None):
+        arguments = (x, weight, given, name)
+        torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, (*arguments, "auto"))
+        torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, (*arguments, "kernel"))
+        torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None, "kernel"))
+        torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel"))
 
 
 def compile_an_mlp(shape):

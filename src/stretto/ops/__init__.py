@@ -1,6 +1,18 @@
 """Overlapped operators: a GEMM with its collective hidden inside, as torch.library operators with gradients."""
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
+from stretto.ops.choosing import counts
+from stretto.ops.gemm import Blocks
+from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from stretto.ops.plans import Plan
 
-__all__ = ["all_gather_matmul", "all_gather_matmul_gathered", "matmul_reduce_scatter"]
+__all__ = [
+    "Blocks",
+    "Plan",
+    "all_gather_matmul",
+    "all_gather_matmul_gathered",
+    "counts",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

@@ -1,4 +1,4 @@
-"""All-gather + GEMM in one pass: copy engines push the ranks' rows while a persistent GEMM multiplies what is there.
+"""All-gather + GEMM in one pass: the ranks' rows travel while a persistent GEMM multiplies what is there.
 
 Flux (paper 000, sections 3.3, 4.1 and 4.3), in tile-centric primitives (paper 004).
 """
@@ -10,15 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
+from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
-from stretto.ops.gemm import Blocks, choose_blocks, describe_gemm, load_bias, multiply_tile, order_tiles, store_tile
+from stretto.ops.choosing import choose, describe_call
+from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
 from stretto.ops.gradients import differentiate_gather, save_gather
-from stretto.ops.workspace import count_bytes, find_group, find_workspace
-
-PIECE_BYTES = 2 << 20
-"""What a copy engine moves before it signals: small enough for first rows to come early, large enough to be fast."""
+from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.workspace import PEER_TILES, Workspace, count_bytes, find_group, find_workspace
 
 _MOST_PIECES = 8
+_MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
+_MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
 
 
 def all_gather_matmul(
@@ -28,47 +30,57 @@ def all_gather_matmul(
     *,
     bias: Tensor | None = None,
     saves_gathered: bool = True,
+    implementation: str | Plan = "auto",
 ) -> Tensor:
     """The group's x, gathered along dim 0, times weight's transpose: [m / world, k], [n, k] -> [m, n].
 
     bf16, fp16 or fp32, all of one dtype; sums are fp32. bias: [n]. group: None for all ranks. x is of one shape on all
     ranks, and contiguous; weight is, or its transpose. x's gradient is a `matmul_reduce_scatter`; weight's needs the
-    gathered x, which is kept for it, or, with saves_gathered=False, gathered again in the backward pass. ValueError
-    for other input and for a rank outside of the group; PeerError for a rank that does not come.
+    gathered x, which is kept for it, or, with saves_gathered=False, gathered again in the backward pass.
+    implementation: "auto" (what was measured to be the fastest, or a default), "kernel" (ours, or it raises), "library"
+    (an all-gather, then a GEMM) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
+    for a rank that does not come.
     """
-    name = find_name(group)
+    name, how = find_name(group), implementation.encode() if isinstance(implementation, Plan) else implementation
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:
-        return torch.ops.stretto.all_gather_matmul_gathered(x, weight, bias, name)[0]
-    return torch.ops.stretto.all_gather_matmul(x, weight, bias, name)
+        return torch.ops.stretto.all_gather_matmul_gathered(x, weight, bias, name, how)[0]
+    return torch.ops.stretto.all_gather_matmul(x, weight, bias, name, how)
 
 
 def all_gather_matmul_gathered(
-    x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None, *, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    implementation: str | Plan = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`; returns [m, n] and the gathered x [m, k] too."""
-    return torch.ops.stretto.all_gather_matmul_gathered(x, weight, bias, find_name(group))
+    how = implementation.encode() if isinstance(implementation, Plan) else implementation
+    return torch.ops.stretto.all_gather_matmul_gathered(x, weight, bias, find_name(group), how)
 
 
 @torch.library.custom_op("stretto::all_gather_matmul", mutates_args=())
-def _all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    return _run(x, weight, bias, group, None)
+def _all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    return _run(x, weight, bias, group, implementation, returns_gathered=False)[0]
 
 
 @torch.library.custom_op("stretto::all_gather_matmul_gathered", mutates_args=())
-def _all_gather_matmul_gathered(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
-    gathered = x.new_empty(x.shape[0] * find_group(group).size(), x.shape[1])
-    return _run(x, weight, bias, group, gathered), gathered
+def _all_gather_matmul_gathered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str
+) -> tuple[Tensor, Tensor]:
+    return _run(x, weight, bias, group, implementation, returns_gathered=True)
 
 
 @_all_gather_matmul.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    require_operands("all_gather_matmul", x, weight, bias)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    require_operands("all_gather_matmul", x, weight, bias, implementation)
     return x.new_empty(x.shape[0] * find_group(group).size(), weight.shape[0])
 
 
 @_all_gather_matmul_gathered.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
-    require_operands("all_gather_matmul", x, weight, bias)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> tuple[Tensor, Tensor]:
+    require_operands("all_gather_matmul", x, weight, bias, implementation)
     rows = x.shape[0] * find_group(group).size()
     return x.new_empty(rows, weight.shape[0]), x.new_empty(rows, x.shape[1])
 
@@ -77,38 +89,116 @@ for _operator in (_all_gather_matmul, _all_gather_matmul_gathered):
     _operator.register_autograd(differentiate_gather, setup_context=save_gather)
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, returned: Tensor | None) -> Tensor:
-    """The product; `returned` [m, k] gets the gathered x."""
-    require_operands("all_gather_matmul", x, weight, bias)
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *, returns_gathered: bool
+) -> tuple[Tensor, Tensor]:
+    """(product, gathered x); the latter is x where it was not asked for."""
+    require_operands("all_gather_matmul", x, weight, bias, implementation)
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
-    out = x.new_empty(rows * world, n)
-    if rows == 0:
-        return out
-    blocks = choose_blocks(rows * world, x, weight)
-    block_channel = find_workspace(group, x.device, count_bytes(rows * world, k, dtype=x.dtype))
-    producer, consumer = map_rows(rows, world, blocks.m, x.stride(0) * x.element_size())
-    channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast")
-    with tiles.copy_engine(block_channel):
-        _push(block_channel, producer, x)
-        if returned is not None:
-            _copy_gathered(block_channel, producer, x, returned)
-    gathered = block_channel.tensor((rows * world, k), x.dtype)
-    launch(channel, consumer, gathered, weight, bias, out, blocks)
-    tiles.join_copies(block_channel)
-    return out
+    if rows == 0 or n == 0 or k == 0:  # nothing to wait for
+        out, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
+        if returns_gathered and n == 0:
+            gathered = library.gather_rows(x, group)
+        return out if bias is None else out + bias, gathered
+    call = describe_call("all_gather_matmul", rows * world, x, weight, group)
+    plan = choose(call, x, weight, group, implementation)
+    if plan == LIBRARY:
+        return library.all_gather_matmul(x, weight, bias, group)
+    if returns_gathered:  # a program cannot tell the host which slot it has gathered into
+        plan = plan._replace(transfer="copies", direction="push")
+    out, size = x.new_empty(rows * world, n), count_bytes(rows * world, k, dtype=x.dtype)
+    if plan.transfer == "programs":
+        # Slots begin at multiples of a row, so that one descriptor has both.
+        workspace = find_workspace(group, x.device, size + k * x.element_size(), "slots")
+        launch(workspace, plan, x, weight, bias, out)
+        return out, x
+    workspace = find_workspace(group, x.device, size, "met")
+    returned = x.new_empty(rows * world, k) if returns_gathered else None
+    launch(workspace, plan, x, weight, bias, out, returned)
+    return out, x if returned is None else returned
 
 
-def map_rows(rows: int, world: int, block_m: int, row_bytes: int) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
-    """Who pushes what, in pieces of about `PIECE_BYTES`, one a channel; and the rows of the GEMM's tiles."""
-    pieces = max(1, min(rows * row_bytes // PIECE_BYTES, triton.cdiv(rows, block_m), _MOST_PIECES))
-    producer = tiles.shard_tiles(rows, world, block_m, channels=pieces)
-    return producer, tiles.whole_tiles(rows, world, block_m, channels=pieces, channel_rows=producer.channel_rows)
+def map_rows(rows: int, world: int, plan: Plan, row_bytes: int) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
+    """Who sends what, in pieces of about `piece_bytes`, one a channel; and the rows of the GEMM's tiles.
+
+    Programs move many small tiles a piece, so that all of them have some.
+    """
+    assert plan.blocks is not None
+    # Powers of two, since a kernel is compiled for each of these numbers.
+    pieces = max(1, min(rows * row_bytes // plan.piece_bytes, triton.cdiv(rows, plan.blocks.m), _MOST_PIECES))
+    pieces = 1 << (pieces.bit_length() - 1)
+    moved = plan.blocks.m
+    if plan.transfer == "programs":
+        moved = max(1, min(rows * world // plan.movers, _MOVED_BYTES // row_bytes))
+        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(triton.cdiv(rows, PEER_TILES)))
+    producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
+    channel_rows = producer.channel_rows
+    return producer, tiles.whole_tiles(rows, world, plan.blocks.m, channels=pieces, channel_rows=channel_rows)
 
 
-def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor) -> None:
-    """Push x to this rank, then to the one before it, and so on: each rank gets its next one's rows first.
+def launch(
+    workspace: Workspace,
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    returned: Tensor | None = None,
+) -> None:
+    """Begin the call, have copy engines move rows if they are to, and launch the GEMM; `returned` gets the gathered x.
 
-    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in.
+    Rows of this rank are taken from x itself, if no tile has others too.
+    """
+    blocks, block_channel, (rows, k) = plan.blocks, workspace.channel, x.shape
+    assert blocks is not None
+    world, by_programs = block_channel.world_size, plan.transfer == "programs"
+    producer, consumer = map_rows(rows, world, plan, k * x.element_size())
+    slot_rows = triton.cdiv(workspace.slot_bytes, k * x.element_size()) if by_programs else 0
+    gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
+    gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
+    own = describe_rows(x, gemm)
+    direct = rows % blocks.m == 0 and own is not None
+    count = triton.cdiv(out.shape[0], blocks.m) * triton.cdiv(out.shape[1], blocks.n)
+    programs = min(blocks.programs, max(count, plan.movers if by_programs else 1))
+    if by_programs:
+        mode = "broadcast" if plan.direction == "push" else "local"
+        channel = block_channel.enter("all_gather_matmul", mode)
+    else:
+        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast")
+        with tiles.copy_engine(block_channel):
+            _push(block_channel, producer, x, direct)
+            if returned is not None:
+                _copy_gathered(block_channel, producer, x, returned)
+    all_gather_gemm[(programs,)](
+        channel,
+        producer,
+        consumer,
+        gemm,
+        own,
+        rows_there,
+        b,
+        c,
+        bias,
+        x,
+        gathered,
+        rows,
+        slot_rows,
+        min(plan.movers, programs),
+        DIRECT=direct,
+        MOVES=plan.direction if by_programs else "",
+        SHIFTED=plan.is_shifted,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    if not by_programs:
+        tiles.join_copies(block_channel)
+
+
+def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, direct: bool) -> None:
+    """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
+
+    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in. Its own come
+    first, or, where tiles take them from x, are signalled alone.
     """
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
     for distance in range(world):
@@ -116,7 +206,8 @@ def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: T
         there = block_channel.tensor((world, rows, k), x.dtype, rank=peer)[rank]
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
             part = slice(start, start + producer.channel_rows)
-            tiles.rank_copy_data(there[part], x[part])
+            if not (direct and peer == rank):
+                tiles.rank_copy_data(there[part], x[part])
             tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
 
 
@@ -137,41 +228,92 @@ def _copy_gathered(
         tiles.rank_copy_data(returned[peer * rows : (peer + 1) * rows], shards[peer])
 
 
-def launch(
-    channel: tiles.Channel,
-    consumer: tiles.StaticMapping,
-    gathered: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    blocks: Blocks,
-) -> None:
-    """Launch the GEMM of a call that has begun, on no more programs than there are tiles."""
-    operands = describe_gemm(gathered, weight, out, blocks)
-    count = triton.cdiv(out.shape[0], blocks.m) * triton.cdiv(out.shape[1], blocks.n)
-    all_gather_gemm[(max(1, min(blocks.programs, count)),)](
-        channel, consumer, *operands, bias, num_warps=blocks.num_warps, num_stages=blocks.num_stages
-    )
+@triton.jit
+def all_gather_gemm(  # type: ignore[no-untyped-def]
+    channel, producer, consumer, gemm, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
+    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
+
+    Order: tiles of this rank's rows first, then the next rank's and so on, as rows come; who has time claims the next.
+    Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
+    (or pull) rows before they multiply.
+    Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
+    programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
+    Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
+    slots, by the call's number; every rank waits for every rank's rows, so see `call_slot`.
+    """
+    row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
+    count = row_tiles * tl.cdiv(gemm.n, gemm.block_n)
+    base = 0
+    if MOVES != "":
+        base = tiles.call_slot(channel) * slot_rows
+        if tl.program_id(0) < movers:
+            place = landing + tl.cast(base, tl.int64) * gemm.k
+            if MOVES == "push":
+                _push_rows(channel, producer, gemm, x, place, movers, DIRECT)
+            else:
+                _pull_rows(channel, producer, gemm, x, place, movers)
+    first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
+    index = tiles.claim(channel)
+    while index < count:
+        row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+        row_tile = (row_tile + first) % row_tiles
+        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+        is_own = DIRECT
+        if DIRECT:
+            is_own = row // rows == channel.rank
+        if is_own:
+            total = multiply_tile(gemm, own, weight, row - channel.rank * rows, column, 0)
+        else:
+            ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
+            total = multiply_tile(gemm, gathered, weight, base + row, column, ready)
+        if bias is not None:
+            total += load_bias(bias, column, gemm.n, gemm.block_n)
+        store_tile(gemm, out, total, row, column, rows * channel.world)
+        index = tiles.claim(channel)
+    if MOVES != "":
+        tiles.end_call(channel, producer)
 
 
 @triton.jit
-def all_gather_gemm(channel, consumer, gemm, gathered, weight, out, bias):  # type: ignore[no-untyped-def]
-    """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
+def _push_rows(channel, producer, gemm, x, landing, movers, DIRECT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's pieces of x to all ranks: to the one before this first, to this one last, if tiles need it."""
+    pieces = tiles.rank_tiles(producer)
+    for job in range(tl.program_id(0), pieces * channel.world, movers):
+        peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
+        tile = channel.rank * pieces + job % pieces
+        if peer != channel.rank or not DIRECT:
+            there = tiles.peer_pointer(channel, landing, peer)
+            _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, there, 0)
+        tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
 
-    Order: tiles of this rank's rows first, then the next rank's and so on, as copy engines push them.
-    Signals: none here; a copy engine's, after each piece of a shard, on its stream.
-    Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines alone.
-    Reuse: `gathered` is written over only when all ranks have begun the next call, and so ended this one.
-    """
-    row_tiles = tl.cdiv(gemm.m, gemm.block_m)
-    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    first = tl.cdiv(channel.rank * consumer.rows, gemm.block_m)  # a tile with rows of two ranks is the earlier one's
-    for index in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, gemm.group_rows)
-        row_tile = (row_tile + first) % row_tiles
-        ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma)
-        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-        total = multiply_tile(gemm, gathered, weight, row, column, ready)
-        if bias is not None:
-            total += load_bias(bias, column, gemm.n, gemm.block_n)
-        store_tile(gemm, out, total, row, column)
+
+@triton.jit
+def _pull_rows(channel, producer, gemm, x, landing, movers):  # type: ignore[no-untyped-def]
+    """Offer this program's pieces of x to the others, from their place in this rank's memory; then pull theirs."""
+    pieces = tiles.rank_tiles(producer)
+    for piece in range(tl.program_id(0), pieces, movers):
+        tile = channel.rank * pieces + piece
+        _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, landing, 0)
+        tiles.producer_tile_notify(channel, producer, tile, "local")
+        tiles.peer_tile_notify(channel, piece, mode="broadcast")
+    for job in range(tl.program_id(0), pieces * (channel.world - 1), movers):
+        peer = (channel.rank + 1 + job // pieces) % channel.world
+        tile = peer * pieces + job % pieces
+        ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
+        _copy_rows(producer, gemm, tile, tiles.peer_pointer(channel, landing, peer), 0, landing, ready)
+        tiles.producer_tile_notify(channel, producer, tile, "local")
+
+
+@triton.jit
+def _copy_rows(producer, gemm, tile, source, first, destination, ready):  # type: ignore[no-untyped-def]
+    """Copy a tile's rows of k elements; `source` begins with row `first`, `destination` with row 0."""
+    low, high = tiles.tile_rows(producer, tile)
+    source += tl.cast(low - first, tl.int64) * gemm.k + ready
+    destination += tl.cast(low, tl.int64) * gemm.k
+    size = (high - low) * gemm.k
+    for start in range(0, size, _MOVED_AT_ONCE):
+        offsets = start + tl.arange(0, _MOVED_AT_ONCE)
+        value = tl.load(source + offsets, mask=offsets < size)
+        tl.store(destination + offsets, value, mask=offsets < size)

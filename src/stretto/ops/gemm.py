@@ -62,22 +62,6 @@ class Operands(NamedTuple):
     out: Any
 
 
-def choose_blocks(m: int, a: Tensor, weight: Tensor, *, shards: int = 1) -> Blocks:
-    """Tile sizes for C, of `shards` parts of m rows each that no tile crosses, on a's device.
-
-    Interpreted programs run in turns: a few, with small tiles. On GPUs: `look_up_blocks`.
-    """
-    if a.device.type == "cpu":
-        return Blocks(32, 32, 32, 2, 4, 2, 3)
-    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    fills_gpu = shards * triton.cdiv(m, 128) * triton.cdiv(weight.shape[0], 256) >= processors
-    by_tma = _takes_tma(a) and _takes_tma(_stored(weight))
-    blocks = look_up_blocks(m, a.dtype == torch.float32, by_tma, fills_gpu, processors)
-    if torch.cuda.get_device_capability(a.device) < (9, 0):  # less shared memory than on Hopper
-        blocks = blocks._replace(num_stages=min(blocks.num_stages, 3))
-    return blocks
-
-
 def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
     """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
 
@@ -108,8 +92,8 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     (m, k), n = a.shape, weight.shape[0]
     transposed = not weight.is_contiguous()
     b = _stored(weight)
-    by_tma = _takes_tma(a) and _takes_tma(b)
-    stores_by_tma = out is not None and by_tma and _takes_tma(out)
+    by_tma = takes_tma(a) and takes_tma(b)
+    stores_by_tma = out is not None and by_tma and takes_tma(out)
     out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
     exact = torch.get_float32_matmul_precision() == "highest"
     gemm = Gemm(
@@ -134,12 +118,19 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     return Operands(gemm, a, b, out)
 
 
+def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
+    """Another A, of the same k, as the kernel takes it; None where it cannot be taken as the first one is."""
+    if not gemm.by_tma.value:
+        return matrix
+    return TensorDescriptor.from_tensor(matrix, [gemm.block_m.value, gemm.block_k.value]) if takes_tma(matrix) else None
+
+
 def _stored(weight: Tensor) -> Tensor:
     """The weight as it lies in memory, row by row: itself, or its transpose."""
     return weight if weight.is_contiguous() else weight.t()
 
 
-def _takes_tma(matrix: Tensor) -> bool:
+def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
     if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
         return False
@@ -159,14 +150,17 @@ def order_tiles(index, row_tiles, column_tiles, group_rows):  # type: ignore[no-
 
 
 @triton.jit
-def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-def]
+def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: ignore[no-untyped-def]
     """fp32 [block_m, block_n]: rows from `row` of A times columns from `column` of C; zeros outside.
 
-    ready: what a wait for the rows of A has returned; every load of A depends on it.
+    ready: what a wait for the rows of A has returned; every load of A depends on it. first, last: steps over k, of
+    block_k each, that are gone through; last=None: to the end.
     """
     total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+    begin = first * gemm.block_k
+    end = gemm.k if last is None else min(last * gemm.block_k, gemm.k)
     if gemm.by_tma:
-        for start in range(0, gemm.k, gemm.block_k):
+        for start in range(begin, end, gemm.block_k):
             x = a.load([row + ready, start])
             if gemm.transposed:
                 total = tl.dot(x, b.load([start, column]), total, input_precision=gemm.precision)
@@ -179,7 +173,7 @@ def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-de
         steps = tl.arange(0, gemm.block_k)
         left = a + ready + tl.cast(row, tl.int64) * gemm.k
         right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else gemm.k)
-        for start in range(0, gemm.k, gemm.block_k):
+        for start in range(begin, end, gemm.block_k):
             inside = (rows < gemm.m - row) & (steps[None, :] < gemm.k - start)
             x = tl.load(left + start + (rows * gemm.k + steps[None, :]), mask=inside, other=0)
             inside = (columns < gemm.n - column) & (steps[:, None] < gemm.k - start)
@@ -200,7 +194,7 @@ def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def store_tile(gemm, out, total, row, column):  # type: ignore[no-untyped-def]
+def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def]
     """Round a tile and store what of it is inside of out [m, n]."""
     if gemm.stores_by_tma:
         if gemm.out_parts == 2:
@@ -213,5 +207,5 @@ def store_tile(gemm, out, total, row, column):  # type: ignore[no-untyped-def]
     else:
         rows = (row + tl.arange(0, gemm.block_m))[:, None]
         columns = (column + tl.arange(0, gemm.block_n))[None, :]
-        inside = (rows < gemm.m) & (columns < gemm.n)
+        inside = (rows < m) & (columns < gemm.n)
         tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)

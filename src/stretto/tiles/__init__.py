@@ -23,7 +23,17 @@ from stretto.tiles.mapping import (
     tile_rows,
     whole_tiles,
 )
-from stretto.tiles.signals import consumer_tile_wait, peer_tile_notify, peer_tile_wait, producer_tile_notify
+from stretto.tiles.packets import pack, push_packets, sum_packets, unpack, wait_for_packets
+from stretto.tiles.signals import (
+    call_number,
+    call_slot,
+    claim,
+    consumer_tile_wait,
+    end_call,
+    peer_tile_notify,
+    peer_tile_wait,
+    producer_tile_notify,
+)
 
 __all__ = [
     "INTERPRETED",
@@ -32,25 +42,34 @@ __all__ = [
     "DynamicMapping",
     "Mapping",
     "StaticMapping",
+    "call_number",
+    "call_slot",
+    "claim",
     "consumer_tile_wait",
     "copy_engine",
     "count_tiles",
+    "end_call",
     "join_copies",
     "look_up_tiles",
+    "pack",
     "peer_pointer",
     "peer_tile_notify",
     "peer_tile_wait",
     "producer_tile_notify",
+    "push_packets",
     "rank_copy_data",
     "rank_notify",
     "rank_tiles",
     "rank_wait",
     "shard_tiles",
+    "sum_packets",
     "tile_channels",
     "tile_column",
     "tile_pull_data",
     "tile_push_data",
     "tile_rank",
     "tile_rows",
+    "unpack",
+    "wait_for_packets",
     "whole_tiles",
 ]
