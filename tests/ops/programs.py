@@ -1,5 +1,6 @@
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
+import os
 import time
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops, tiles
-from stretto.ops import workspace
+from stretto.ops import choosing, plans, workspace
+from stretto.tuning import Store
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
 
@@ -288,3 +290,40 @@ def compile_an_mlp(shape):
         out.square().sum().backward()
         outcomes.append([out, *(leaf.grad for leaf in leaves)])
     return [torch.equal(eager, compiled) for eager, compiled in zip(*outcomes, strict=True)]
+
+
+def tune_and_choose(folder):
+    """Plans' times, and what auto takes: there, at nearly as many rows, at many more, and for another weight."""
+    os.environ["STRETTO_CACHE"] = folder
+    try:
+        measured = ops.tune("all_gather_matmul", 48, 40, 32, dtype=torch.float32, device="cpu")
+        name = dist.group.WORLD.group_name
+
+        def chosen(rows, n):
+            x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
+            call = choosing.describe_call("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = choosing.choose(call, x, weight, name, "auto")
+            default, _ = plans.default_plan(call, choosing.find_machine(x, weight))
+            return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
+
+        texts = {plan.encode(): seconds for plan, seconds in measured.items()}
+        far, other = ("default" if chosen(*shape) else "measured" for shape in ((96, 40), (24, 48)))
+        return texts, chosen(24, 40), chosen(30, 40), far, other
+    finally:
+        del os.environ["STRETTO_CACHE"]
+
+
+def choose_by_different_stores(folders):
+    """What runs where rank 0's store says the library, and the other's says nothing."""
+    os.environ["STRETTO_CACHE"] = folders[dist.get_rank()]
+    try:
+        x, weight = torch.ones(8, 16), torch.ones(24, 16)
+        name = dist.group.WORLD.group_name
+        call = choosing.describe_call("all_gather_matmul", 16, x, weight, name)
+        if dist.get_rank() == 0:
+            keys = {choosing.time_key(call, plans.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
+            Store().add(choosing.machine_name(x.device), keys)
+        ops.all_gather_matmul(x, weight)
+        return choosing.choose(call, x, weight, name, "auto").encode()
+    finally:
+        del os.environ["STRETTO_CACHE"]

@@ -6,6 +6,7 @@ from stretto.ops.gemm import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.plans import Plan
+from stretto.ops.tuning import tune
 
 __all__ = [
     "Blocks",
@@ -15,4 +16,5 @@ __all__ = [
     "counts",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "tune",
 ]

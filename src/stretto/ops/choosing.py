@@ -57,7 +57,7 @@ def choose(call: Call, x: Tensor, weight: Tensor, group: str, implementation: st
     asked for and none can run. Collective at the group's first call.
     """
     known = _find(group, x.device)
-    machine = _machine(x.device, takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t()))
+    machine = find_machine(x, weight)
     key = call, machine, implementation
     if key not in known.choices:
         if len(known.choices) == _MOST_CHOICES:
@@ -198,7 +198,10 @@ def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
     return found
 
 
-def _machine(device: torch.device, by_tma: bool) -> Machine:
+def find_machine(x: Tensor, weight: Tensor) -> Machine:
+    """What the defaults for these operands depend on."""
+    by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
+    device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
     properties = _properties(device.index)

@@ -145,7 +145,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
                 inside = index < size
                 data = tiles.wait_for_packets(channel, sums + index, epoch, inside, chunk, chunk % channel.world)
                 _store_packets(out, index, data, inside, gemm.n, pairs, each)
-    tiles.end_call(channel)
+    tiles.end_unsignalled_call(channel)
 
 
 @triton.jit

@@ -76,20 +76,39 @@ def claim(channel):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def end_call(channel, producer=None):  # type: ignore[no-untyped-def]
+def end_call(channel, producer):  # type: ignore[no-untyped-def]
     """The last thing that each program of a call does that began by `enter`; the last of them ends the call.
 
-    producer: the mapping whose tiles were notified, if any were. Order: whatever a program has loaded of the call's
-    state it has used by now, in an address, a branch or a store, so that its addition alone says it is done.
+    producer: the mapping whose tiles were notified.
+    """
+    if _is_last_to_end(channel):
+        advance_targets(channel, producer, None, triton.next_power_of_2(channel.capacity))
+        _end(channel)
+
+
+@triton.jit
+def end_unsignalled_call(channel):  # type: ignore[no-untyped-def]
+    """As `end_call`, where no tile was notified: of a call by packets."""
+    if _is_last_to_end(channel):
+        _end(channel)
+
+
+@triton.jit
+def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
+    """Whether all other programs have ended.
+
+    Order: whatever a program has loaded of the call's state it has used by now, in an address, a branch or a store, so
+    that its addition alone says that it is done.
     """
     tl.debug_barrier()
-    ended = tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu")
-    if ended == tl.num_programs(0) - 1:
-        if producer is not None:
-            advance_targets(channel, producer, None, triton.next_power_of_2(channel.capacity))
-        tl.store(channel.state + ENDED, 0)
-        tl.store(channel.state + CLAIMED, 0)
-        tl.store(channel.state + EPOCH, call_number(channel))
+    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
+
+
+@triton.jit
+def _end(channel):  # type: ignore[no-untyped-def]
+    tl.store(channel.state + ENDED, 0)
+    tl.store(channel.state + CLAIMED, 0)
+    tl.store(channel.state + EPOCH, call_number(channel))
 
 
 @triton.jit
@@ -220,7 +239,6 @@ def _await_producer(channel, producer, source, index, tile, before_tma: tl.const
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
     if channel.inside:
-        tl.static_assert(producer is not None, "a call that began by enter: give its waits the producer's mapping")
         coming, _ = _count_static(channel, producer, index, source)
         target += coming  # the call's end adds it to the state
     return _await(channel, counter, target, OF_CONSUMER, tile, index, source, before_tma)
