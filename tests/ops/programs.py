@@ -1,5 +1,6 @@
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
+import importlib
 import os
 import time
 
@@ -254,6 +255,10 @@ def ask_wrongly():
         ops.matmul_reduce_scatter(x[:3], weight)
     with pytest.raises(ValueError, match=r"travel in torch.float32 or torch.float32, not torch.bfloat16"):
         ops.matmul_reduce_scatter(x, weight, reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"an mlp's activation is one of gelu, .*, not 'tanh'"):
+        ops.mlp(x, weight, weight.t(), activation="tanh")
+    with pytest.raises(ValueError, match=r"an mlp's gate is of up's shape, \[6, 8\], not \[4, 8\]"):
+        ops.mlp(x, weight, weight.t(), gate=x)
     group = dist.new_group([0])
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match=r"this process \(rank 1\) is not in the group"):
@@ -271,6 +276,36 @@ def check_registration(shape):
         torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, (*arguments, "kernel"))
         torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None, "kernel"))
         torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel"))
+
+
+def differentiate_an_mlp(shape, activation, is_gated, needs_gradients):
+    """Errors of an MLP's output and of all gradients that it has, against the whole MLP in fp64."""
+    rank, world, (rows, hidden, k) = dist.get_rank(), dist.get_world_size(), shape
+    act = importlib.import_module("stretto.ops.mlp").ACTIVATIONS[activation]
+    sizes = {"x": (rows, k), "up": (hidden, k), "gate": (hidden, k), "down": (k, hidden)}
+    sizes |= {"up_bias": (hidden,), "gate_bias": (hidden,), "down_bias": (k,)}
+    every = {
+        name: [random_of(10 * place + peer, *size).double().requires_grad_() for peer in range(world)]
+        for place, (name, size) in enumerate(sizes.items())
+    }
+    own = {name: values[rank].detach().float().requires_grad_(needs_gradients) for name, values in every.items()}
+    if not is_gated:
+        own["gate"] = own["gate_bias"] = None
+    out = ops.mlp(**own, activation=activation)
+    whole, total = torch.cat(every["x"]), 0.0
+    for peer in range(world):
+        part = whole @ every["up"][peer].T + every["up_bias"][peer]
+        gate = whole @ every["gate"][peer].T + every["gate_bias"][peer]
+        total = total + (act(gate) * part if is_gated else act(part)) @ every["down"][peer].T
+    parts = [part + bias for part, bias in zip(total.split(rows), every["down_bias"], strict=True)]
+    errors = {"out": error(out.detach(), parts[rank].detach())}
+    if needs_gradients:
+        out.square().sum().backward()
+        sum(part.square().sum() for part in parts).backward()
+        for name, tensor in own.items():
+            if tensor is not None:
+                errors[name] = error(tensor.grad, every[name][rank].grad)
+    return errors
 
 
 def compile_an_mlp(shape):

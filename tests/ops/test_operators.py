@@ -102,6 +102,13 @@ def test_gradients_of_matmul_all_reduce_are_the_unfused_layers(interpret, needs)
         assert max(errors.values()) <= 3 * ROUNDING[torch.float32]
 
 
+@pytest.mark.parametrize(("activation", "is_gated"), [("gelu", False), ("silu", True), ("relu-squared", False)])
+@pytest.mark.parametrize("needs_gradients", [True, False])
+def test_an_mlp_is_the_whole_ones_rows(interpret, activation, is_gated, needs_gradients):
+    for errors in interpret(2, "differentiate_an_mlp", (20, 32, 24), activation, is_gated, needs_gradients):
+        assert max(errors.values()) <= 5e-6, errors
+
+
 def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret):
     assert interpret(4, "call_in_many_shapes", 6, 5) == [[]] * 4
 

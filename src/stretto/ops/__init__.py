@@ -5,6 +5,7 @@ from stretto.ops.choosing import counts
 from stretto.ops.gemm import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from stretto.ops.mlp import mlp
 from stretto.ops.plans import Plan
 from stretto.ops.tuning import tune
 
@@ -16,5 +17,6 @@ __all__ = [
     "counts",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "mlp",
     "tune",
 ]
