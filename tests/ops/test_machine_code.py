@@ -138,8 +138,7 @@ def test_the_loop_over_k_loads_by_tma_and_is_pipelined(name, transposed, target)
 @pytest.mark.parametrize("blocks", [NARROW, FEW_ROWS])
 @pytest.mark.parametrize("name", KERNELS)
 def test_smaller_tiles_load_by_tma_too(name, blocks):
-    loops = 2 if name == "gather" else 1  # own rows are loaded from x
-    assert len(tma_loads(to_ptx(name, blocks=blocks))) == 2 * blocks.num_stages * loops
+    assert len(tma_loads(to_ptx(name, blocks=blocks))) == 2 * blocks.num_stages
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -148,7 +147,7 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     loads = tma_loads(lines)
     waited = {descriptor for _, guarded, descriptor in loads if guarded}
     assert len(waited) == 1  # the gathered rows' descriptor
-    assert sum(descriptor in waited for _, _, descriptor in loads) == len(loads) // 4  # of two loops' two operands
+    assert sum(descriptor in waited for _, _, descriptor in loads) == len(loads) // 2
     assert all(guarded == (descriptor in waited) for _, guarded, descriptor in loads)
     acquire = find(lines, ACQUIRE)
     assert all(number > acquire for number, _, descriptor in loads if descriptor in waited)

@@ -260,14 +260,17 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
         row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
         row_tile = (row_tile + first) % row_tiles
         row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-        is_own = DIRECT
-        if DIRECT:
-            is_own = row // rows == channel.rank
-        if is_own:
-            total = multiply_tile(gemm, own, weight, row - channel.rank * rows, column, 0)
+        if DIRECT and (row // rows == channel.rank):
+            source = own
+            at = row - channel.rank * rows
         else:
-            ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-            total = multiply_tile(gemm, gathered, weight, base + row, column, ready)
+            source = gathered
+            at = (
+                base
+                + row
+                + tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
+            )
+        total = multiply_tile(gemm, source, weight, at, column, 0)
         if bias is not None:
             total += load_bias(bias, column, gemm.n, gemm.block_n)
         store_tile(gemm, out, total, row, column, rows * channel.world)
