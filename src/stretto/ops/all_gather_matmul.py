@@ -235,7 +235,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
-    Order: tiles of this rank's rows first, then the next rank's and so on, as rows come; who has time claims the next.
+    Order: tiles of this rank's rows first, then the next rank's and so on, as rows come.
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply.
     Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
@@ -255,28 +255,41 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
             else:
                 _pull_rows(channel, producer, gemm, x, place, movers)
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
-    index = tiles.claim(channel)
-    while index < count:
-        row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
-        row_tile = (row_tile + first) % row_tiles
-        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-        if DIRECT and (row // rows == channel.rank):
-            source = own
-            at = row - channel.rank * rows
-        else:
-            source = gathered
-            at = (
-                base
-                + row
-                + tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
+    if MOVES == "":  # a plain loop, in which Triton lets a tile's stores go on beside the next one's loads
+        for index in range(tl.program_id(0), count, tl.num_programs(0)):
+            _multiply_rows(
+                channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT
             )
-        total = multiply_tile(gemm, source, weight, at, column, 0)
-        if bias is not None:
-            total += load_bias(bias, column, gemm.n, gemm.block_n)
-        store_tile(gemm, out, total, row, column, rows * channel.world)
+    else:  # programs that have moved rows come later, and do fewer
         index = tiles.claim(channel)
-    if MOVES != "":
+        while index < count:
+            _multiply_rows(
+                channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT
+            )
+            index = tiles.claim(channel)
         tiles.end_call(channel, producer)
+
+
+@triton.jit
+def _multiply_rows(  # type: ignore[no-untyped-def]
+    channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT: tl.constexpr
+):
+    """The index-th tile of out, counted from row of tiles `first` on, once its rows are there."""
+    row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
+    row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    row_tile = (row_tile + first) % row_tiles
+    row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+    if DIRECT and (row // rows == channel.rank):
+        source = own
+        at = row - channel.rank * rows
+    else:
+        source = gathered
+        ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
+        at = base + row + ready
+    total = multiply_tile(gemm, source, weight, at, column, 0)
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    store_tile(gemm, out, total, row, column, rows * channel.world)
 
 
 @triton.jit

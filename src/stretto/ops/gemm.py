@@ -5,6 +5,7 @@ lies in rows (`transposed`: the input's gradient multiplies by the weight itself
 where their layout allows, else by pointers. Nothing here waits or signals: operators do, around these functions.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Gemm(NamedTuple):
     """What kernels are given of a product; one argument, made by `describe_gemm`. Sizes vary, the rest is compiled in.
 
     by_tma: operands are descriptors. transposed: see the module. stores_by_tma: so is the output, of out_parts columns
-    of blocks a tile.
+    of blocks a tile. grain: a power of two that divides rows' lengths, which addresses are known to be multiples of.
     """
 
     m: Any
@@ -51,6 +52,7 @@ class Gemm(NamedTuple):
     stores_by_tma: Any
     out_parts: Any
     precision: Any
+    grain: Any
 
 
 class Operands(NamedTuple):
@@ -109,6 +111,7 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
         stores_by_tma=tl.constexpr(stores_by_tma),
         out_parts=tl.constexpr(out_parts),
         precision=tl.constexpr("ieee" if exact else "tf32"),
+        grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // a.element_size())),
     )
     if by_tma:
         a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
@@ -171,17 +174,20 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
         rows = tl.arange(0, gemm.block_m)[:, None]
         columns = tl.arange(0, gemm.block_n)[None, :]
         steps = tl.arange(0, gemm.block_k)
-        left = a + ready + tl.cast(row, tl.int64) * gemm.k
-        right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else gemm.k)
+        # Triton sees of these that they are multiples of the grain: loads of 4 bytes and more are asynchronous copies.
+        k = gemm.k // gemm.grain * gemm.grain
+        n = gemm.n // gemm.grain * gemm.grain if gemm.transposed else gemm.n
+        left = a + ready + tl.cast(row, tl.int64) * k
+        right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else k)
         for start in range(begin, end, gemm.block_k):
-            inside = (rows < gemm.m - row) & (steps[None, :] < gemm.k - start)
-            x = tl.load(left + start + (rows * gemm.k + steps[None, :]), mask=inside, other=0)
-            inside = (columns < gemm.n - column) & (steps[:, None] < gemm.k - start)
+            inside = (rows < gemm.m - row) & (steps[None, :] < k - start)
+            x = tl.load(left + start + (rows * k + steps[None, :]), mask=inside, other=0)
+            inside = (columns < n - column) & (steps[:, None] < k - start)
             if gemm.transposed:
-                at = tl.cast(start, tl.int64) * gemm.n
-                y = tl.load(right + at + (steps[:, None] * gemm.n + columns), mask=inside, other=0)
+                at = tl.cast(start, tl.int64) * n
+                y = tl.load(right + at + (steps[:, None] * n + columns), mask=inside, other=0)
             else:
-                y = tl.load(right + start + (columns * gemm.k + steps[:, None]), mask=inside, other=0)
+                y = tl.load(right + start + (columns * k + steps[:, None]), mask=inside, other=0)
             total = tl.dot(x, y, total, input_precision=gemm.precision)
     return total
 

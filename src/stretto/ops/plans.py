@@ -158,6 +158,9 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
 
 # (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
 GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
+NARROW_SPEED = 0.88
+"""Of tiles of 128 columns, beside those of 256: those are taken if fewer tiles are left over with them."""
+
 ONE_SHOT_ELEMENTS = 16 * 8192
 """Up to so many sums an all-reduce is one shot."""
 
@@ -172,8 +175,11 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
     if call.m <= FEW_ROWS:
         blocks = few_row_blocks(call.m, call.n, is_fp32, machine.processors)
     else:
-        wide = shards * triton.cdiv(m, 128) * triton.cdiv(call.n, 256)
-        blocks = look_up_blocks(m, is_fp32, machine.by_tma, wide >= machine.processors, machine.processors)
+        wide, narrow = (
+            triton.cdiv(shards * triton.cdiv(m, 128) * triton.cdiv(call.n, columns), machine.processors)
+            for columns in (256, 128)
+        )
+        blocks = look_up_blocks(m, is_fp32, machine.by_tma, wide * 2 * NARROW_SPEED <= narrow, machine.processors)
         # Rows of tiles that are gone through together are of one rank, or the first tiles would wait for all ranks.
         blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, call.m // call.world // blocks.m)))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
