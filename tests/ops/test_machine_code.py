@@ -20,8 +20,8 @@ from tests.tiles.machine_code import (
     make_channel,
 )
 
-from stretto.ops.all_gather_matmul import all_gather_gemm, map_rows
 from stretto.ops.few_rows import gemm_exchange
+from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, describe_gemm, describe_rows
 from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_tiles
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks

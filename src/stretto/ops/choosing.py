@@ -12,12 +12,13 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.gemm import takes_tma
+from stretto.ops.gemm import find_capability, takes_tma
 from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
 from stretto.ops.workspace import find_group, require_no_capture
 from stretto.tiles import INTERPRETED
@@ -204,14 +205,9 @@ def find_machine(x: Tensor, weight: Tensor) -> Machine:
     device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
-    properties = _properties(device.index)
-    return Machine(properties.multi_processor_count, by_tma, (properties.major, properties.minor) == (9, 0))
+    return Machine(_count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))
 
 
-_known_properties: dict[int, torch.cuda._CudaDeviceProperties] = {}
-
-
-def _properties(index: int) -> "torch.cuda._CudaDeviceProperties":
-    if index not in _known_properties:
-        _known_properties[index] = torch.cuda.get_device_properties(index)
-    return _known_properties[index]
+@lru_cache
+def _count_processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

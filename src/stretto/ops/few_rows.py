@@ -4,6 +4,7 @@ With few rows a product takes as long as its weight takes to stream from memory,
 evenly, and what comes after the last step is latency: sums travel as packets, which are signals themselves.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
     """The packets of an [m, n] of one rank: rows are whole packets."""
-    return m * triton.cdiv(n, 4 // dtype.itemsize)
+    return m * -(-n * dtype.itemsize // 4)
 
 
 def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> int:
@@ -35,6 +36,7 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
     return packets * _PACKET_BYTES  # "scatter": all ranks' sums of a part of the rows
 
 
+@lru_cache(maxsize=4096)
 def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
     """(steps over k that each program does in a row; how many programs): whole tiles if they come out even."""
     tile_count = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)
@@ -59,10 +61,10 @@ def launch(
     (m, k), n = x.shape, weight.shape[0]
     share, programs = share_steps(m, n, k, blocks)
     scratch: Any = None
-    if share % triton.cdiv(k, blocks.k):
+    if share % -(-k // blocks.k):
         scratch = torch.empty(2 * programs * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, x.dtype)
-    chunk = min(max(triton.next_power_of_2(triton.cdiv(packets, programs)), 64), 1024)
+    chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int64),), torch.int64)

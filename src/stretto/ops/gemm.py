@@ -6,6 +6,7 @@ where their layout allows, else by pointers. Nothing here waits or signals: oper
 """
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,9 @@ class Blocks(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """What kernels are given of a product; one argument, made by `describe_gemm`. Sizes vary, the rest is compiled in.
+    """What kernels are given of a product; one argument, made by `describe_gemm`.
+
+    Sizes and group_rows vary, the rest is compiled in.
 
     by_tma: operands are descriptors. transposed: see the module. stores_by_tma: so is the output, of out_parts columns
     of blocks a tile. grain: a power of two that divides rows' lengths, which addresses are known to be multiples of.
@@ -96,29 +99,44 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     b = _stored(weight)
     by_tma = takes_tma(a) and takes_tma(b)
     stores_by_tma = out is not None and by_tma and takes_tma(out)
-    out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
     exact = torch.get_float32_matmul_precision() == "highest"
-    gemm = Gemm(
+    gemm = _describe(m, n, k, blocks, by_tma, transposed, stores_by_tma, exact, a.element_size())
+    if by_tma:
+        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
+        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
+    if stores_by_tma:
+        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // gemm.out_parts.value])
+    return Operands(gemm, a, b, out)
+
+
+@lru_cache(maxsize=4096)
+def _describe(
+    m: int,
+    n: int,
+    k: int,
+    blocks: Blocks,
+    by_tma: bool,
+    transposed: bool,
+    stores_by_tma: bool,
+    exact: bool,
+    element_size: int,
+) -> Gemm:
+    # Two parts: a whole wide tile's store would take shared memory from the loads' stages.
+    return Gemm(
         m,
         n,
         k,
         block_m=tl.constexpr(blocks.m),
         block_n=tl.constexpr(blocks.n),
         block_k=tl.constexpr(blocks.k),
-        group_rows=tl.constexpr(blocks.group_rows),
+        group_rows=blocks.group_rows,
         by_tma=tl.constexpr(by_tma),
         transposed=tl.constexpr(transposed),
         stores_by_tma=tl.constexpr(stores_by_tma),
-        out_parts=tl.constexpr(out_parts),
+        out_parts=tl.constexpr(2 if blocks.n >= 256 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
-        grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // a.element_size())),
+        grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
     )
-    if by_tma:
-        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
-        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
-    if stores_by_tma:
-        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // out_parts])
-    return Operands(gemm, a, b, out)
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
@@ -133,9 +151,15 @@ def _stored(weight: Tensor) -> Tensor:
     return weight if weight.is_contiguous() else weight.t()
 
 
+@lru_cache
+def find_capability(index: int) -> tuple[int, int]:
+    """The compute capability of a GPU of this process."""
+    return torch.cuda.get_device_capability(index)
+
+
 def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
-    if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
+    if matrix.device.type == "cuda" and find_capability(matrix.device.index) < (9, 0):
         return False
     if matrix.numel() == 0 or matrix.stride(1) != 1:  # another stride is of a dim of size 1
         return False

@@ -3,6 +3,8 @@
 Flux (paper 000, sections 3.2, 4.1 and 4.2), in tile-centric primitives (paper 004).
 """
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 import triton
@@ -90,6 +92,7 @@ def _require(
     return x.shape[0] // world
 
 
+@lru_cache(maxsize=4096)
 def map_tiles(rows: int, n: int, world: int, blocks: Blocks) -> tiles.StaticMapping:
     """Signals of the tiles that make up each rank's rows: the mapping's "rows" are tiles, in the order of computing.
 

@@ -72,12 +72,17 @@ class Plan(NamedTuple):
 
     def encode(self) -> str:
         """As text, for the operators' schemas and the store."""
-        if self == LIBRARY:
-            return "library"
-        return json.dumps(dict(self._asdict(), blocks=None if self.blocks is None else list(self.blocks)))
+        return _encode(self)
 
 
 LIBRARY = Plan(implementation="library")
+
+
+@lru_cache(maxsize=4096)
+def _encode(plan: Plan) -> str:
+    if plan == LIBRARY:
+        return "library"
+    return json.dumps(dict(plan._asdict(), blocks=None if plan.blocks is None else list(plan.blocks)))
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -68,7 +67,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     """
     cache = _find_cache(name)
     slots = 1 if purpose == "met" else 2
-    key = purpose, max(triton.next_power_of_2(size), _SMALLEST), device
+    key = purpose, max(1 << (size - 1).bit_length(), _SMALLEST), device
     if key not in cache.workspaces:
         require_no_capture(device)
         group = find_group(name)
