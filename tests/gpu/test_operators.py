@@ -1,6 +1,7 @@
 """Overlapped operators on real GPUs: random shapes past stragglers and poison, graphs, and gradients."""
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -164,6 +165,17 @@ def differentiate(folder: Path) -> None:
     (folder / f"wrong-{rank}.json").write_text(json.dumps([value for value in errors if not value < 2e-2]))
 
 
+def tune(folder: Path) -> None:
+    os.environ["STRETTO_CACHE"] = str(folder / "cache")
+    Grid(data=RANKS, device="cuda")
+    wrong = []
+    for operator, m in (("all_gather_matmul", 128 * RANKS), ("matmul_reduce_scatter", 64), ("matmul_all_reduce", 4)):
+        measured = ops.tune(operator, m, 1024, 512)
+        if len(measured) < 4 or not all(0 < seconds < 1 for seconds in measured.values()):
+            wrong.append((operator, len(measured)))
+    (folder / f"wrong-{dist.get_rank()}.json").write_text(json.dumps(wrong))
+
+
 def read(folder: Path) -> list[object]:
     return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
 
@@ -181,3 +193,9 @@ def test_a_captured_graph_replays_both_operators(tmp_path: Path) -> None:
 def test_gradients_are_those_of_the_unfused_layers(tmp_path: Path) -> None:
     run_ranks(RANKS, differentiate, tmp_path)
     assert read(tmp_path) == [[]] * RANKS
+
+
+def test_plans_are_measured_and_kept(tmp_path: Path) -> None:
+    run_ranks(RANKS, tune, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS
+    assert "matmul_all_reduce m=4 n=1024" in (tmp_path / "cache" / "tuning.json").read_text()

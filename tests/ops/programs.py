@@ -1,14 +1,17 @@
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
 import importlib
+import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from stretto import ops, tiles
+from stretto.bench.interleaved import Timed
 from stretto.ops import choosing, plans, workspace
 from stretto.tuning import Store
 
@@ -362,3 +365,25 @@ def choose_by_different_stores(folders):
         return choosing.choose(call, x, weight, name, "auto").encode()
     finally:
         del os.environ["STRETTO_CACHE"]
+
+
+def bench_dryly(folder, ablations):
+    """The bench of operators in tiny shapes, its timing left out; rank 0's rows."""
+    module = importlib.import_module("stretto.bench.operators_ablations" if ablations else "stretto.bench.operators")
+    shapes = importlib.import_module("stretto.bench.operators")
+
+    def time_nothing(runs, size, **options):
+        for name, run in runs.items():
+            if name != "async_tp":
+                run()
+        return {name: Timed(1e-3 * (1 + place), 1e-5) for place, name in enumerate(runs)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time_interleaved", time_nothing)
+        patch.setattr(shapes, "CASES", {"flux": (64, 32)})
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        setting = shapes.Setting(cases=("flux",), ms=(16,), implementation="kernel")
+        module.measure_all(dist.get_world_size(), Path(folder), setting)
+    dist.barrier()
+    name = "operator-ablations" if ablations else "operators"
+    return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]

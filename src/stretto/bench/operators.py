@@ -6,7 +6,6 @@ that, divided by that of GEMM and NCCL one after the other (equation 2).
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,7 +105,7 @@ def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, A
 
     Returns all rows of the file.
     """
-    run_ranks(ranks, _measure_all, out, setting)
+    run_ranks(ranks, measure_all, ranks, out, setting)
     path = out / "operators.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, {ranks} ranks", COLUMNS, rows)
@@ -114,8 +113,9 @@ def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, A
     return rows
 
 
-def _measure_all(out: Path, setting: Setting) -> None:
-    device = Grid(data=int(os.environ["WORLD_SIZE"])).device
+def measure_all(ranks: int, out: Path, setting: Setting) -> None:
+    """What each rank does."""
+    device = Grid(data=ranks).device
     measured: list[dict[str, Any]] = []
     for name in setting.operators:
         for case in setting.cases:
@@ -165,7 +165,8 @@ def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict
     size = 0 if m <= 1024 else 64 << 20  # one call a graph is long enough from 2048 rows on
     effort = Effort(rounds=3, replays=5)
     found = time_interleaved(runs, size, is_graph=mode == "graph", effort=effort, never_captured=("async_tp",))
-    ran = sorted(how for (_, how), count in ops.counts().items() if count != before.get((operands.operator, how), 0))
+    own = [(key, count) for key, count in ops.counts().items() if key[0] == operands.operator]
+    ran = sorted(key[1] for key, count in own if count != before.get(key, 0))
     call = describe_call(operands.operator, m, operands.x, operands.weights[0], _world_name())
     plan = choose(call, operands.x, operands.weights[0], _world_name(), implementation)
     milliseconds = {name: timed.seconds * 1e3 for name, timed in found.items()}

@@ -5,7 +5,6 @@ of which size; an all-reduce in one shot or two, and partial sums as tiles or as
 """
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ COLUMNS = (
 
 def bench_operator_ablations(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
     """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture."""
-    run_ranks(ranks, _measure_all, out, setting)
+    run_ranks(ranks, measure_all, ranks, out, setting)
     path = out / "operator-ablations.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, one choice varied, {ranks} ranks", COLUMNS, rows)
@@ -63,8 +62,9 @@ def vary(name: str, plan: Plan) -> dict[str, Plan]:
     return plans
 
 
-def _measure_all(out: Path, setting: Setting) -> None:
-    device = Grid(data=int(os.environ["WORLD_SIZE"])).device
+def measure_all(ranks: int, out: Path, setting: Setting) -> None:
+    """What each rank does."""
+    device = Grid(data=ranks).device
     assert dist.group.WORLD is not None
     world, rows = dist.group.WORLD.group_name, []
     for name in setting.operators:

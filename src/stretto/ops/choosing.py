@@ -12,13 +12,12 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.gemm import find_capability, takes_tma
+from stretto.ops.gemm import count_processors, find_capability, takes_tma
 from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
 from stretto.ops.workspace import find_group, require_no_capture
 from stretto.tiles import INTERPRETED
@@ -205,9 +204,4 @@ def find_machine(x: Tensor, weight: Tensor) -> Machine:
     device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
-    return Machine(_count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))
-
-
-@lru_cache
-def _count_processors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))

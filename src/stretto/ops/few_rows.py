@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import Blocks, describe_gemm, multiply_tile
+from stretto.ops.gemm import Blocks, count_processors, describe_gemm, multiply_tile
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 8
@@ -59,6 +59,8 @@ def launch(
 ) -> None:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
     (m, k), n = x.shape, weight.shape[0]
+    if x.is_cuda:  # all programs must be resident: see the kernel
+        blocks = blocks._replace(programs=min(blocks.programs, count_processors(x.device.index)))
     share, programs = share_steps(m, n, k, blocks)
     scratch: Any = None
     if share % -(-k // blocks.k):

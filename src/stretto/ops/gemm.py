@@ -157,6 +157,12 @@ def find_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+@lru_cache
+def count_processors(index: int) -> int:
+    """The multiprocessors of a GPU of this process."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
 def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
     if matrix.device.type == "cuda" and find_capability(matrix.device.index) < (9, 0):
