@@ -6,7 +6,7 @@ from torch import Tensor
 
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
-from stretto.ops.choosing import choose, describe_call
+from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.gather_gemm import launch
 from stretto.ops.gradients import differentiate_gather, save_gather
 from stretto.ops.plans import LIBRARY, Plan
@@ -83,15 +83,19 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *, returns_gathered: bool
 ) -> tuple[Tensor, Tensor]:
     """(product, gathered x); the latter is x where it was not asked for."""
-    require_operands("all_gather_matmul", x, weight, bias, implementation)
+    key = identify("all_gather_matmul", x, weight, bias, implementation)
+    plan = recall(group, key)
+    if plan is None:
+        require_operands("all_gather_matmul", x, weight, bias, implementation)
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         out, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
         if returns_gathered and n == 0:
             gathered = library.gather_rows(x, group)
         return out if bias is None else out + bias, gathered
-    call = describe_call("all_gather_matmul", rows * world, x, weight, group)
-    plan = choose(call, x, weight, group, implementation)
+    if plan is None:
+        call = describe_call("all_gather_matmul", rows * world, x, weight, group)
+        plan = choose(call, x, weight, group, implementation, key)
     if plan == LIBRARY:
         return library.all_gather_matmul(x, weight, bias, group)
     if returns_gathered:  # a program cannot tell the host which slot it has gathered into

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
-from stretto.ops.choosing import choose, describe_call
+from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.plans import LIBRARY, Plan
@@ -36,11 +36,16 @@ def matmul_all_reduce(
 
 @torch.library.custom_op("stretto::matmul_all_reduce", mutates_args=())
 def _matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
-    require_operands("matmul_all_reduce", x, weight, bias, implementation)
+    key = identify("matmul_all_reduce", x, weight, bias, implementation)
+    plan = recall(group, key)
+    if plan is None:
+        require_operands("matmul_all_reduce", x, weight, bias, implementation)
     (m, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
-    plan = choose(describe_call("matmul_all_reduce", m, x, weight, group), x, weight, group, implementation)
+    if plan is None:
+        call = describe_call("matmul_all_reduce", m, x, weight, group)
+        plan = choose(call, x, weight, group, implementation, key)
     if plan == LIBRARY:
         return library.matmul_all_reduce(x, weight, bias, group)
     assert plan.blocks is not None

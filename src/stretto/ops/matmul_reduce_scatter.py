@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
-from stretto.ops.choosing import choose, describe_call
+from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.gemm import Blocks, describe_gemm, load_bias, multiply_tile, order_tiles
 from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
@@ -51,12 +51,16 @@ def matmul_reduce_scatter(
 def _matmul_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
-    rows, (n, k) = _require(x, weight, bias, group, reduce_dtype, implementation), weight.shape
+    key = identify("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
+    plan = recall(group, key)
+    if plan is None:
+        _require(x, weight, bias, group, reduce_dtype, implementation)
+    rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
-    plan = choose(
-        describe_call("matmul_reduce_scatter", x.shape[0], x, weight, group), x, weight, group, implementation
-    )
+    if plan is None:
+        call = describe_call("matmul_reduce_scatter", x.shape[0], x, weight, group)
+        plan = choose(call, x, weight, group, implementation, key)
     if plan == LIBRARY:
         return library.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype)
     out, dtype = x.new_empty(rows, n), reduce_dtype or x.dtype
