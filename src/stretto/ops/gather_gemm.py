@@ -71,29 +71,31 @@ def launch(
             _push(block_channel, producer, x, direct)
             if returned is not None:
                 _copy_gathered(block_channel, producer, x, returned)
-    all_gather_gemm[(programs,)](
-        channel,
-        producer,
-        consumer,
-        gemm,
-        own,
-        rows_there,
-        b,
-        c,
-        bias,
-        x,
-        gathered,
-        rows,
-        slot_rows,
-        min(plan.movers, programs),
-        DIRECT=direct,
-        MOVES=plan.direction if by_programs else "",
-        SHIFTED=plan.is_shifted,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-    )
-    if not by_programs:
-        tiles.join_copies(block_channel)
+    try:
+        all_gather_gemm[(programs,)](
+            channel,
+            producer,
+            consumer,
+            gemm,
+            own,
+            rows_there,
+            b,
+            c,
+            bias,
+            x,
+            gathered,
+            rows,
+            slot_rows,
+            min(plan.movers, programs),
+            DIRECT=direct,
+            MOVES=plan.direction if by_programs else "",
+            SHIFTED=plan.is_shifted,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+    finally:  # also of a kernel that cannot be launched: the next call's copies come after these
+        if not by_programs:
+            tiles.join_copies(block_channel)
 
 
 def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, direct: bool) -> None:

@@ -133,7 +133,7 @@ def _describe(
         by_tma=tl.constexpr(by_tma),
         transposed=tl.constexpr(transposed),
         stores_by_tma=tl.constexpr(stores_by_tma),
-        out_parts=tl.constexpr(2 if blocks.n >= 256 else 1),
+        out_parts=tl.constexpr(2 if blocks.n >= 128 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
         grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
     )
