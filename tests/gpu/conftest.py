@@ -20,4 +20,4 @@ def gpu_pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def run_ranks(gpu_pool: Pool) -> Callable[..., list[Any]]:
     """`run_ranks(4, function, *arguments)` runs a module's function on 4 ranks, in a process group of their own."""
-    return lambda ranks, function, *arguments: gpu_pool.run(ranks, function, *arguments, timeout=100.0)
+    return lambda ranks, function, *arguments, timeout=100.0: gpu_pool.run(ranks, function, *arguments, timeout=timeout)

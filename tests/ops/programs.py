@@ -1,14 +1,19 @@
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
 import importlib
+import json
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from stretto import ops, tiles
-from stretto.ops import workspace
+from stretto.bench.interleaved import Timed
+from stretto.ops import choosing, plans, workspace
+from stretto.tuning import Store
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
 
@@ -28,35 +33,77 @@ def error(result, expected):
     return ((result.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-def gather_and_multiply(shape, dtype, by_columns, has_bias, piece_bytes=512):
-    """(error of the product, whether the gathered x and a second call's product are right to the last bit)."""
-    # Pieces of a shard are small here, so that there are several; the package's name for the module is the function.
-    importlib.import_module("stretto.ops.all_gather_matmul").PIECE_BYTES = piece_bytes
+BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
+PLANS = {
+    "copies": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512),
+    "pushes": ops.Plan(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
+    "pulls": ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
+    "unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
+    "tiles": ops.Plan(blocks=BLOCKS, exchange="tiles"),
+    "tiles, unshifted": ops.Plan(blocks=BLOCKS, exchange="tiles", is_shifted=False),
+    "packets": ops.Plan(blocks=BLOCKS, exchange="packets"),
+    "one shot": ops.Plan(blocks=BLOCKS, exchange="packets", shots=1),
+    "two shots": ops.Plan(blocks=BLOCKS, exchange="packets", shots=2),
+    "shared steps": ops.Plan(blocks=BLOCKS._replace(k=16, programs=5), exchange="packets"),
+}
+"""Small pieces and tiles, so that there are several, of each way to do a call."""
+
+
+def find_plan(name):
+    return PLANS.get(name, name)
+
+
+def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
+    """(error of the product, whether the gathered x and other calls' products are right to the last bit, what ran)."""
     rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
     shards = [random_of(peer, rows, k, dtype=dtype) for peer in range(world)]
     weight = lie(random_of(10 + rank, n, k, dtype=dtype), by_columns)
     bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
-    out, gathered = ops.all_gather_matmul_gathered(shards[rank], weight, bias=bias)
-    again = ops.all_gather_matmul(shards[rank], weight, bias=bias)
+    how, ran = find_plan(plan), dict(ops.counts())
+    out, gathered = ops.all_gather_matmul_gathered(shards[rank], weight, bias=bias, implementation=how)
+    again = [ops.all_gather_matmul(shards[rank], weight, bias=bias, implementation=how) for _ in range(2)]
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
     expected = torch.cat(shards).double() @ weight.double().T
     if has_bias:
         expected += bias.double()
-    return error(out, expected), torch.equal(gathered, torch.cat(shards)), torch.equal(out, again)
+    is_same = all(torch.equal(out, one) for one in again)
+    return error(out, expected), torch.equal(gathered, torch.cat(shards)), is_same, ran
 
 
-def multiply_and_scatter(shape, dtype, by_columns, has_bias):
-    """(error, whether a second call has the same bits)."""
+def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
+    """(error, whether other calls have the same bits, what ran)."""
     rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
-    inputs = [random_of(peer, rows * world, k, dtype=dtype) for peer in range(world)]
-    weights = [random_of(10 + peer, n, k, dtype=dtype) for peer in range(world)]
-    bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
-    weight = lie(weights[rank], by_columns)
-    out, again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias) for _ in range(2))
+    inputs, weights, bias = random_operands(rows * world, n, k, dtype, has_bias)
+    weight, how, ran = lie(weights[rank], by_columns), find_plan(plan), dict(ops.counts())
+    out, *again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias, implementation=how) for _ in range(3))
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
     expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
     expected = expected[rank * rows : (rank + 1) * rows]
     if has_bias:
         expected = expected + bias.double()
-    return error(out, expected), torch.equal(out, again)
+    return error(out, expected), all(torch.equal(out, one) for one in again), ran
+
+
+def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
+    """(error, all bits for comparison between ranks, whether other calls have the same, what ran)."""
+    rank, (m, n, k) = dist.get_rank(), shape
+    inputs, weights, _ = random_operands(m, n, k, dtype, has_bias)
+    bias = random_of(20, n, dtype=dtype) if has_bias else None
+    weight, how, ran = lie(weights[rank], by_columns), find_plan(plan), dict(ops.counts())
+    out, *again = (ops.matmul_all_reduce(inputs[rank], weight, bias=bias, implementation=how) for _ in range(3))
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
+    expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
+    if has_bias:
+        expected = expected + bias.double()
+    return error(out, expected), out.float().flatten().tolist(), all(torch.equal(out, one) for one in again), ran
+
+
+def random_operands(m, n, k, dtype, has_bias):
+    """All ranks' x and weight, and this one's bias."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs = [random_of(peer, m, k, dtype=dtype) for peer in range(world)]
+    weights = [random_of(10 + peer, n, k, dtype=dtype) for peer in range(world)]
+    return inputs, weights, random_of(20 + rank, n, dtype=dtype) if has_bias else None
 
 
 def cancel(reduce_dtype):
@@ -106,6 +153,19 @@ def differentiate_gather(shape, dtype, needs, saves_gathered, uses_gathered):
     return compare_gradients(every, own, needs)
 
 
+def differentiate_all_reduce(shape, dtype, needs):
+    """Errors of the gradients of GEMM + all-reduce."""
+    rank, world, (rows, n, _) = dist.get_rank(), dist.get_world_size(), shape
+    every, own = make_layer(shape, rows, dtype, needs)
+    factors = [random_of(40 + peer, rows, n, dtype=dtype) for peer in range(world)]
+    x, weight, bias = own.values()
+    ops.matmul_all_reduce(x, weight, bias=bias).backward(factors[rank])
+    total = sum(x @ weight.T for x, weight in zip(every["x"], every["weight"], strict=True))
+    for bias, factor in zip(every["bias"], factors, strict=True):
+        ((total + bias) * factor.double()).sum().backward(retain_graph=True)
+    return compare_gradients(every, own, needs)
+
+
 def differentiate_scatter(shape, dtype, needs):
     """Errors of the gradients of GEMM + reduce-scatter."""
     rank, world, (rows, n, _) = dist.get_rank(), dist.get_world_size(), shape
@@ -119,21 +179,27 @@ def differentiate_scatter(shape, dtype, needs):
     return compare_gradients(every, own, needs)
 
 
-def poison():
-    """Fill this rank's workspaces with NaN, as it may between two calls: peers write only once all have begun one."""
+def poison(group):
+    """Fill this rank's workspaces with NaN, between two barriers: a peer may be a call ahead, but not two."""
+    dist.barrier(group)
     for cache in workspace._caches.values():
-        for size, channel in ((key[0], channel) for key, channel in cache.channels.items()):
-            channel.tensor((size,), torch.uint8).fill_(0xFF)
+        for (_, size, _), found in cache.workspaces.items():
+            found.channel.tensor((found.slots * size,), torch.uint8).fill_(0xFF)
+    dist.barrier(group)
 
 
 def call_in_many_shapes(calls, seed):
-    """Both operators in turn, in subgroups as well, past stragglers; what is wrong, of numbers that are exact."""
+    """The operators in turn, in subgroups as well, past stragglers; what is wrong, of numbers that are exact."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([first, (first + 1) % world]) for first in range(0, world - 1, 2)]
     generator = torch.Generator().manual_seed(seed)
     wrong = []
     for call in range(calls):
         rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
+        gathers, scatters, reduces = (
+            names[int(torch.randint(len(names), (1,), generator=generator))]
+            for names in (("copies", "pushes", "pulls"), ("tiles", "packets"), ("one shot", "two shots"))
+        )
         group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
         if call % 2 and group is None:
             continue
@@ -142,16 +208,19 @@ def call_in_many_shapes(calls, seed):
         xs = [random_of(peer, rows, k, seed=call).round() for peer in members]
         inputs = [random_of(peer, rows * len(members), k, seed=call).round() for peer in members]
         weights = [random_of(10 + peer, n, k, seed=call).round() for peer in members]
-        poison()
+        poison(group)
         time.sleep(0.02 * ((call + rank) % world))
-        out = ops.all_gather_matmul(xs[place], weights[place], group)
+        out = ops.all_gather_matmul(xs[place], weights[place], group, implementation=PLANS[gathers])
         if not torch.equal(out, torch.cat(xs) @ weights[place].T):
-            wrong.append(("gather", call, rows, n, k))
+            wrong.append((gathers, call, rows, n, k))
         summed = sum(x @ weight.T for x, weight in zip(inputs, weights, strict=True))
-        poison()
-        out = ops.matmul_reduce_scatter(inputs[place], weights[place], group)
+        out = ops.matmul_reduce_scatter(inputs[place], weights[place], group, implementation=PLANS[scatters])
         if not torch.equal(out, summed[place * rows : (place + 1) * rows]):
-            wrong.append(("scatter", call, rows, n, k))
+            wrong.append((scatters, call, rows, n, k))
+        poison(group)
+        out = ops.matmul_all_reduce(inputs[place], weights[place], group, implementation=PLANS[reduces])
+        if not torch.equal(out, summed):
+            wrong.append((reduces, call, rows, n, k))
     return wrong
 
 
@@ -163,17 +232,20 @@ def call_with_nothing():
     assert torch.equal(ops.all_gather_matmul(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(6, 1))
     assert torch.equal(ops.matmul_reduce_scatter(torch.zeros(6, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
     assert ops.all_gather_matmul(torch.zeros(3, 8), torch.zeros(0, 8)).shape == (6, 0)
+    assert ops.matmul_all_reduce(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    assert torch.equal(ops.matmul_all_reduce(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
 
 
 def ask_wrongly():
     x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
-    for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter):
+    for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce):
         name = operator.__name__
         for arguments, words in (
             ((x[None], weight), f"{name} takes x .* of two dims each, not .1, 4, 8. and .6, 8."),
             ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
             ((x, weight.bfloat16()), "x is torch.float32 and weight torch.bfloat16"),
             ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
+            ((x.double(), weight.double()), 'float64: convert x, weight and bias, or give implementation="library"'),
             ((x, weight.to("meta")), "x is on cpu and weight on meta"),
             ((torch.zeros(8, 4).t(), weight), r"takes contiguous x and bias: call contiguous\(\)"),
             ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
@@ -186,6 +258,10 @@ def ask_wrongly():
         ops.matmul_reduce_scatter(x[:3], weight)
     with pytest.raises(ValueError, match=r"travel in torch.float32 or torch.float32, not torch.bfloat16"):
         ops.matmul_reduce_scatter(x, weight, reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"an mlp's activation is one of gelu, .*, not 'tanh'"):
+        ops.mlp(x, weight, weight.t(), activation="tanh")
+    with pytest.raises(ValueError, match=r"an mlp's gate is of up's shape, \[6, 8\], not \[4, 8\]"):
+        ops.mlp(x, weight, weight.t(), gate=x)
     group = dist.new_group([0])
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match=r"this process \(rank 1\) is not in the group"):
@@ -197,10 +273,42 @@ def check_registration(shape):
     rows, n, k = shape
     name = dist.group.WORLD.group_name
     x, weight, bias = (random_of(0, *size).requires_grad_() for size in ((rows * 2, k), (n, k), (n,)))
-    for arguments in ((x, weight, bias, name), (x, weight, None, name)):
-        torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, arguments)
-        torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, arguments)
-        torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None))
+    for given in (bias, None):
+        arguments = (x, weight, given, name)
+        torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, (*arguments, "auto"))
+        torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, (*arguments, "kernel"))
+        torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None, "kernel"))
+        torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel"))
+
+
+def differentiate_an_mlp(shape, activation, is_gated, needs_gradients):
+    """Errors of an MLP's output and of all gradients that it has, against the whole MLP in fp64."""
+    rank, world, (rows, hidden, k) = dist.get_rank(), dist.get_world_size(), shape
+    act = importlib.import_module("stretto.ops.mlp").ACTIVATIONS[activation]
+    sizes = {"x": (rows, k), "up": (hidden, k), "gate": (hidden, k), "down": (k, hidden)}
+    sizes |= {"up_bias": (hidden,), "gate_bias": (hidden,), "down_bias": (k,)}
+    every = {
+        name: [random_of(10 * place + peer, *size).double().requires_grad_() for peer in range(world)]
+        for place, (name, size) in enumerate(sizes.items())
+    }
+    own = {name: values[rank].detach().float().requires_grad_(needs_gradients) for name, values in every.items()}
+    if not is_gated:
+        own["gate"] = own["gate_bias"] = None
+    out = ops.mlp(**own, activation=activation)
+    whole, total = torch.cat(every["x"]), 0.0
+    for peer in range(world):
+        part = whole @ every["up"][peer].T + every["up_bias"][peer]
+        gate = whole @ every["gate"][peer].T + every["gate_bias"][peer]
+        total = total + (act(gate) * part if is_gated else act(part)) @ every["down"][peer].T
+    parts = [part + bias for part, bias in zip(total.split(rows), every["down_bias"], strict=True)]
+    errors = {"out": error(out.detach(), parts[rank].detach())}
+    if needs_gradients:
+        out.square().sum().backward()
+        sum(part.square().sum() for part in parts).backward()
+        for name, tensor in own.items():
+            if tensor is not None:
+                errors[name] = error(tensor.grad, every[name][rank].grad)
+    return errors
 
 
 def compile_an_mlp(shape):
@@ -220,3 +328,62 @@ def compile_an_mlp(shape):
         out.square().sum().backward()
         outcomes.append([out, *(leaf.grad for leaf in leaves)])
     return [torch.equal(eager, compiled) for eager, compiled in zip(*outcomes, strict=True)]
+
+
+def tune_and_choose(folder):
+    """Plans' times, and what auto takes: there, at nearly as many rows, at many more, and for another weight."""
+    os.environ["STRETTO_CACHE"] = folder
+    try:
+        measured = ops.tune("all_gather_matmul", 48, 40, 32, dtype=torch.float32, device="cpu")
+        name = dist.group.WORLD.group_name
+
+        def chosen(rows, n):
+            x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
+            call = choosing.describe_call("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = choosing.choose(call, x, weight, name, "auto")
+            default, _ = plans.default_plan(call, choosing.find_machine(x, weight))
+            return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
+
+        texts = {plan.encode(): seconds for plan, seconds in measured.items()}
+        far, other = ("default" if chosen(*shape) else "measured" for shape in ((96, 40), (24, 48)))
+        return texts, chosen(24, 40), chosen(30, 40), far, other
+    finally:
+        del os.environ["STRETTO_CACHE"]
+
+
+def choose_by_different_stores(folders):
+    """What runs where rank 0's store says the library, and the other's says nothing."""
+    os.environ["STRETTO_CACHE"] = folders[dist.get_rank()]
+    try:
+        x, weight = torch.ones(8, 16), torch.ones(24, 16)
+        name = dist.group.WORLD.group_name
+        call = choosing.describe_call("all_gather_matmul", 16, x, weight, name)
+        if dist.get_rank() == 0:
+            keys = {choosing.time_key(call, plans.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
+            Store().add(choosing.machine_name(x.device), keys)
+        ops.all_gather_matmul(x, weight)
+        return choosing.choose(call, x, weight, name, "auto").encode()
+    finally:
+        del os.environ["STRETTO_CACHE"]
+
+
+def bench_dryly(folder, ablations):
+    """The bench of operators in tiny shapes, its timing left out; rank 0's rows."""
+    module = importlib.import_module("stretto.bench.operators_ablations" if ablations else "stretto.bench.operators")
+    shapes = importlib.import_module("stretto.bench.operators")
+
+    def time_nothing(runs, size, **options):
+        for name, run in runs.items():
+            if name != "async_tp":
+                run()
+        return {name: Timed(1e-3 * (1 + place), 1e-5) for place, name in enumerate(runs)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time_interleaved", time_nothing)
+        patch.setattr(shapes, "CASES", {"flux": (64, 32)})
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        setting = shapes.Setting(cases=("flux",), ms=(16,), implementation="kernel")
+        module.measure_all(dist.get_world_size(), Path(folder), setting)
+    dist.barrier()
+    name = "operator-ablations" if ablations else "operators"
+    return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import triton.language as tl
 from tests.tiles.machine_code import (
     ACQUIRE,
     RELEASE,
@@ -14,22 +15,26 @@ from tests.tiles.machine_code import (
     depends_on,
     find,
     find_makers,
+    find_spills,
     follows_acquire,
     make_channel,
 )
 
-from stretto.ops.all_gather_matmul import all_gather_gemm, map_rows
-from stretto.ops.gemm import Blocks, describe_gemm, look_up_blocks
+from stretto.ops.few_rows import gemm_exchange
+from stretto.ops.gather_gemm import all_gather_gemm, map_rows
+from stretto.ops.gemm import Blocks, describe_gemm, describe_rows
 from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_tiles
+from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
 from stretto.tiles.compile_only import compile_kernel
 
-WIDE = Blocks(128, 256, 64, 8, 8, 4, 132)
-NARROW = Blocks(128, 128, 64, 8, 4, 4, 132)
+WIDE = Blocks(128, 256, 64, 2, 8, 4, 132)
+NARROW = Blocks(128, 128, 64, 2, 4, 3, 264)
 BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
-FEW_ROWS = Blocks(16, 128, 128, 8, 4, 4, 132)
+FEW_ROWS = Blocks(16, 64, 128, 1, 4, 8, 132)
 ROWS, N, K = 1024, 2048, 1024
 TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared\S*\.global"
 NVIDIA = ["sm_90", "sm_100"]
+WORDS = torch.empty(1, dtype=torch.int32)
 
 
 def matrices(rows, n, k, transposed, dtype):
@@ -37,22 +42,52 @@ def matrices(rows, n, k, transposed, dtype):
     return torch.empty(WORLD * rows, k, dtype=dtype), weight, torch.empty(n, dtype=dtype)
 
 
-def gather_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16):
+def inside(mode):
+    """A channel whose call begins and ends in the kernel."""
+    return make_channel(mode)._replace(inside=tl.constexpr(True))
+
+
+def gather_arguments(
+    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, transfer="copies", direction="push"
+):
     gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
-    _, consumer = map_rows(rows, WORLD, blocks.m, k * dtype.itemsize)
-    operands = describe_gemm(gathered, weight, torch.empty(WORLD * rows, n, dtype=dtype), blocks)
-    return make_channel("broadcast"), consumer, *operands, bias
+    plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
+    producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
+    gemm, a, b, c = describe_gemm(gathered, weight, torch.empty(WORLD * rows, n, dtype=dtype), blocks)
+    x = torch.empty(rows, k, dtype=dtype)
+    by_programs = transfer == "programs"
+    mode = "local" if direction == "pull" else "broadcast"
+    channel = inside(mode) if by_programs else make_channel(mode)
+    moves = direction if by_programs else ""
+    direct = rows % blocks.m == 0
+    own = describe_rows(x, gemm)
+    return channel, producer, consumer, gemm, own, a, b, c, bias, x, gathered, rows, rows, 16, direct, moves, True
 
 
 def scatter_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=dtype)
-    part_rows = max(1, min(blocks.m, 8192 // blocks.n))
-    return make_channel("p2p"), map_tiles(rows, n, WORLD, blocks), gemm, a, b, staging, out, bias, rows, part_rows
+    return inside("p2p"), map_tiles(rows, n, WORLD, blocks), gemm, a, b, staging, out, bias, rows, 1 << 20, True
 
 
-KERNELS = {"gather": (all_gather_gemm, gather_arguments), "scatter": (gemm_reduce_scatter, scatter_arguments)}
+def exchange_arguments(
+    blocks=FEW_ROWS, rows=4, n=N, k=K, transposed=False, dtype=torch.bfloat16, form="one-shot", shares=False
+):
+    x, weight, bias = matrices(rows, n, k, transposed, dtype)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    rows = rows if form == "scatter" else WORLD * rows
+    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int64)
+    scratch = torch.empty(1) if shares else None
+    return inside("p2p"), gemm, a, b, staging, scratch, WORDS, out, bias, rows, 1 << 20, 16, form, 256
+
+
+KERNELS = {
+    "gather": (all_gather_gemm, gather_arguments),
+    "scatter": (gemm_reduce_scatter, scatter_arguments),
+    "exchange": (gemm_exchange, exchange_arguments),
+}
+LARGE = ["gather", "scatter"]
 
 
 def to_ptx(name, target="sm_90", blocks=WIDE, **sizes):
@@ -93,7 +128,7 @@ def test_sizes_of_one_which_triton_compiles_in_compile_too(name, rank):
 
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", LARGE)
 def test_the_loop_over_k_loads_by_tma_and_is_pipelined(name, transposed, target):
     lines = to_ptx(name, target, transposed=transposed)
     assert len(tma_loads(lines)) >= 2 * WIDE.num_stages  # all but one stage ahead of the loop, and one in it
@@ -132,16 +167,62 @@ def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(
         assert before[-1].startswith("bar.sync"), before[-3:]
     wide = addresses(lines, r"ld\.global\.v4\.b32")
     assert wide  # partial sums are loaded by 16 bytes
-    assert all(depends_on(lines, register, ZERO) for _, register in wide)
+    assert sum(not depends_on(lines, register, ZERO) for _, register in wide) <= 4  # the bias of each quarter
     assert not any(guarded for _, guarded, _ in tma_loads(lines))  # x and weight wait for nobody
     assert not any(re.search(r"sys\.relaxed|relaxed\.sys", line) for line in lines)
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier(direction):
+    lines = to_ptx("gather", transfer="programs", direction=direction)
+    assert addresses(lines, r"ld\.global\.v4\.b32")
+    assert addresses(lines, r"st\.global\.v4\.b32")
+    releases = [number for number, line in enumerate(lines) if re.search(RELEASE, line)]
+    assert releases
+    for release in releases:
+        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync"), before[-3:]
+    if direction == "pull":
+        wide = addresses(lines, r"ld\.global\.v4\.b32")
+        assert any(depends_on(lines, register, ZERO) for _, register in wide)  # what others have offered
+
+
+@pytest.mark.parametrize("form", ["one-shot", "two-shot", "scatter"])
+def test_packets_are_stored_whole_and_looked_at_anew(form):
+    lines = to_ptx("exchange", blocks=FEW_ROWS, form=form)
+    assert any("st.relaxed.sys.global.b64" in line for line in lines)
+    assert any(re.search(r"ld\.volatile\.global\S*\.b64", line) for line in lines)
+    assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
+
+
+def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
+    lines = to_ptx("exchange", blocks=FEW_ROWS, shares=True)
+    joined = find(lines, r"atom\.\S*acq_rel\S*\.add")
+    before = [line for line in lines[:joined] if re.search(r"st\.global|bar\.sync", line)]
+    assert before[-1].startswith("bar.sync")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
+    for blocks in (WIDE, NARROW) if name in LARGE else (FEW_ROWS, FEW_ROWS._replace(m=64, num_stages=6)):
+        assert find_spills(to_ptx(name, blocks=blocks), tmp_path) == 0
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("m", [1, 20, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_entry_of_the_table_of_block_sizes_compiles(name, m, dtype):
+def test_the_default_tiles_of_any_size_compile(name, m, dtype):
+    operator = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "exchange": "matmul_all_reduce"}[
+        name
+    ]
     for by_tma in (True, False):
-        for fills_gpu in (True, False) if by_tma and m > 64 and dtype == torch.bfloat16 else (True,):
-            blocks = look_up_blocks(m, dtype == torch.float32, by_tma, fills_gpu, 132)
-            assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
+        blocks = default_blocks(Call(operator, m, N, K, dtype, False, WORLD), Machine(132, by_tma, True))
+        assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
+    operator = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter"}[name]
+    call = Call(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
+    for blocks in {plan.blocks._replace(group_rows=8) for plan in vary_blocks(call, Machine(132, True, True))}:
+        assert tma_loads(to_ptx(name, blocks=blocks))

@@ -3,31 +3,76 @@
 import pytest
 import torch
 
-SHAPES = [(32, 64, 64), (37, 41, 33), (5, 72, 40), (50, 24, 16)]
-"""(rows of a rank, n, k): whole tiles; odd sizes, which TMA refuses; few rows, so that tiles have several ranks'."""
+CASES = [
+    (2, (32, 64, 64), torch.bfloat16, False, True),
+    (4, (37, 41, 33), torch.float32, False, False),
+    (3, (5, 72, 40), torch.bfloat16, True, True),
+    (2, (50, 24, 16), torch.float16, True, False),
+]
+"""(ranks, (rows of a rank, n, k), dtype, whether the weight is a transpose, whether there is a bias): whole tiles; odd
+sizes, which TMA refuses; few rows, so that tiles have several ranks'."""
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gathered_rows_are_multiplied_as_they_come(interpret, ranks, shape, dtype):
-    for by_columns, has_bias in ((False, True), (True, False)):
-        for error, is_gathered, is_same in interpret(ranks, "gather_and_multiply", shape, dtype, by_columns, has_bias):
-            assert error <= ROUNDING[dtype]
-            assert is_gathered
-            assert is_same
+def ran_kernels(operator, calls=3):
+    return {(operator, "kernel"): calls}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, ranks, shape, dtype):
-    for by_columns, has_bias in ((False, True), (True, False)):
-        for error, is_same in interpret(ranks, "multiply_and_scatter", shape, dtype, by_columns, has_bias):
-            assert error <= 2 * ROUNDING[dtype]  # rounded before they travel, and after
-            assert is_same
+@pytest.mark.parametrize("plan", ["copies", "pushes", "pulls", "unshifted"])
+@pytest.mark.parametrize("case", CASES)
+def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
+    ranks, shape, dtype, *rest = case
+    for error, is_gathered, is_same, ran in interpret(ranks, "gather_and_multiply", shape, dtype, *rest, plan):
+        assert error <= ROUNDING[dtype]
+        assert is_gathered
+        assert is_same
+        assert ran == ran_kernels("all_gather_matmul")
+
+
+@pytest.mark.parametrize("plan", ["tiles", "tiles, unshifted", "packets", "shared steps"])
+@pytest.mark.parametrize("case", CASES)
+def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan):
+    ranks, shape, dtype, *rest = case
+    for error, is_same, ran in interpret(ranks, "multiply_and_scatter", shape, dtype, *rest, plan):
+        assert error <= 2 * ROUNDING[dtype]  # rounded before they travel, and after
+        assert is_same
+        assert ran == ran_kernels("matmul_reduce_scatter")
+
+
+@pytest.mark.parametrize("plan", ["one shot", "two shots", "shared steps", "tiles", "auto"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (4, (1, 72, 64), torch.bfloat16, False, True),
+        (3, (3, 41, 33), torch.float32, True, True),
+        (2, (16, 65, 40), torch.float16, False, False),
+        (2, (36, 50, 24), torch.bfloat16, True, True),
+    ],
+)
+def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
+    ranks, shape, dtype, *rest = case
+    results = interpret(ranks, "multiply_and_reduce", shape, dtype, *rest, plan)
+    for error, bits, is_same, ran in results:
+        assert error <= 2 * ROUNDING[dtype]
+        assert bits == results[0][1]
+        assert is_same
+        assert ran == ran_kernels("matmul_all_reduce")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_library_does_the_same_and_says_so(interpret, dtype):
+    accuracy = ROUNDING.get(dtype, 1e-15)
+    for error, is_gathered, _, ran in interpret(3, "gather_and_multiply", (5, 24, 16), dtype, False, True, "library"):
+        assert error <= accuracy
+        assert is_gathered
+        assert ran == {("all_gather_matmul", "library"): 3}
+    for error, _, ran in interpret(3, "multiply_and_scatter", (5, 24, 16), dtype, True, True, "library"):
+        assert error <= 3 * accuracy
+        assert ran == {("matmul_reduce_scatter", "library"): 3}
+    for error, _, _, ran in interpret(3, "multiply_and_reduce", (5, 24, 16), dtype, True, True, "library"):
+        assert error <= 4 * accuracy
+        assert ran == {("matmul_all_reduce", "library"): 3}
 
 
 @pytest.mark.parametrize(("reduce_dtype", "total"), [(None, 0.0), (torch.bfloat16, 0.0), (torch.float32, 1.0)])
@@ -49,6 +94,19 @@ def test_gradients_of_all_gather_matmul_are_the_unfused_layers(interpret, way, n
 def test_gradients_of_matmul_reduce_scatter_are_the_unfused_layers(interpret, needs, dtype):
     for errors in interpret(3, "differentiate_scatter", (21, 40, 24), dtype, needs):
         assert max(errors.values()) <= 3 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
+def test_gradients_of_matmul_all_reduce_are_the_unfused_layers(interpret, needs):
+    for errors in interpret(3, "differentiate_all_reduce", (5, 40, 24), torch.float32, needs):
+        assert max(errors.values()) <= 3 * ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize(("activation", "is_gated"), [("gelu", False), ("silu", True), ("relu-squared", False)])
+@pytest.mark.parametrize("needs_gradients", [True, False])
+def test_an_mlp_is_the_whole_ones_rows(interpret, activation, is_gated, needs_gradients):
+    for errors in interpret(2, "differentiate_an_mlp", (20, 32, 24), activation, is_gated, needs_gradients):
+        assert max(errors.values()) <= 5e-6, errors
 
 
 def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret):

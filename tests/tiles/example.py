@@ -13,7 +13,7 @@ all_gather_gemm = _module.all_gather_gemm
 launch = _module.launch
 
 
-def read_code():
-    """The kernel and its launch, as they stand in the file."""
-    source = FILE.read_text()
+def read_code(name):
+    """An example's kernel and its launch, as they stand in the file."""
+    source = (ROOT / "examples" / f"{name}.py").read_text()
     return source[source.index("@triton.jit") : source.index("def main")].strip()

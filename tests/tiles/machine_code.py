@@ -1,8 +1,11 @@
 """Kernels compiled for GPUs that are not there, and what to look for in their machine code."""
 
 import re
+import subprocess
+from pathlib import Path
 
 import torch
+import triton
 import triton.language as tl
 
 from stretto import tiles
@@ -27,6 +30,16 @@ def make_channel(mode="broadcast"):
 def compile_to_ptx(kernel, arguments, target="sm_90", **options):
     """The kernel's PTX, its instructions one a line."""
     return [line.strip() for line in compile_kernel(kernel, arguments, options, target)["ptx"].splitlines()]
+
+
+def find_spills(lines, folder):
+    """The bytes of registers that ptxas spills."""
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    source = folder / "kernel.ptx"
+    source.write_text("\n".join(lines))
+    command = [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
 
 
 def find(lines, pattern, start=0):

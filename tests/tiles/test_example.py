@@ -20,8 +20,10 @@ def test_it_multiplies_what_it_gathers(interpret, ranks, dtype):
     assert max(errors) < TOLERANCES[dtype], errors
 
 
-def test_it_runs_as_a_user_runs_it():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example.FILE]
+@pytest.mark.parametrize("name", ["all_gather_gemm", "all_to_all_gemm"])
+def test_it_runs_as_a_user_runs_it(name):
+    file = example.ROOT / "examples" / f"{name}.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
     ran = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=120
     )
@@ -30,7 +32,8 @@ def test_it_runs_as_a_user_runs_it():
     assert max(map(float, errors)) < 1e-6
 
 
-def test_the_docs_show_it_whole_in_under_60_lines():
-    code = example.read_code()
+@pytest.mark.parametrize("name", ["all_gather_gemm", "all_to_all_gemm"])
+def test_the_docs_show_it_whole_in_under_60_lines(name):
+    code = example.read_code(name)
     assert code in (example.ROOT / "docs" / "tiles.md").read_text()
     assert len([line for line in code.splitlines() if line.strip()]) < 60

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,16 +28,24 @@ class Timed:
 
 
 def time_interleaved(
-    runs: Mapping[str, Callable[[], Any]], size: int, *, is_graph: bool, effort: Effort | None = None
+    runs: Mapping[str, Callable[[], Any]],
+    size: int,
+    *,
+    is_graph: bool,
+    effort: Effort | None = None,
+    never_captured: Collection[str] = (),
 ) -> dict[str, Timed]:
-    """Time all runs in turn, several rounds of them, in CUDA graphs of ten calls (one from 64 MB) or as plain calls."""
+    """Time all runs in turn, several rounds of them, in CUDA graphs of ten calls (one from 64 MB) or as plain calls.
+
+    never_captured: names of runs that are plain calls in any case.
+    """
     effort = effort or Effort()
     calls = 10 if size < 64 << 20 else 1
     rows: dict[str, Callable[[], Any]] = {}
     for name, run in runs.items():
         for _ in range(3):
             run()
-        rows[name] = _capture(run, calls) if is_graph else partial(_repeat, run, calls)
+        rows[name] = _capture(run, calls) if is_graph and name not in never_captured else partial(_repeat, run, calls)
     device_times: dict[str, list[float]] = {name: [] for name in runs}
     host_times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(effort.rounds):

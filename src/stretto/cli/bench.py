@@ -349,6 +349,46 @@ def embedding(
             print_json({"rows": found})
 
 
+@app.command()
+def ops(
+    ranks: Ranks = None,
+    only: Annotated[str, typer.Option(help="gather, scatter, reduce, with commas.")] = "gather,scatter,reduce",
+    cases: Annotated[
+        str | None, typer.Option(help="Models whose shapes are taken, with commas (default: all; ablations: flux).")
+    ] = None,
+    ms: Annotated[str | None, typer.Option(help="Rows of the whole, with commas (default: each case's own).")] = None,
+    modes: Annotated[str, typer.Option(help="graph, eager, with commas.")] = "graph,eager",
+    implementation: Annotated[str, typer.Option(help="Of Stretto's calls: auto, kernel, library.")] = "auto",
+    tune: Annotated[
+        bool, typer.Option(help="Measure each shape's plans first, and keep the times for runs on this machine.")
+    ] = False,
+    ablations: Annotated[bool, typer.Option(help="Vary one choice at a time instead.")] = False,
+    out: Out = Path("results/operators"),
+    as_json: Json = False,
+) -> None:
+    """Overlapped operators beside the GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
+
+    Rows are added to those that the folder has, and written as they come.
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.operators import CASES, Setting, bench_operators
+        from stretto.bench.operators_ablations import bench_operator_ablations
+
+        chosen = tuple(cases.split(",")) if cases else ("flux",) if ablations else tuple(CASES)
+        setting = Setting(
+            operators=tuple(only.split(",")),
+            cases=chosen,
+            ms=() if ms is None else tuple(_numbers(ms, "--ms")),
+            modes=tuple(modes.split(",")),
+            tunes=tune,
+            implementation=implementation,
+        )
+        bench = bench_operator_ablations if ablations else bench_operators
+        rows = bench(_gpus(ranks), out, setting)
+        if as_json:
+            print_json({"rows": rows})
+
+
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:
     """Sizes in bytes, each `step` times the one before it."""
     if step < 2 or smallest < 64 or largest < smallest:

@@ -33,6 +33,7 @@ class CudaMemory(SymmetricMemory):
         self._start = _pad_bytes(self.world_size, signals)
         self._counts: dict[tuple[int, int], int] = {}
         _alive.add(self)
+        self._peers: dict[int, Tensor] = {}
         self.addresses = [int(address) + self._start for address in handle.buffer_ptrs]  # type: ignore[attr-defined]
 
     @classmethod
@@ -95,6 +96,7 @@ class CudaMemory(SymmetricMemory):
         """See `SymmetricMemory.close`."""
         self._storage = None
         self._handle = None
+        self._peers.clear()
 
     def held_bytes(self) -> int:
         """The bytes that this rank's part takes; 0 once it was closed."""
@@ -104,7 +106,10 @@ class CudaMemory(SymmetricMemory):
         assert self._storage is not None, "this memory was closed"
         if rank == self.rank:
             return self._storage
-        return self._handle.get_buffer(rank, [self._storage.numel()], torch.uint8)  # type: ignore[attr-defined]
+        if rank not in self._peers:
+            size = [self._storage.numel()]
+            self._peers[rank] = self._handle.get_buffer(rank, size, torch.uint8)  # type: ignore[attr-defined]
+        return self._peers[rank]
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """Overlapped operators: computation with its collective hidden inside, as torch.library operators with gradients."""
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
+from stretto.ops.choosing import counts
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     check_indices,
@@ -8,15 +9,26 @@ from stretto.ops.embedding import (
     embedding_all_to_all_update,
     tune_embedding,
 )
+from stretto.ops.gemm import Blocks
+from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from stretto.ops.mlp import mlp
+from stretto.ops.plans import Plan
+from stretto.ops.tuning import tune
 
 __all__ = [
+    "Blocks",
     "EmbeddingAllToAll",
+    "Plan",
     "all_gather_matmul",
     "all_gather_matmul_gathered",
     "check_indices",
+    "counts",
     "embedding_all_to_all",
     "embedding_all_to_all_update",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "mlp",
+    "tune",
     "tune_embedding",
 ]

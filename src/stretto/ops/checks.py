@@ -17,10 +17,12 @@ def find_name(group: dist.ProcessGroup | None) -> str:
     return world.group_name
 
 
-def require_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def require_operands(
+    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str = "auto"
+) -> None:
     """ValueError unless x [., k], weight [n, k] and bias [n] are of one dtype and device, and lie as kernels take them.
 
-    weight may also be the transpose of a contiguous tensor.
+    weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
@@ -29,9 +31,10 @@ def require_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | No
         )
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"{operator}: x {_say(x)} and weight {_say(weight)} differ in k, their last dim")
-    if x.dtype not in DTYPES:
+    if x.dtype not in DTYPES and not (x.dtype == torch.float64 and implementation == "library"):
         names = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias")
+        rest = ', or give implementation="library"' if x.dtype == torch.float64 else ""
+        raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias{rest}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{operator}: a bias for weight {_say(weight)} is [{weight.shape[0]}], not {_say(bias)}")
     for name, other in (("weight", weight), ("bias", bias)):

@@ -5,6 +5,8 @@ lies in rows (`transposed`: the input's gradient multiplies by the weight itself
 where their layout allows, else by pointers. Nothing here waits or signals: operators do, around these functions.
 """
 
+import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +35,12 @@ class Blocks(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """What kernels are given of a product; one argument, made by `describe_gemm`. Sizes vary, the rest is compiled in.
+    """What kernels are given of a product; one argument, made by `describe_gemm`.
+
+    Sizes and group_rows vary, the rest is compiled in.
 
     by_tma: operands are descriptors. transposed: see the module. stores_by_tma: so is the output, of out_parts columns
-    of blocks a tile.
+    of blocks a tile. grain: a power of two that divides rows' lengths, which addresses are known to be multiples of.
     """
 
     m: Any
@@ -51,6 +55,7 @@ class Gemm(NamedTuple):
     stores_by_tma: Any
     out_parts: Any
     precision: Any
+    grain: Any
 
 
 class Operands(NamedTuple):
@@ -60,22 +65,6 @@ class Operands(NamedTuple):
     a: Any
     b: Any
     out: Any
-
-
-def choose_blocks(m: int, a: Tensor, weight: Tensor, *, shards: int = 1) -> Blocks:
-    """Tile sizes for C, of `shards` parts of m rows each that no tile crosses, on a's device.
-
-    Interpreted programs run in turns: a few, with small tiles. On GPUs: `look_up_blocks`.
-    """
-    if a.device.type == "cpu":
-        return Blocks(32, 32, 32, 2, 4, 2, 3)
-    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    fills_gpu = shards * triton.cdiv(m, 128) * triton.cdiv(weight.shape[0], 256) >= processors
-    by_tma = _takes_tma(a) and _takes_tma(_stored(weight))
-    blocks = look_up_blocks(m, a.dtype == torch.float32, by_tma, fills_gpu, processors)
-    if torch.cuda.get_device_capability(a.device) < (9, 0):  # less shared memory than on Hopper
-        blocks = blocks._replace(num_stages=min(blocks.num_stages, 3))
-    return blocks
 
 
 def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
@@ -108,30 +97,53 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     (m, k), n = a.shape, weight.shape[0]
     transposed = not weight.is_contiguous()
     b = _stored(weight)
-    by_tma = _takes_tma(a) and _takes_tma(b)
-    stores_by_tma = out is not None and by_tma and _takes_tma(out)
-    out_parts = 2 if blocks.n >= 256 else 1  # a whole wide tile would take shared memory from the loads' stages
+    by_tma = takes_tma(a) and takes_tma(b)
+    stores_by_tma = out is not None and by_tma and takes_tma(out)
     exact = torch.get_float32_matmul_precision() == "highest"
-    gemm = Gemm(
+    gemm = _describe(m, n, k, blocks, by_tma, transposed, stores_by_tma, exact, a.element_size())
+    if by_tma:
+        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
+        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
+    if stores_by_tma:
+        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // gemm.out_parts.value])
+    return Operands(gemm, a, b, out)
+
+
+@lru_cache(maxsize=4096)
+def _describe(
+    m: int,
+    n: int,
+    k: int,
+    blocks: Blocks,
+    by_tma: bool,
+    transposed: bool,
+    stores_by_tma: bool,
+    exact: bool,
+    element_size: int,
+) -> Gemm:
+    # Two parts: a whole wide tile's store would take shared memory from the loads' stages.
+    return Gemm(
         m,
         n,
         k,
         block_m=tl.constexpr(blocks.m),
         block_n=tl.constexpr(blocks.n),
         block_k=tl.constexpr(blocks.k),
-        group_rows=tl.constexpr(blocks.group_rows),
+        group_rows=blocks.group_rows,
         by_tma=tl.constexpr(by_tma),
         transposed=tl.constexpr(transposed),
         stores_by_tma=tl.constexpr(stores_by_tma),
-        out_parts=tl.constexpr(out_parts),
+        out_parts=tl.constexpr(2 if blocks.n >= 128 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
+        grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
     )
-    if by_tma:
-        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
-        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
-    if stores_by_tma:
-        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // out_parts])
-    return Operands(gemm, a, b, out)
+
+
+def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
+    """Another A, of the same k, as the kernel takes it; None where it cannot be taken as the first one is."""
+    if not gemm.by_tma.value:
+        return matrix
+    return TensorDescriptor.from_tensor(matrix, [gemm.block_m.value, gemm.block_k.value]) if takes_tma(matrix) else None
 
 
 def _stored(weight: Tensor) -> Tensor:
@@ -139,9 +151,21 @@ def _stored(weight: Tensor) -> Tensor:
     return weight if weight.is_contiguous() else weight.t()
 
 
-def _takes_tma(matrix: Tensor) -> bool:
+@lru_cache
+def find_capability(index: int) -> tuple[int, int]:
+    """The compute capability of a GPU of this process."""
+    return torch.cuda.get_device_capability(index)
+
+
+@lru_cache
+def count_processors(index: int) -> int:
+    """The multiprocessors of a GPU of this process."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
-    if matrix.device.type == "cuda" and torch.cuda.get_device_capability(matrix.device) < (9, 0):
+    if matrix.device.type == "cuda" and find_capability(matrix.device.index) < (9, 0):
         return False
     if matrix.numel() == 0 or matrix.stride(1) != 1:  # another stride is of a dim of size 1
         return False
@@ -159,14 +183,17 @@ def order_tiles(index, row_tiles, column_tiles, group_rows):  # type: ignore[no-
 
 
 @triton.jit
-def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-def]
+def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: ignore[no-untyped-def]
     """fp32 [block_m, block_n]: rows from `row` of A times columns from `column` of C; zeros outside.
 
-    ready: what a wait for the rows of A has returned; every load of A depends on it.
+    ready: what a wait for the rows of A has returned; every load of A depends on it. first, last: steps over k, of
+    block_k each, that are gone through; last=None: to the end.
     """
     total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+    begin = first * gemm.block_k
+    end = gemm.k if last is None else min(last * gemm.block_k, gemm.k)
     if gemm.by_tma:
-        for start in range(0, gemm.k, gemm.block_k):
+        for start in range(begin, end, gemm.block_k):
             x = a.load([row + ready, start])
             if gemm.transposed:
                 total = tl.dot(x, b.load([start, column]), total, input_precision=gemm.precision)
@@ -177,17 +204,20 @@ def multiply_tile(gemm, a, b, row, column, ready):  # type: ignore[no-untyped-de
         rows = tl.arange(0, gemm.block_m)[:, None]
         columns = tl.arange(0, gemm.block_n)[None, :]
         steps = tl.arange(0, gemm.block_k)
-        left = a + ready + tl.cast(row, tl.int64) * gemm.k
-        right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else gemm.k)
-        for start in range(0, gemm.k, gemm.block_k):
-            inside = (rows < gemm.m - row) & (steps[None, :] < gemm.k - start)
-            x = tl.load(left + start + (rows * gemm.k + steps[None, :]), mask=inside, other=0)
-            inside = (columns < gemm.n - column) & (steps[:, None] < gemm.k - start)
+        # Triton sees of these that they are multiples of the grain: loads of 4 bytes and more are asynchronous copies.
+        k = gemm.k // gemm.grain * gemm.grain
+        n = gemm.n // gemm.grain * gemm.grain if gemm.transposed else gemm.n
+        left = a + ready + tl.cast(row, tl.int64) * k
+        right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else k)
+        for start in range(begin, end, gemm.block_k):
+            inside = (rows < gemm.m - row) & (steps[None, :] < k - start)
+            x = tl.load(left + start + (rows * k + steps[None, :]), mask=inside, other=0)
+            inside = (columns < n - column) & (steps[:, None] < k - start)
             if gemm.transposed:
-                at = tl.cast(start, tl.int64) * gemm.n
-                y = tl.load(right + at + (steps[:, None] * gemm.n + columns), mask=inside, other=0)
+                at = tl.cast(start, tl.int64) * n
+                y = tl.load(right + at + (steps[:, None] * n + columns), mask=inside, other=0)
             else:
-                y = tl.load(right + start + (columns * gemm.k + steps[:, None]), mask=inside, other=0)
+                y = tl.load(right + start + (columns * k + steps[:, None]), mask=inside, other=0)
             total = tl.dot(x, y, total, input_precision=gemm.precision)
     return total
 
@@ -200,7 +230,7 @@ def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def store_tile(gemm, out, total, row, column):  # type: ignore[no-untyped-def]
+def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def]
     """Round a tile and store what of it is inside of out [m, n]."""
     if gemm.stores_by_tma:
         if gemm.out_parts == 2:
@@ -213,5 +243,5 @@ def store_tile(gemm, out, total, row, column):  # type: ignore[no-untyped-def]
     else:
         rows = (row + tl.arange(0, gemm.block_m))[:, None]
         columns = (column + tl.arange(0, gemm.block_n))[None, :]
-        inside = (rows < gemm.m) & (columns < gemm.n)
+        inside = (rows < m) & (columns < gemm.n)
         tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)

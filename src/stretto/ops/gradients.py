@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.workspace import find_group
+from stretto.ops.library import all_reduce, gather_rows, scatter_sum
+from stretto.ops.plans import decode
 
 _ops = torch.ops.stretto
 
 
 def save_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, group = inputs
+    x, weight, bias, group, implementation = inputs
     ctx.group, ctx.has_bias, ctx.is_gathered = group, bias is not None, isinstance(output, tuple)
+    ctx.implementation = _pin(implementation)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1] if ctx.is_gathered else x, weight)
 
@@ -25,12 +27,12 @@ def differentiate_gather(
     ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     rows, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     grad_x = grad_weight = grad_bias = None
     if grad is not None:
         grad = grad.contiguous()
         if needs_x:
-            grad_x = _ops.matmul_reduce_scatter(grad, weight.t(), None, ctx.group, None)
+            grad_x = _ops.matmul_reduce_scatter(grad, weight.t(), None, ctx.group, None, ctx.implementation)
         if needs_weight:
             gathered = rows if ctx.is_gathered else gather_rows(rows, ctx.group)
             grad_weight = grad.t() @ gathered
@@ -39,12 +41,12 @@ def differentiate_gather(
     if grad_gathered is not None and needs_x:
         direct = scatter_sum(grad_gathered.contiguous(), ctx.group)
         grad_x = direct if grad_x is None else grad_x + direct
-    return grad_x, grad_weight, grad_bias, None
+    return grad_x, grad_weight, grad_bias, None, None
 
 
 def save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, group, _ = inputs
-    ctx.group, ctx.has_bias = group, bias is not None
+    x, weight, bias, group, _, implementation = inputs
+    ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, _pin(implementation)
     ctx.save_for_backward(x, weight)
 
 
@@ -54,28 +56,33 @@ def differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad = grad.contiguous()
     grad_x = grad_weight = None
     if needs_x and needs_weight:
-        grad_x, gathered = _ops.all_gather_matmul_gathered(grad, weight.t(), None, ctx.group)
+        grad_x, gathered = _ops.all_gather_matmul_gathered(grad, weight.t(), None, ctx.group, ctx.implementation)
         grad_weight = gathered.t() @ x
     elif needs_x:
-        grad_x = _ops.all_gather_matmul(grad, weight.t(), None, ctx.group)
+        grad_x = _ops.all_gather_matmul(grad, weight.t(), None, ctx.group, ctx.implementation)
     elif needs_weight:
         grad_weight = gather_rows(grad, ctx.group).t() @ x
-    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and needs_bias else None, None, None
+    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
 
 
-def gather_rows(x: Tensor, group: str) -> Tensor:
-    """All ranks' x [rows, k], as [world * rows, k], by the group's own backend."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_gather_into_tensor(x, find_group(group).size(), group))
+def save_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, group, _ = inputs
+    ctx.group, ctx.has_bias = group, bias is not None
+    ctx.save_for_backward(x, weight)
 
 
-def scatter_sum(x: Tensor, group: str) -> Tensor:
-    """This rank's rows of the sum of all ranks' x [m, k], added in fp32 in rank order, by the group's own backend."""
-    world = find_group(group).size()
-    sizes = [x.shape[0] // world] * world
-    functional = torch.ops._c10d_functional
-    parts = functional.wait_tensor(functional.all_to_all_single(x, sizes, sizes, group)).view(world, -1, x.shape[1])
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    return total.to(x.dtype)
+def differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Each rank's sums are in all ranks' outputs, and so are its gradients in all of theirs."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    grad = grad.contiguous()
+    total = all_reduce(grad, ctx.group) if needs_x or needs_weight else grad
+    grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
+    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None
+
+
+def _pin(implementation: str) -> str:
+    """What the other operator of a backward pass is to be done by: a plan is of one operator and its shapes alone."""
+    if implementation in ("auto", "kernel", "library"):
+        return implementation
+    return decode(implementation).implementation

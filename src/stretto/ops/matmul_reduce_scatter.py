@@ -3,6 +3,8 @@
 Flux (paper 000, sections 3.2, 4.1 and 4.2), in tile-centric primitives (paper 004).
 """
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 import triton
@@ -10,12 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
+from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
-from stretto.ops.gemm import Blocks, choose_blocks, describe_gemm, load_bias, multiply_tile, order_tiles
+from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.gemm import Blocks, describe_gemm, load_bias, multiply_tile, order_tiles
 from stretto.ops.gradients import differentiate_scatter, save_scatter
-from stretto.ops.workspace import CHANNELS, count_bytes, find_group, find_workspace
+from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.workspace import CHANNELS, Workspace, count_bytes, find_group, find_workspace
 
-_PART_ELEMENTS = 8192  # of a tile, that a program adds up at once
+_TWO_SLOTS_BYTES = 64 << 20
+"""Calls with more to send use one slot and meet first, which then takes less time than memory."""
 
 
 def matmul_reduce_scatter(
@@ -25,47 +31,58 @@ def matmul_reduce_scatter(
     *,
     bias: Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
+    implementation: str | Plan = "auto",
 ) -> Tensor:
     """x times weight's transpose, summed over the group; this rank's rows of it: [m, k], [n, k] -> [m / world, n].
 
     bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype or, if reduce_dtype is
     torch.float32, in that, are added in fp32 in rank order, and rounded. bias: [n], added once, by the row's owner; its
     gradient is of these rows. group: None for all ranks. x is contiguous; weight is, or its transpose. x's gradient is
-    an `all_gather_matmul`, which gathers what weight's gradient needs. ValueError for other input (m that the group
-    does not divide, say) and for a rank outside of the group; PeerError for a rank that does not come.
+    an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (what was measured to be
+    the fastest, or a default), "kernel" (ours, or it raises), "library" (a GEMM, then a reduce-scatter) or a `Plan`.
+    ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
+    for a rank that does not come.
     """
-    return torch.ops.stretto.matmul_reduce_scatter(x, weight, bias, find_name(group), reduce_dtype)
+    how = implementation.encode() if isinstance(implementation, Plan) else implementation
+    return torch.ops.stretto.matmul_reduce_scatter(x, weight, bias, find_name(group), reduce_dtype, how)
 
 
 @torch.library.custom_op("stretto::matmul_reduce_scatter", mutates_args=())
 def _matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
-    rows, n, world = _require(x, weight, bias, group, reduce_dtype), weight.shape[0], find_group(group).size()
-    out = x.new_empty(rows, n)
-    if out.numel() == 0:
-        return out
-    blocks = choose_blocks(rows, x, weight, shards=world)
-    dtype = reduce_dtype or x.dtype
-    partials = map_tiles(rows, n, world, blocks)
-    shape = (world, tiles.count_tiles(partials) // world, blocks.m * blocks.n)
-    block_channel = find_workspace(group, x.device, count_bytes(*shape, dtype=dtype))
-    channel = block_channel.begin("matmul_reduce_scatter", partials, partials, "p2p")
-    launch(channel, partials, x, weight, bias, block_channel.tensor(shape, dtype), out, blocks)
+    key = identify("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
+    plan = recall(group, key)
+    if plan is None:
+        _require(x, weight, bias, group, reduce_dtype, implementation)
+    rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
+    if rows == 0 or n == 0 or k == 0:  # nothing to wait for
+        return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
+    if plan is None:
+        call = describe_call("matmul_reduce_scatter", x.shape[0], x, weight, group)
+        plan = choose(call, x, weight, group, implementation, key)
+    if plan == LIBRARY:
+        return library.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype)
+    out, dtype = x.new_empty(rows, n), reduce_dtype or x.dtype
+    launch_scatter(plan, x, weight, bias, out, dtype, group)
     return out
 
 
 @_matmul_reduce_scatter.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None) -> Tensor:
-    return x.new_empty(_require(x, weight, bias, group, reduce_dtype), weight.shape[0])
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
+) -> Tensor:
+    return x.new_empty(_require(x, weight, bias, group, reduce_dtype, implementation), weight.shape[0])
 
 
 _matmul_reduce_scatter.register_autograd(differentiate_scatter, setup_context=save_scatter)
 
 
-def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None) -> int:
+def _require(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
+) -> int:
     """This rank's number of rows. ValueError for what cannot be computed."""
-    require_operands("matmul_reduce_scatter", x, weight, bias)
+    require_operands("matmul_reduce_scatter", x, weight, bias, implementation)
     world = find_group(group).size()
     if x.shape[0] % world:
         more = triton.cdiv(x.shape[0], world) * world
@@ -79,79 +96,112 @@ def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_
     return x.shape[0] // world
 
 
+@lru_cache(maxsize=4096)
 def map_tiles(rows: int, n: int, world: int, blocks: Blocks) -> tiles.StaticMapping:
     """Signals of the tiles that make up each rank's rows: the mapping's "rows" are tiles, in the order of computing.
 
     So a channel is of tiles that are computed one after another, whatever rows and columns they have.
     """
     count = triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
-    return tiles.shard_tiles(count, world, 1, channels=min(count, CHANNELS))
+    return tiles.shard_tiles(count, world, 1, channels=min(triton.next_power_of_2(count), CHANNELS))
+
+
+def launch_scatter(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype, group: str
+) -> None:
+    """The call, in its only launch, or its second where more is sent than two slots are kept for."""
+    blocks, (rows, n), world = plan.blocks, out.shape, find_group(group).size()
+    assert blocks is not None
+    if plan.exchange == "packets" and dtype == out.dtype:
+        size = few_rows.count_bytes("scatter", x.shape[0], n, world, x.dtype)
+        workspace = find_workspace(group, x.device, size, "packets")
+        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks)
+        return
+    partials = map_tiles(rows, n, world, blocks)
+    size = count_bytes(tiles.count_tiles(partials), blocks.m, blocks.n, dtype=dtype)
+    workspace = find_workspace(group, x.device, size, "slots" if size <= _TWO_SLOTS_BYTES else "met")
+    launch(workspace, plan, partials, x, weight, bias, out, dtype)
 
 
 def launch(
-    channel: tiles.Channel,
+    workspace: Workspace,
+    plan: Plan,
     partials: tiles.StaticMapping,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    staging: Tensor,
     out: Tensor,
-    blocks: Blocks,
+    dtype: torch.dtype,
 ) -> None:
-    """Launch the kernel of a call that has begun, on no more programs than there are tiles."""
+    """Begin the call and launch the kernel, on no more programs than there are tiles."""
+    blocks, block_channel = plan.blocks, workspace.channel
+    assert blocks is not None
+    if workspace.slots == 1:
+        channel = block_channel.begin("matmul_reduce_scatter", partials, partials, "p2p")
+    else:
+        channel = block_channel.enter("matmul_reduce_scatter", "p2p")
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    programs = min(blocks.programs, tiles.count_tiles(partials))
-    part_rows = max(1, min(blocks.m, _PART_ELEMENTS // blocks.n))
-    gemm_reduce_scatter[(programs,)](
+    gemm_reduce_scatter[(min(blocks.programs, tiles.count_tiles(partials)),)](
         channel,
         partials,
         gemm,
         a,
         b,
-        staging,
+        block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype),
         out,
         bias,
         out.shape[0],
-        part_rows,
+        workspace.words(1, dtype),
+        SHIFTED=plan.is_shifted,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
 
 
 @triton.jit
-def gemm_reduce_scatter(channel, partials, gemm, a, b, staging, out, bias, rows, PART_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
+    channel, partials, gemm, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr
+):
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
-    once; a program that has none left adds up parts of this rank's tiles, in rank order.
-    Signals: after a tile's stores into its owner's staging, its channel at the owner ("p2p").
-    Waits: before a rank's partial sums are added, for that rank's tiles of the channel. No program waits before it has
-    stored and signalled all its tiles, and all of a launch are resident, so waits form no cycle.
-    Reuse: staging is written over only when all ranks have begun the next call, and so ended this one.
+    once; who has time claims the next. The others' sums of an own tile are added to it while it is in registers.
+    Signals: a tile that was stored into its owner's staging, at its channel there ("p2p"), when the program's next
+    tile is multiplied: by then the stores have arrived, and nobody waits for them.
+    Waits: for the others' sums of an own tile. Tiles of other ranks come before own ones in every rank's order, no
+    program waits before it has signalled its own, and claimed tiles are held by programs that run: no cycle.
+    Reuse: two slots, by the call's number; every rank waits for every other rank's tiles, so see `call_slot`. Or one
+    slot, which is written over only when all ranks have begun the call, and so ended the one before.
     """
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
     row_tiles = tl.cdiv(rows, gemm.block_m)
     count = row_tiles * column_tiles
-    for index in range(tl.program_id(0), count * channel.world, tl.num_programs(0)):
-        owner = (channel.rank + 1 + index // count) % channel.world
+    if channel.inside:
+        staging += tiles.call_slot(channel).to(tl.int64) * half
+    stored = -1  # the tile that is stored and not signalled
+    index = tiles.claim(channel)
+    while index < count * channel.world:
+        owner = index // count
+        if SHIFTED:
+            owner = (channel.rank + 1 + owner) % channel.world
+        else:  # rank 0's rows first on all ranks, but own ones last
+            owner = tl.where(owner == channel.world - 1, channel.rank, owner + (owner >= channel.rank).to(tl.int32))
         tile = index % count
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
-        total = multiply_tile(gemm, a, b, owner * rows + row_tile * gemm.block_m, column_tile * gemm.block_n, 0)
-        _push_tile(channel, gemm, staging, channel.rank * count + tile, total, owner, rows - row_tile * gemm.block_m)
-        tiles.producer_tile_notify(channel, partials, owner * count + tile, "p2p")
-    parts: tl.constexpr = gemm.block_m // PART_ROWS
-    for index in range(tl.program_id(0), count * parts, tl.num_programs(0)):
-        tile = index // parts
-        row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
-        within = index % parts * PART_ROWS
-        if row_tile * gemm.block_m + within < rows:
-            total = _add_part(channel, partials, gemm, staging, count, tile, within, PART_ROWS)
-            if bias is not None:
-                total += load_bias(bias, column_tile * gemm.block_n, gemm.n, gemm.block_n)
-            at = (row_tile * gemm.block_m + within + tl.arange(0, PART_ROWS))[:, None]
-            columns = (column_tile * gemm.block_n + tl.arange(0, gemm.block_n))[None, :]
-            inside = (at < rows) & (columns < gemm.n)
-            tl.store(out + at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
+        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+        total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
+        if stored >= 0:
+            tiles.producer_tile_notify(channel, partials, stored, "p2p")
+        if owner == channel.rank:
+            _add_others(channel, partials, gemm, staging, out, bias, total, count, tile, row, column, rows)
+        else:
+            _push_tile(channel, gemm, staging, channel.rank * count + tile, total, owner, rows - row)
+        stored = owner * count + tile
+        index = tiles.claim(channel)
+    if stored >= 0:
+        tiles.producer_tile_notify(channel, partials, stored, "p2p")
+    if channel.inside:
+        tiles.end_call(channel, partials)
 
 
 @triton.jit
@@ -165,12 +215,48 @@ def _push_tile(channel, gemm, staging, slot, total, owner, rows):  # type: ignor
 
 
 @triton.jit
-def _add_part(channel, partials, gemm, staging, count, tile, within, PART_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 [PART_ROWS, block_n]: the sum over the ranks, in their order, of rows from `within` on of an own tile."""
-    total = tl.zeros((PART_ROWS, gemm.block_n), tl.float32)
-    offsets = (within + tl.arange(0, PART_ROWS))[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
-    for source in range(channel.world):
-        ready = tiles.consumer_tile_wait(channel, partials, channel.rank * count + tile, source=source)
-        start = staging + (source * count + tile).to(tl.int64) * (gemm.block_m * gemm.block_n)
-        total += tl.load(start + ready + offsets).to(tl.float32)
+def _add_others(channel, partials, gemm, staging, out, bias, total, count, tile, row, column, rows):  # type: ignore[no-untyped-def]
+    """Add up an own tile, as it was multiplied and as the others have sent it, in rank order; store it."""
+    ready = tile * 0
+    for source in tl.static_range(channel.world):
+        if source != channel.rank:
+            own = channel.rank * count + tile
+            ready += tiles.consumer_tile_wait(channel, partials, own, source=source, producer=partials)
+    # In quarters: sums of a whole wide tile would take as many registers again as the tile has.
+    left, right = _halve(total)
+    width: tl.constexpr = gemm.block_n // 4
+    quarters = _halve(left) + _halve(right)
+    for quarter in tl.static_range(4):
+        start = staging + quarter * width + ready
+        part = _add_in_order(channel, gemm, start, quarters[quarter], count, tile)
+        at = column + quarter * width
+        if bias is not None:
+            part += load_bias(bias, at, gemm.n, width)
+        rows_at = (row + tl.arange(0, gemm.block_m))[:, None]
+        columns = (at + tl.arange(0, width))[None, :]
+        inside = (rows_at < rows) & (columns < gemm.n)
+        tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, part.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_in_order(channel, gemm, start, own, count, tile):  # type: ignore[no-untyped-def]
+    """fp32: the sum over the ranks, in their order, of part of a tile: `own`, and from `start` in each other's slot."""
+    shape: tl.constexpr = own.shape
+    total = tl.zeros(shape, tl.float32)
+    offsets = tl.arange(0, shape[0])[:, None] * gemm.block_n + tl.arange(0, shape[1])[None, :]
+    for source in tl.static_range(channel.world):
+        # Loads that are left out, not branches: all of them are on their way at once.
+        slot = (source * count + tile).to(tl.int64)
+        others = (offsets >= 0) & (source != channel.rank)
+        value = tl.load(start + slot * (gemm.block_m * gemm.block_n) + offsets, mask=others, other=0)
+        value = tl.where(others, value, own.to(start.dtype.element_ty))  # its own as it would have travelled
+        total += value.to(tl.float32)
     return total
+
+
+@triton.jit
+def _halve(tile):  # type: ignore[no-untyped-def]
+    """The left and the right columns."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (rows, 2, columns // 2)), (0, 2, 1)))

@@ -1,12 +1,13 @@
-"""Symmetric memory that operators work in: kept between calls, one for each group and size class."""
+"""Symmetric memory that operators work in: kept between calls, one for each group, purpose and size class."""
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from stretto.tiles import BlockChannel
@@ -14,7 +15,25 @@ from stretto.tiles import BlockChannel
 CHANNELS = 32
 """Channels of each rank: the most pieces of its part that are signalled one by one."""
 
+PEER_TILES = 256
+"""Pieces that a rank may offer for others to pull."""
+
 _SMALLEST = 1 << 20
+_ARRIVALS = 1024
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A channel whose buffer on each rank is `slots` slots of `slot_bytes`; arrivals: int32 zeros, left as such."""
+
+    channel: BlockChannel
+    slot_bytes: int
+    slots: int
+    arrivals: Tensor
+
+    def words(self, slots: int, dtype: torch.dtype) -> int:
+        """How many numbers of a dtype so many slots hold."""
+        return slots * self.slot_bytes // dtype.itemsize
 
 
 class _Cache:
@@ -22,7 +41,7 @@ class _Cache:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group)
-        self.channels: dict[tuple[int, torch.device], BlockChannel] = {}
+        self.workspaces: dict[tuple[str, int, torch.device], Workspace] = {}
         self.kept: dict[Any, Any] = {}
         self.stream: torch.cuda.Stream | None = None
 
@@ -38,27 +57,34 @@ def find_group(name: str) -> dist.ProcessGroup:
         raise ValueError(f"there is no process group {name!r} that this process is in: {error}") from error
 
 
-def find_workspace(name: str, device: torch.device, size: int) -> BlockChannel:
-    """A channel of the group with a buffer of `size` bytes or more on each rank, for one call; allocated if need be.
+def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> Workspace:
+    """A workspace of the group with slots of `size` bytes or more, for one call; allocated if need be.
 
-    All ranks call it with the same size. Sizes are rounded up to powers of two, so that allocation, which all ranks
-    meet in, is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one
+    purpose: "met", one slot for calls that meet in `BlockChannel.begin`; "slots", two for calls that `enter`, which use
+    them in turn; "packets", two that hold packets and nothing else. Calls of one purpose do not disturb another's.
+
+    All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, which all
+    ranks meet in, is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one
     group run one after another: a call on another stream comes after those before it. ValueError while a CUDA graph
     is captured, if it would allocate.
     """
     cache = _find_cache(name)
-    key = max(triton.next_power_of_2(size), _SMALLEST), device
-    if key not in cache.channels:
-        _refuse_in_graph(device)
+    slots = 1 if purpose == "met" else 2
+    key = purpose, max(1 << (size - 1).bit_length(), _SMALLEST), device
+    if key not in cache.workspaces:
+        require_no_capture(device)
         group = find_group(name)
-        cache.channels[key] = BlockChannel.allocate(
+        channel = BlockChannel.allocate(
             group,
-            channels=CHANNELS * group.size(),
-            data_bytes=key[0],
+            channels=1 if purpose == "packets" else CHANNELS * group.size(),
+            peer_tiles=PEER_TILES if purpose == "slots" else 0,
+            data_bytes=slots * key[1],
             backend="cuda" if device.type == "cuda" else "host",
         )
+        arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
+        cache.workspaces[key] = Workspace(channel, key[1], slots, arrivals)
     _follow_calls(cache, device)
-    return cache.channels[key]
+    return cache.workspaces[key]
 
 
 def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
@@ -68,7 +94,7 @@ def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]
     """
     cache = _find_cache(name)
     if (device, key) not in cache.kept:
-        _refuse_in_graph(device)
+        require_no_capture(device)
         cache.kept[device, key] = make()
     _follow_calls(cache, device)
     return cache.kept[device, key]
@@ -80,19 +106,13 @@ def list_kept(name: str) -> list[Any]:
 
 
 def _find_cache(name: str) -> _Cache:
-    group = find_group(name)
-    for known, cache in list(_caches.items()):
-        if cache.group() is None or (known == name and cache.group() is not group):
+    cache = _caches.get(name)
+    if cache is not None and cache.group() is find_group(name):
+        return cache
+    for known, old in list(_caches.items()):
+        if known == name or old.group() is None:
             del _caches[known]
-    return _caches.setdefault(name, _Cache(group))
-
-
-def _refuse_in_graph(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
-            "the operator once with these shapes before the graph is captured"
-        )
+    return _caches.setdefault(name, _Cache(find_group(name)))
 
 
 def _follow_calls(cache: _Cache, device: torch.device) -> None:
@@ -102,6 +122,15 @@ def _follow_calls(cache: _Cache, device: torch.device) -> None:
         if cache.stream is not None and cache.stream != stream:
             stream.wait_stream(cache.stream)
         cache.stream = stream
+
+
+def require_no_capture(device: torch.device) -> None:
+    """ValueError while a CUDA graph is captured, for what a first call does."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
+            "the operator once with these shapes before the graph is captured"
+        )
 
 
 def count_bytes(*shape: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ from stretto.memory import MAX_SIGNALS, PeerError, SymmetricMemory, allocate, fi
 from stretto.tiles import reports
 from stretto.tiles.intrinsics import INTERPRETED
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
-from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PEER, REPORT_WORDS, begin_call
+from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, REPORT_WORDS, begin_call
 
 _ALIGNMENT = 128
 _MODES = ("local", "p2p", "broadcast")
@@ -27,6 +27,7 @@ class Channel(NamedTuple):
     [2 * world], where each rank's counters lie, and how far each rank's buffer is from this rank's. state: int32, the
     call's number, whether a wait was given up, the targets of all counters and what this rank will have sent. clock:
     int64 [2], the latest time seen and the limit of a wait, in ns. report: int32, in memory that the host reads.
+    inside: whether the call's kernel begins and ends the call by itself (`BlockChannel.enter`).
 
     The mappings are arguments of their own: Triton 3.6 forgets the constants of a tuple in a tuple.
     """
@@ -42,6 +43,7 @@ class Channel(NamedTuple):
     state: Tensor
     clock: Tensor
     report: Tensor
+    inside: Any = tl.constexpr(False)
 
 
 class BlockChannel:
@@ -70,6 +72,7 @@ class BlockChannel:
         self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._operators: list[str] = []
+        self._entered: dict[tuple[str, str], Channel] = {}
         self._current: Channel | None = None
         self._side: torch.cuda.Stream | None = None
         reports.register(self._report.data_ptr(), self)
@@ -164,8 +167,24 @@ class BlockChannel:
             )
         return channel
 
-    def describe(self, operator: str, mode: str = "p2p") -> Channel:
-        """What kernels are given that begin no call: they count by themselves in the slots between peers."""
+    def enter(self, operator: str, mode: str) -> Channel:
+        """As `begin`, for a call of one kernel that begins and ends it by itself: nothing is launched, nobody is met.
+
+        The kernel takes the call's number from `call_number`, gives its waits the producer's mapping, and has
+        `end_call` as the last thing that each of its programs does. Since no rank has met another, what it writes to
+        peers lies in one of two slots, by the call's number: see `call_slot`. PeerError as `begin`.
+        """
+        self.check()
+        known = self._entered.get((operator, mode))
+        if known is None:
+            known = self._entered[operator, mode] = self.describe(operator, mode, inside=True)
+        return known
+
+    def describe(self, operator: str, mode: str = "p2p", *, inside: bool = False) -> Channel:
+        """What kernels are given that begin no call: they count by themselves in the slots between peers.
+
+        inside: of a call that its kernel begins and ends; see `enter`.
+        """
         if operator not in self._operators:
             self._operators.append(operator)
         return Channel(
@@ -180,6 +199,7 @@ class BlockChannel:
             self._state,
             self._clock,
             self._report,
+            tl.constexpr(inside),
         )
 
     def slot_word(self, rank: int, tile: int) -> Tensor:
@@ -201,6 +221,7 @@ class BlockChannel:
             OF_PEER.value: f"tile {tile} between peers",
             OF_BEGIN.value: "the beginning of the call",
             OF_HOST.value: f"channel {index} (rank_wait)",
+            OF_PACKETS.value: f"packets of part {tile}",
         }[kind]
         raise PeerError(
             f"rank {self.rank} of {self.world_size}: {self._operators[operator]}, call {epoch & 0xFFFFFFFF}: waited in "

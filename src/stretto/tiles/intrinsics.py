@@ -108,6 +108,24 @@ def finish_tma_stores():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def store_relaxed(pointer, value, mask):  # type: ignore[no-untyped-def]
+    """Store 64-bit words, each whole and at once, where other GPUs look for them: relaxed, at system scope."""
+    if INTERPRETED:
+        tl.store(pointer, value, mask=mask)
+    elif _backend() == "hip":
+        tl.store(pointer, value, mask=mask, cache_modifier=".wt")
+    else:
+        tl.inline_asm_elementwise(
+            "{\n.reg .pred p;\nsetp.ne.s32 p, $3, 0;\n@p st.relaxed.sys.global.b64 [$1], $2;\nmov.b32 $0, 0;\n}",
+            "=r,l,l,r",
+            [pointer.to(tl.int64), value, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def give_up(report):  # type: ignore[no-untyped-def]
     """End an interpreted launch; a compiled kernel goes on to its end, and the host finds the report."""
     if INTERPRETED:

@@ -147,8 +147,8 @@ def count_tiles(mapping: Mapping) -> int:
         return mapping.row_low.numel() * columns
     rows, tile_rows, world = _value(mapping.rows), _value(mapping.tile_rows), _value(mapping.world)
     if _value(mapping.aligned):
-        return world * triton.cdiv(rows, tile_rows) * columns
-    return triton.cdiv(world * rows, tile_rows) * columns
+        return world * -(-rows // tile_rows) * columns
+    return -(-world * rows // tile_rows) * columns
 
 
 def _value(number: Any) -> int:

@@ -25,6 +25,8 @@ P2P = tl.constexpr("p2p")
 # Words of `Channel.state`; targets and sends follow from HEADER on. Words of `Channel.clock` and of the report.
 EPOCH = tl.constexpr(0)
 BROKEN = tl.constexpr(1)
+ENDED = tl.constexpr(2)  # programs that have ended the call
+CLAIMED = tl.constexpr(3)  # work that programs have claimed in the call
 HEADER = tl.constexpr(4)
 LATEST = tl.constexpr(0)
 LIMIT = tl.constexpr(1)
@@ -35,21 +37,89 @@ OF_CONSUMER = tl.constexpr(1)
 OF_PEER = tl.constexpr(2)
 OF_BEGIN = tl.constexpr(3)
 OF_HOST = tl.constexpr(4)
+OF_PACKETS = tl.constexpr(5)
 
 # A wait's zero times this: Triton then knows it for a multiple of 16, and loads through it by 16 bytes, as without it.
 _ALIGNED = tl.constexpr(16)
 
 # Looking at a clock costs more than looking at a signal; an interpreted look pauses anyhow.
-_LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
+LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
 
 @triton.jit
-def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False, count=1):  # type: ignore[no-untyped-def]
+def call_number(channel):  # type: ignore[no-untyped-def]
+    """int32: the number of the call that the kernel belongs to; it wraps around."""
+    epoch = tl.load(channel.state + EPOCH)
+    if channel.inside:
+        epoch += 1
+    return epoch
+
+
+@triton.jit
+def call_slot(channel):  # type: ignore[no-untyped-def]
+    """0 or 1, in turn: which of two slots a call that began by `enter` writes to, here and at peers.
+
+    A slot may be written over without asking anyone if in every call each rank waits for something that each other
+    rank sends (or sums up, of all ranks): who begins call e + 2 has ended e + 1, has so seen that all ranks had begun
+    e + 1, and so that all had ended e, which used this slot.
+    """
+    return call_number(channel) & 1
+
+
+@triton.jit
+def claim(channel):  # type: ignore[no-untyped-def]
+    """int32: 0, 1, 2 and so on, each to one program of the call: which work it does next.
+
+    Only programs that run hold work, so nothing waits for one that has no place on the GPU yet.
+    """
+    return tl.atomic_add(channel.state + CLAIMED, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def end_call(channel, producer):  # type: ignore[no-untyped-def]
+    """The last thing that each program of a call does that began by `enter`; the last of them ends the call.
+
+    producer: the mapping whose tiles were notified.
+    """
+    if _is_last_to_end(channel):
+        advance_targets(channel, producer, None, triton.next_power_of_2(channel.capacity))
+        _end(channel)
+
+
+@triton.jit
+def end_unsignalled_call(channel):  # type: ignore[no-untyped-def]
+    """As `end_call`, where no tile was notified: of a call by packets."""
+    if _is_last_to_end(channel):
+        _end(channel)
+
+
+@triton.jit
+def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
+    """Whether all other programs have ended.
+
+    Order: whatever a program has loaded of the call's state it has used by now, in an address, a branch or a store, so
+    that its addition alone says that it is done.
+    """
+    tl.debug_barrier()
+    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
+
+
+@triton.jit
+def _end(channel):  # type: ignore[no-untyped-def]
+    tl.store(channel.state + ENDED, 0)
+    tl.store(channel.state + CLAIMED, 0)
+    tl.store(channel.state + EPOCH, call_number(channel))
+
+
+@triton.jit
+def producer_tile_notify(  # type: ignore[no-untyped-def]
+    channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False, count=1, rank=None
+):
     """Tell the tile's consumers that it is stored: count up the tile's channel by `count`.
 
     mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the mapping gives the
     tile) or "broadcast" (those of all ranks, from the next one on); the one that `begin` was told. after_tma: the tile
-    was stored by a descriptor.
+    was stored by a descriptor. rank: of a broadcast, tell this rank alone, and all the others in calls of their own.
 
     count: other than 1 where `counts` given to `begin` say so: a tile may be signalled in parts of several sizes.
 
@@ -64,17 +134,20 @@ def producer_tile_notify(channel, mapping, tile, mode: tl.constexpr, after_tma: 
         _count_up(channel, channel.rank, counter, count)
     elif mode == "p2p":
         _count_up(channel, tile_rank(mapping, tile), counter, count)
+    elif rank is not None:
+        _count_up(channel, rank, counter, count)
     else:
         for distance in tl.static_range(1, channel.world + 1):
             _count_up(channel, (channel.rank + distance) % channel.world, counter, count)
 
 
 @triton.jit
-def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.constexpr = False, producer=None):  # type: ignore[no-untyped-def]
     """Wait until all rows of the tile are there; returns an int32 0 to add to the offset of what is loaded after.
 
-    mapping: the consumer's. source: wait for what this rank has stored and signalled, where several do ("p2p"),
-    for example to add in rank order as it comes; default: all who do. before_tma: a descriptor loads the tile.
+    mapping: the consumer's. source: wait for what this rank has stored and signalled, where several do ("p2p"), for
+    example to add in rank order as it comes; default: all who do. before_tma: a descriptor loads the tile. producer:
+    the producer's mapping, for a call that began by `enter`.
 
     Order: what is loaded through the result, after the stores before all those signals (acquire at system scope).
     """
@@ -83,21 +156,21 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
     index = first
     while index < last:
         if source is not None:
-            ready += _await_producer(channel, source, index, tile, before_tma)
+            ready += _await_producer(channel, producer, source, index, tile, before_tma)
         elif mapping.kind == "dynamic":
             rank = tile_rank(mapping, tile)
             begin = tl.where(rank < channel.world, rank, 0)
             end = tl.where(rank < channel.world, rank + 1, channel.world)
             while begin < end:
-                ready += _await_producer(channel, begin, index, tile, before_tma)
+                ready += _await_producer(channel, producer, begin, index, tile, before_tma)
                 begin += 1
         elif channel.mode == "local":
-            ready += _await_producer(channel, channel.rank, index, tile, before_tma)
+            ready += _await_producer(channel, producer, channel.rank, index, tile, before_tma)
         elif channel.mode == "broadcast":
-            ready += _await_producer(channel, index // mapping.channels, index, tile, before_tma)
+            ready += _await_producer(channel, producer, index // mapping.channels, index, tile, before_tma)
         else:
             for rank in tl.static_range(channel.world):
-                ready += _await_producer(channel, rank, index, tile, before_tma)
+                ready += _await_producer(channel, producer, rank, index, tile, before_tma)
         index += 1
     return ready * _ALIGNED
 
@@ -112,7 +185,7 @@ def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_t
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
     tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
     _order_stores(after_tma)
-    epoch = tl.load(channel.state + EPOCH)
+    epoch = call_number(channel)
     if mode == "p2p":
         _set_slot(channel, rank, tile, epoch)
     else:
@@ -129,7 +202,7 @@ def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tm
     tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
     tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
-    epoch = tl.load(channel.state + EPOCH)
+    epoch = call_number(channel)
     if mode == "p2p":
         ready = _await_slot(channel, rank, tile, epoch, OF_PEER, before_tma)
     else:
@@ -166,9 +239,12 @@ def _signals_of(channel, rank):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _await_producer(channel, source, index, tile, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+def _await_producer(channel, producer, source, index, tile, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
+    if channel.inside:
+        coming, _ = _count_static(channel, producer, index, source)
+        target += coming  # the call's end adds it to the state
     return _await(channel, counter, target, OF_CONSUMER, tile, index, source, before_tma)
 
 
@@ -190,26 +266,39 @@ def _await(channel, word, target, kind: tl.constexpr, tile, index, peer, before_
     pointer = channel.signals + word
     seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
     if _is_before(seen, target):
-        # A clock that is read by each thread differs between them, and a block may not part ways: time is what all
-        # programs of this GPU have last written into one word, which an atomic gives to all threads alike.
-        tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
-        began = tl.atomic_max(channel.clock + LATEST, 0, sem="relaxed", scope="gpu")
-        limit = tl.load(channel.clock + LIMIT)
+        began = start_clock(channel)
         looks = 0
         waits = True
         while waits:
             seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
             waits = _is_before(seen, target)
             looks += 1
-            if waits & (looks % _LOOKS_A_TIME == 0):
-                latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
-                broken = tl.atomic_add(channel.state + BROKEN, 0, sem="relaxed", scope="gpu")
-                if broken != 0:
-                    waits = False
-                elif latest - began > limit:
-                    _report(channel, kind, tile, index, peer, seen, target)
-                    waits = False
+            if waits & (looks % LOOKS_A_TIME == 0):
+                waits = has_time(channel, began, kind, tile, index, peer, seen, target)
     return opaque_zero(seen, before_tma)
+
+
+@triton.jit
+def start_clock(channel):  # type: ignore[no-untyped-def]
+    """The time at which a wait begins, for `has_time`.
+
+    A clock that is read by each thread differs between them, and a block may not part ways: time is what all programs
+    of this GPU have last written into one word, which an atomic gives to all threads alike.
+    """
+    tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
+    return tl.atomic_max(channel.clock + LATEST, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
+    """Whether a wait may go on; if its time is over, it is reported, and the launch's other waits give up too."""
+    latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
+    broken = tl.atomic_add(channel.state + BROKEN, 0, sem="relaxed", scope="gpu")
+    goes_on = broken == 0
+    if goes_on & (latest - began > tl.load(channel.clock + LIMIT)):
+        _report(channel, kind, tile, index, peer, seen, target)
+        goes_on = False
+    return goes_on
 
 
 @triton.jit
@@ -217,7 +306,7 @@ def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # ty
     """Write down the wait that was given up, unless another one was before; its first word last."""
     if tl.atomic_cas(channel.state + BROKEN, 0, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(channel.report + 1, channel.operator)
-        tl.store(channel.report + 2, tl.load(channel.state + EPOCH))
+        tl.store(channel.report + 2, call_number(channel))
         tl.store(channel.report + 3, tile)
         tl.store(channel.report + 4, index)
         tl.store(channel.report + 5, peer)
@@ -289,6 +378,7 @@ def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constex
     advance_targets(channel, producer, counts, BLOCK)
     tl.debug_barrier()
     tl.store(channel.state + EPOCH, epoch)
+    tl.store(channel.state + CLAIMED, 0)
     if MEETS:
         for distance in tl.static_range(1, channel.world):
             _set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)

@@ -1,0 +1,248 @@
+"""Overlapped operators beside a library's GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
+
+All of a row are timed in turn in one run. Efficiency is Flux's (paper 000, section 2.3): a way's effective
+communication time is what it takes beyond the library's GEMM alone (equation 1), and its overlap efficiency one minus
+that, divided by that of GEMM and NCCL one after the other (equation 2).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto import ops
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.interleaved import Effort, time_interleaved
+from stretto.bench.operators_plot import plot_operators
+from stretto.ops.choosing import choose, describe_call
+from stretto.ops.tuning import Operands
+from stretto.parallel import Grid
+
+OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
+MODES = ("graph", "eager")
+CASES: Mapping[str, tuple[int, int]] = {
+    "flux": (49152, 12288),
+    "llama-7b": (11008, 4096),
+    "llama-3.1-8b": (14336, 4096),
+    "llama-3.1-70b": (28672, 8192),
+    "llama-3.1-405b": (53248, 16384),
+    "qwen2-72b": (29568, 8192),
+    "attention-4096": (4096, 4096),
+    "attention-8192": (8192, 8192),
+}
+"""(intermediate, hidden) of an MLP, or of an attention's output: a gather's n is the first, the others' k."""
+
+FLUX_ROWS = (64, 512, 1024, 2048, 4096, 8192)
+MANY_ROWS = (8192,)
+FEW_ROWS = (1, 8, 16, 64)
+_KEYS = ("operator", "case", "m", "mode")
+COLUMNS = (
+    Column("operator", "operator"),
+    Column("case", "case"),
+    Column("m", "m"),
+    Column("n", "n"),
+    Column("k", "k"),
+    Column("mode", "mode"),
+    Column("gemm", "GEMM (ms)", "{:.4f}"),
+    Column("nccl", "GEMM + NCCL (ms)", "{:.4f}"),
+    Column("async_tp", "async-TP, not in a graph (ms)", "{:.4f}"),
+    Column("stretto", "Stretto (ms)", "{:.4f}"),
+    Column("ran", "ran as"),
+    Column("efficiency", "overlap efficiency", "{:.0%}"),
+    Column("to_nccl", "NCCL / Stretto", "{:.2f}"),
+    Column("to_async_tp", "async-TP / Stretto", "{:.2f}"),
+    Column("host", "host, a call (us)", "{:.0f}"),
+    Column("nccl_host", "NCCL's (us)", "{:.0f}"),
+    Column("error", "error", "{:.0e}"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured; ms: rows of the whole, none for each case's own. ValueError for what there is not.
+
+    tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls.
+    """
+
+    operators: tuple[str, ...] = tuple(OPERATORS)
+    cases: tuple[str, ...] = tuple(CASES)
+    ms: tuple[int, ...] = ()
+    modes: tuple[str, ...] = MODES
+    tunes: bool = False
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        options = (
+            ("operator", self.operators, tuple(OPERATORS)),
+            ("case", self.cases, tuple(CASES)),
+            ("mode", self.modes, MODES),
+            ("implementation", (self.implementation,), ("auto", "kernel", "library")),
+        )
+        for what, given, known in options:
+            for name in given:
+                if name not in known:
+                    raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+
+    def rows_of(self, operator: str, case: str) -> tuple[int, ...]:
+        """The numbers of rows to measure."""
+        if self.ms:
+            return self.ms
+        if operator == "reduce":
+            return FEW_ROWS
+        if case.startswith("attention"):
+            return ()
+        return FLUX_ROWS if case == "flux" else MANY_ROWS
+
+
+def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+    """Measure; print the table, write JSON and a picture. Rows are written as they come, beside those of earlier runs.
+
+    Returns all rows of the file.
+    """
+    run_ranks(ranks, measure_all, ranks, out, setting)
+    path = out / "operators.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    print_table(f"Operators, {ranks} ranks", COLUMNS, rows)
+    plot_operators(path, path.with_suffix(".png"))
+    return rows
+
+
+def measure_all(ranks: int, out: Path, setting: Setting) -> None:
+    """What each rank does."""
+    device = Grid(data=ranks).device
+    measured: list[dict[str, Any]] = []
+    for name in setting.operators:
+        for case in setting.cases:
+            for m in setting.rows_of(name, case):
+                shape = local_shape(name, case, m, dist.get_world_size())
+                operands = Operands.make(OPERATORS[name], *shape, None, torch.bfloat16, device)
+                if setting.tunes:
+                    ops.tune(OPERATORS[name], *shape, device=device)
+                for mode in setting.modes:
+                    row = {"operator": name, "case": case, "m": m, "n": shape[1], "k": shape[2], "mode": mode}
+                    measured.append(row | _measure(operands, m, mode, setting.implementation))
+                    if dist.get_rank() == 0:
+                        _say(measured[-1])
+                        write_result(out, "operators", COLUMNS, _merge(out, measured), ranks=dist.get_world_size())
+                del operands
+                torch.cuda.empty_cache()
+
+
+def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
+    """(m, n, k): rows of the whole, and a rank's weight; what is sharded is rounded down to what TMA takes."""
+    sharded, whole = CASES[case]
+    part = sharded // world // 8 * 8
+    return (m, part, whole) if name == "gather" else (m, whole, part)
+
+
+def _merge(out: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the file that were not measured again, and those that were, in the order of operators and cases."""
+    path = out / "operators.json"
+    try:
+        earlier = json.loads(path.read_text())["rows"]
+    except (OSError, ValueError, KeyError):
+        earlier = []
+    rows = {tuple(row[key] for key in _KEYS): row for row in (*earlier, *measured)}
+    orders = (tuple(OPERATORS), tuple(CASES), None, MODES)
+
+    def place(keys: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple(key if order is None else order.index(key) for key, order in zip(keys, orders, strict=True))
+
+    return [rows[keys] for keys in sorted(rows, key=place)]
+
+
+def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict[str, Any]:
+    runs: dict[str, Callable[[], Tensor]] = peers(operands, m)
+    runs["stretto"] = partial(operands.call, implementation)
+    error = _compare(operands, runs["stretto"], runs["nccl"])
+    before = dict(ops.counts())
+    size = 0 if m <= 1024 else 64 << 20  # one call a graph is long enough from 2048 rows on
+    effort = Effort(rounds=3, replays=5)
+    found = time_interleaved(runs, size, is_graph=mode == "graph", effort=effort, never_captured=("async_tp",))
+    own = [(key, count) for key, count in ops.counts().items() if key[0] == operands.operator]
+    ran = sorted(key[1] for key, count in own if count != before.get(key, 0))
+    call = describe_call(operands.operator, m, operands.x, operands.weights[0], _world_name())
+    plan = choose(call, operands.x, operands.weights[0], _world_name(), implementation)
+    milliseconds = {name: timed.seconds * 1e3 for name, timed in found.items()}
+    exposed = milliseconds["nccl"] - milliseconds["gemm"]
+    async_tp = milliseconds.get("async_tp")
+    return {
+        **milliseconds,
+        "async_tp": async_tp,
+        "ran": " ".join(ran),
+        "plan": plan.encode(),
+        "effective_communication": milliseconds["stretto"] - milliseconds["gemm"],
+        "efficiency": 1 - (milliseconds["stretto"] - milliseconds["gemm"]) / exposed,
+        "to_nccl": milliseconds["nccl"] / milliseconds["stretto"],
+        "to_async_tp": None if async_tp is None else async_tp / milliseconds["stretto"],
+        "host": None if mode == "graph" else found["stretto"].host * 1e6,
+        "nccl_host": None if mode == "graph" else found["nccl"].host * 1e6,
+        "error": error,
+    }
+
+
+def peers(operands: Operands, m: int) -> dict[str, Callable[[], Tensor]]:
+    """What Stretto is compared with, by name: each returns its result."""
+    x, name, fused = operands.x, _world_name(), torch.ops.symm_mem
+    product = x.new_empty(m, operands.weights[0].shape[0])
+    whole = x
+    if operands.operator == "all_gather_matmul":
+        whole = x.new_empty(m, x.shape[1])
+        dist.all_gather_into_tensor(whole, x)
+
+    def gemm() -> Tensor:
+        return torch.mm(whole, operands.next_weight().t(), out=product)
+
+    match operands.operator:
+        case "all_gather_matmul":
+
+            def gather_and_multiply() -> Tensor:
+                dist.all_gather_into_tensor(whole, x)
+                return gemm()
+
+            def async_gather() -> Tensor:
+                return fused.fused_all_gather_matmul(x, [operands.next_weight().t()], 0, name)[1][0]
+
+            return {"gemm": gemm, "nccl": gather_and_multiply, "async_tp": async_gather}
+        case "matmul_reduce_scatter":
+            own = x.new_empty(m // dist.get_world_size(), product.shape[1])
+
+            def multiply_and_scatter() -> Tensor:
+                dist.reduce_scatter_tensor(own, gemm())
+                return own
+
+            def async_scatter() -> Tensor:
+                return fused.fused_matmul_reduce_scatter(x, operands.next_weight().t(), "sum", 0, name)
+
+            return {"gemm": gemm, "nccl": multiply_and_scatter, "async_tp": async_scatter}
+
+    def multiply_and_reduce() -> Tensor:
+        dist.all_reduce(gemm())
+        return product
+
+    return {"gemm": gemm, "nccl": multiply_and_reduce}
+
+
+def _compare(operands: Operands, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> float:
+    """The relative error between two runs' results with the first weight."""
+    results = []
+    for run in (one, other):
+        operands.restart()
+        results.append(run().float())
+    return float((results[0] - results[1]).norm() / results[1].norm())
+
+
+def _world_name() -> str:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
+def _say(row: Mapping[str, Any]) -> None:
+    shown = {column.key: column.form.format(row[column.key]) for column in COLUMNS if row.get(column.key) is not None}
+    print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)

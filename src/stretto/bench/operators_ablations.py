@@ -1,0 +1,96 @@
+"""What each choice of an overlapped operator is worth, one varied at a time (Flux, section 4; TileLink, section 3.1).
+
+Tile order shifted by rank or not, rows moved by copy engines or by how many programs, pushed or pulled, and in pieces
+of which size; an all-reduce in one shot or two, and partial sums as tiles or as packets.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.interleaved import Effort, time_interleaved
+from stretto.bench.operators import OPERATORS, Setting, local_shape
+from stretto.bench.operators_plot import plot_ablations
+from stretto.ops import Plan
+from stretto.ops.choosing import choose, describe_call
+from stretto.ops.tuning import Operands
+from stretto.parallel import Grid
+
+ROWS: Mapping[str, tuple[int, ...]] = {"gather": (1024, 8192), "scatter": (1024, 8192), "reduce": (1, 64)}
+COLUMNS = (
+    Column("operator", "operator"),
+    Column("case", "case"),
+    Column("m", "m"),
+    Column("variation", "variation"),
+    Column("milliseconds", "ms", "{:.4f}"),
+    Column("relative", "to the plan as chosen", "{:.2f}"),
+)
+
+
+def bench_operator_ablations(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+    """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture."""
+    run_ranks(ranks, measure_all, ranks, out, setting)
+    path = out / "operator-ablations.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    print_table(f"Operators, one choice varied, {ranks} ranks", COLUMNS, rows)
+    plot_ablations(path, path.with_suffix(".png"))
+    return rows
+
+
+def vary(name: str, plan: Plan) -> dict[str, Plan]:
+    """Plans by what is varied in them; the first is the plan itself."""
+    plans = {"as chosen": plan, "no shift by rank": plan._replace(is_shifted=not plan.is_shifted)}
+    match name:
+        case "gather":
+            for movers in (4, 8, 16, 32, 64, 132):
+                plans[f"{movers} programs push"] = plan._replace(transfer="programs", direction="push", movers=movers)
+            plans["16 programs pull"] = plan._replace(transfer="programs", direction="pull", movers=16)
+            for size in (19, 20, 21, 22, 23, 24):
+                pieces = plan._replace(transfer="copies", direction="push", piece_bytes=1 << size)
+                plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
+        case "scatter":
+            plans |= {f"sums as {how}": plan._replace(exchange=how) for how in ("tiles", "packets")}
+        case _:
+            del plans["no shift by rank"]
+            plans |= {f"{shots} shots": plan._replace(shots=shots) for shots in (1, 2)}
+    return plans
+
+
+def measure_all(ranks: int, out: Path, setting: Setting) -> None:
+    """What each rank does."""
+    device = Grid(data=ranks).device
+    assert dist.group.WORLD is not None
+    world, rows = dist.group.WORLD.group_name, []
+    for name in setting.operators:
+        for case in setting.cases:
+            for m in setting.ms or ROWS[name]:
+                operands = Operands.make(OPERATORS[name], *local_shape(name, case, m, dist.get_world_size()), None,
+                                         torch.bfloat16, device)  # fmt: skip
+                call = describe_call(OPERATORS[name], m, operands.x, operands.weights[0], world)
+                plans = vary(name, choose(call, operands.x, operands.weights[0], world, "kernel"))
+                if m > 1024:
+                    plans.pop("sums as packets", None)  # which take twice the memory, and are for few rows
+                runs = {variation: partial(operands.call, plan) for variation, plan in plans.items()}
+                size = 0 if m <= 1024 else 64 << 20
+                found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=2, replays=5))
+                for variation, timed in found.items():
+                    rows.append(
+                        {
+                            "operator": name,
+                            "case": case,
+                            "m": m,
+                            "variation": variation,
+                            "milliseconds": timed.seconds * 1e3,
+                            "relative": timed.seconds / found["as chosen"].seconds,
+                        }
+                    )
+                if dist.get_rank() == 0:
+                    write_result(out, "operator-ablations", COLUMNS, rows, ranks=dist.get_world_size())
+                del operands
+                torch.cuda.empty_cache()

@@ -1,0 +1,234 @@
+"""Which plan a call is done by: what its caller pinned, else what was the fastest by measured times, else a default.
+
+All ranks of a group choose alike: their calls are alike, and what choices depend on besides (times that were measured,
+whether GPUs reach each other) is rank 0's or all ranks', exchanged once, at the group's first call.
+"""
+
+import logging
+import math
+import os
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops.gemm import count_processors, find_capability, takes_tma
+from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
+from stretto.ops.workspace import find_group, require_no_capture
+from stretto.tiles import INTERPRETED
+from stretto.tuning import Store
+
+logger = logging.getLogger("stretto.ops")
+
+_NEAR = 1.5  # measured rows may be so many times as many, or as few
+_MOST_CHOICES = 4096
+
+
+@dataclass
+class _Group:
+    """What a group's ranks have agreed on, and what its calls here ran as."""
+
+    group: "weakref.ref[dist.ProcessGroup]"
+    obstacle: str = ""
+    times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    choices: dict[tuple[Call, Machine, str], tuple[Plan, str]] = field(default_factory=dict)
+    recalled: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+_groups: dict[str, _Group] = {}
+
+
+def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
+    """How often this rank's calls in a group (None: all ranks) ran as what: (operator, "kernel" or "library")."""
+    world = dist.group.WORLD if group is None else group
+    known = _groups.get("" if world is None else world.group_name)
+    return dict(known.counts) if known is not None and known.group() is world else {}
+
+
+def identify(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> tuple[object, ...]:
+    """All that a call's checks and choice depend on, for `recall`: on a host that launches, microseconds count."""
+    current = torch.cuda.current_device() if x.is_cuda else None
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+    of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    of_weight = weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % 16
+    return operator, of_x, of_weight, of_bias, current, options
+
+
+def recall(group: str, key: tuple[object, ...]) -> Plan | None:
+    """The plan of a call like one that was checked and chosen before, which is counted; None for a new one."""
+    known = _groups.get(group)
+    if known is None or known.group() is not find_group(group):
+        return None
+    plan = known.recalled.get(key)
+    if plan is not None:
+        known.counts[str(key[0]), plan.implementation] += 1
+    return plan
+
+
+def choose(
+    call: Call, x: Tensor, weight: Tensor, group: str, implementation: str, key: tuple[object, ...] | None = None
+) -> Plan:
+    """The plan of this call, which is counted and, once for calls that are alike, said at debug level.
+
+    implementation: "auto", "kernel", "library" or a plan's text. key: have `recall` give it from now on. ValueError for
+    another implementation, and where a kernel was asked for and none can run. Collective at the group's first call.
+    """
+    known = _find(group, x.device)
+    machine = find_machine(x, weight)
+    asked = call, machine, implementation
+    if asked not in known.choices:
+        if len(known.choices) == _MOST_CHOICES:
+            known.choices.clear()
+        known.choices[asked] = plan, why = _choose(known, *asked)
+        logger.debug("group %s: %s runs as %s: %s", group, call.name, plan.encode(), why)
+    plan, _ = known.choices[asked]
+    if key is not None:
+        if len(known.recalled) == _MOST_CHOICES:
+            known.recalled.clear()
+        known.recalled[key] = plan
+    known.counts[call.operator, plan.implementation] += 1
+    return plan
+
+
+def describe_call(operator: str, m: int, x: Tensor, weight: Tensor, group: str) -> Call:
+    """What is computed; m: rows of the whole."""
+    transposed = not weight.is_contiguous()
+    return Call(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
+
+
+def machine_name(device: torch.device) -> str:
+    """What measured times are kept by."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name}, torch {torch.__version__}"
+
+
+def time_key(call: Call, plan: Plan) -> str:
+    """The name in the store of the seconds of one plan."""
+    return f"ops {call.name} by {plan.encode()}"
+
+
+def forget_choices() -> None:
+    """Have every group agree again at its next call, in which all ranks are to meet: times have been measured."""
+    _groups.clear()
+
+
+def _choose(known: _Group, call: Call, machine: Machine, implementation: str) -> tuple[Plan, str]:
+    if implementation not in IMPLEMENTATIONS:
+        plan = decode(implementation)
+        if plan.implementation == "kernel":
+            _require_kernel(known, call)
+        return plan if plan.blocks or plan == LIBRARY else plan._replace(blocks=default_blocks(call, machine)), (
+            "it was asked for"
+        )
+    if implementation == "library":
+        return LIBRARY, "it was asked for"
+    measured = _find_fastest(known, call, needs_kernel=implementation == "kernel")
+    if implementation == "kernel":
+        _require_kernel(known, call)
+        if measured is not None:
+            return measured
+        plan, _ = default_plan(call, machine)
+        if plan == LIBRARY:
+            plan = Plan(blocks=default_blocks(call, machine))
+        return plan, "a kernel was asked for"
+    if known.obstacle:
+        return LIBRARY, known.obstacle
+    return measured or default_plan(call, machine)
+
+
+def _require_kernel(known: _Group, call: Call) -> None:
+    if known.obstacle:
+        raise ValueError(f'{call.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
+
+
+def _find_fastest(known: _Group, call: Call, *, needs_kernel: bool) -> tuple[Plan, str] | None:
+    """The plan that was the fastest at the nearest number of rows, if that is near."""
+    ways = {}
+    for m in _measured_rows(known, call):
+        ways[m] = known.times[call._replace(m=m).name]
+    if not ways:
+        return None
+    nearest = min(ways, key=lambda m: abs(math.log(m / call.m)))
+    plans = ((decode(text), seconds) for text, seconds in ways[nearest].items())
+    timed = [(seconds, plan) for plan, seconds in plans if not (needs_kernel and plan == LIBRARY)]
+    if not timed or not 1 / _NEAR <= nearest / call.m <= _NEAR:
+        return None
+    seconds, plan = min(timed, key=lambda pair: pair[0])
+    return plan, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
+
+
+def _measured_rows(known: _Group, call: Call) -> list[int]:
+    before, after = call._replace(m=0).name.split("m=0")
+    found = []
+    for name in known.times:
+        if name.startswith(f"{before}m=") and name.endswith(after):
+            digits = name[len(before) + 2 : len(name) - len(after)]
+            if digits.isdecimal() and int(digits) > 0:
+                found.append(int(digits))
+    return found
+
+
+def _find(name: str, device: torch.device) -> _Group:
+    group = find_group(name)
+    known = _groups.get(name)
+    if known is None or known.group() is not group:
+        require_no_capture(device)
+        known = _groups[name] = _agree(group, device)
+        if known.obstacle:
+            logger.warning("group %s: operators run by the library, unfused: %s", name, known.obstacle)
+    return known
+
+
+def _agree(group: dist.ProcessGroup, device: torch.device) -> _Group:
+    """Exchange what choices depend on. Collective."""
+    times = _read_times(device) if dist.get_rank(group) == 0 else {}
+    own = (socket.gethostname(), os.getpid(), device.type, device.index, times, INTERPRETED.value)
+    everyone: list[tuple[str, int, str, int | None, dict[str, dict[str, float]], bool]] = [own] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    hosts = {each[0] for each in everyone}
+    obstacle = ""
+    if len(hosts) > 1:
+        obstacle = f"its ranks are on {len(hosts)} machines, and kernels reach the memory of one"
+    elif device.type == "cpu" and not INTERPRETED.value:
+        obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
+    elif device.type == "cuda":
+        far = [each[3] for each in everyone if each[3] != device.index and each[3] is not None]
+        # A process that sees its own GPU alone cannot ask; symmetric memory then says whether it works.
+        blind = [peer for peer in far if peer < torch.cuda.device_count()]
+        reached = all(torch.cuda.can_device_access_peer(device, peer) for peer in blind)
+        answers: list[bool] = [reached] * group.size()
+        dist.all_gather_object(answers, reached, group=group)
+        if not all(answers):
+            obstacle = "its GPUs do not reach each other's memory"
+    return _Group(weakref.ref(group), obstacle, everyone[0][4])
+
+
+def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
+    """{call: {plan: seconds}} of this machine; what this version cannot read is left out."""
+    found: dict[str, dict[str, float]] = {}
+    for key, seconds in Store().read(machine_name(device)).items():
+        kind, _, rest = key.partition(" ")
+        name, _, text = rest.partition(" by ")
+        if kind != "ops" or len(seconds) != 1:
+            continue
+        try:
+            decode(text)
+        except ValueError:
+            continue
+        found.setdefault(name, {})[text] = seconds[0]
+    return found
+
+
+def find_machine(x: Tensor, weight: Tensor) -> Machine:
+    """What the defaults for these operands depend on."""
+    by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
+    device = x.device
+    if device.type == "cpu":
+        return Machine(0, by_tma, False)
+    return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))

@@ -1,0 +1,239 @@
+"""GEMM and the sum of its products over the ranks in one launch, for few rows: what decoding needs.
+
+With few rows a product takes as long as its weight takes to stream from memory, so programs share the steps over k
+evenly, and what comes after the last step is latency: sums travel as packets, which are signals themselves.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto import tiles
+from stretto.ops.gemm import Blocks, count_processors, describe_gemm, multiply_tile
+from stretto.ops.workspace import Workspace
+
+_PACKET_BYTES = 8
+_UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
+
+
+def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
+    """The packets of an [m, n] of one rank: rows are whole packets."""
+    return m * -(-n * dtype.itemsize // 4)
+
+
+def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> int:
+    """The bytes of a slot for the packets of a call; m: of the whole x."""
+    packets = count_packets(m, n, dtype)
+    match form:
+        case "one-shot":
+            return world * packets * _PACKET_BYTES
+        case "two-shot":
+            return (world + 1) * packets * _PACKET_BYTES
+    return packets * _PACKET_BYTES  # "scatter": all ranks' sums of a part of the rows
+
+
+@lru_cache(maxsize=4096)
+def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
+    """(steps over k that each program does in a row; how many programs): whole tiles if they come out even."""
+    tile_count = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)
+    steps = triton.cdiv(k, blocks.k)
+    whole = triton.cdiv(tile_count, blocks.programs)
+    even = triton.cdiv(tile_count * steps, blocks.programs)
+    share = whole * steps if whole * steps <= _UNEVEN * even else even
+    return share, min(blocks.programs, triton.cdiv(tile_count * steps, share))
+
+
+def launch(
+    operator: str,
+    form: str,
+    workspace: Workspace,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    blocks: Blocks,
+) -> None:
+    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
+    (m, k), n = x.shape, weight.shape[0]
+    if x.is_cuda:  # all programs must be resident: see the kernel
+        blocks = blocks._replace(programs=min(blocks.programs, count_processors(x.device.index)))
+    share, programs = share_steps(m, n, k, blocks)
+    scratch: Any = None
+    if share % -(-k // blocks.k):
+        scratch = torch.empty(2 * programs * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
+    packets = count_packets(out.shape[0], n, x.dtype)
+    chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    channel = workspace.channel.enter(operator, "p2p")
+    staging = workspace.channel.tensor((workspace.words(2, torch.int64),), torch.int64)
+    gemm_exchange[(programs,)](
+        channel,
+        gemm,
+        a,
+        b,
+        staging,
+        scratch,
+        workspace.arrivals,
+        out,
+        bias,
+        out.shape[0],
+        workspace.words(1, torch.int64),
+        share,
+        FORM=form,
+        CHUNK=chunk,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+
+
+@triton.jit
+def gemm_exchange(  # type: ignore[no-untyped-def]
+    channel,
+    gemm,
+    a,
+    b,
+    staging,
+    scratch,
+    arrivals,
+    out,
+    bias,
+    rows,
+    half,
+    share,
+    FORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
+
+    Order: every program multiplies its share of steps, tile after tile; who completes a tile sends it, as packets:
+    to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum. Then
+    every program adds up its part of what has come, in rank order.
+    Signals: none but the packets. Waits: for packets, after all own ones were sent; a launch has no more programs than
+    multiprocessors, so all are resident, and what they wait for is sent by programs that wait for nothing (sums of two
+    shots: by programs that wait for those).
+    Reuse: two slots, by the call's number; every rank waits for what is made of all ranks' packets: see `call_slot`.
+    """
+    epoch = tiles.call_number(channel)
+    dtype: tl.constexpr = out.dtype.element_ty
+    each: tl.constexpr = 32 // dtype.primitive_bitwidth
+    pairs = tl.cdiv(gemm.n, each)
+    size = rows * pairs
+    slot = staging + tiles.call_slot(channel).to(tl.int64) * half
+    _multiply_share(channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype, FORM, CHUNK)
+    chunks = tl.cdiv(size, CHUNK)
+    sums = slot + channel.world * size
+    first = channel.rank if FORM == "two-shot" else 0
+    stride: tl.constexpr = channel.world if FORM == "two-shot" else 1
+    for chunk in range(first + tl.program_id(0) * stride, chunks, tl.num_programs(0) * stride):
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = index < size
+        low, high = tiles.sum_packets(channel, slot, size, index, epoch, inside, chunk, dtype)
+        if bias is not None:
+            column = index % pairs * each
+            low += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+            high += tl.load(bias + column + each - 1, mask=inside & (column + each <= gemm.n), other=0).to(tl.float32)
+        data = tiles.pack(low, high, dtype)
+        if FORM == "two-shot":
+            for distance in tl.static_range(1, channel.world):
+                peer = (channel.rank + distance) % channel.world
+                tiles.push_packets(channel, sums, index, data, epoch, inside, rank=peer)
+        _store_packets(out, index, data, inside, gemm.n, pairs, each)
+    if FORM == "two-shot":
+        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+            if chunk % channel.world != channel.rank:
+                index = chunk * CHUNK + tl.arange(0, CHUNK)
+                inside = index < size
+                data = tiles.wait_for_packets(channel, sums + index, epoch, inside, chunk, chunk % channel.world)
+                _store_packets(out, index, data, inside, gemm.n, pairs, each)
+    tiles.end_unsignalled_call(channel)
+
+
+@triton.jit
+def _multiply_share(  # type: ignore[no-untyped-def]
+    channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Do this program's steps over k of all tiles' steps, and send the tiles that it completes."""
+    steps = tl.cdiv(gemm.k, gemm.block_k)
+    row_tiles = tl.cdiv(gemm.m, gemm.block_m)
+    end = min((tl.program_id(0) + 1) * share, row_tiles * tl.cdiv(gemm.n, gemm.block_n) * steps)
+    begin = tl.program_id(0) * share
+    while begin < end:
+        tile = begin // steps  # tiles of the same columns, which share the weight, come one after another
+        row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * gemm.block_n
+        within = begin - tile * steps
+        until = min(within + end - begin, steps)
+        total = multiply_tile(gemm, a, b, row, column, 0, within, until)
+        is_complete = begin >= 0
+        if scratch is not None:
+            first, last = tile * steps // share, ((tile + 1) * steps - 1) // share  # the programs that have steps of it
+            if first != last:
+                total, is_complete = _join_steps(gemm, scratch, arrivals, total, first, last)
+        if is_complete:
+            _send_tile(channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype, FORM, CHUNK)
+        begin += until - within
+
+
+@triton.jit
+def _join_steps(gemm, scratch, arrivals, total, first, last):  # type: ignore[no-untyped-def]
+    """(the tile's sum, True) to whichever of the programs first to last comes last; sums are added in their order."""
+    offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
+    own = tl.program_id(0)
+    # A program has at most two tiles with others: one that it begins, and one that it does not.
+    place = 2 * own + (own == first).to(tl.int32)
+    tl.store(scratch + place * (gemm.block_m * gemm.block_n) + offsets, total)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == last - first
+    if is_last:
+        total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+        for program in range(first, last + 1):
+            place = 2 * program + (program == first).to(tl.int32)
+            total += tl.load(scratch + place * (gemm.block_m * gemm.block_n) + offsets)
+        tl.store(arrivals + first, 0)
+    return total, is_last
+
+
+@triton.jit
+def _send_tile(  # type: ignore[no-untyped-def]
+    channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Put a tile's packets where they are added up, at place [this rank, row, pair of columns]."""
+    each: tl.constexpr = 32 // dtype.primitive_bitwidth
+    if each == 2:
+        low, high = tl.split(tl.reshape(total, (gemm.block_m, gemm.block_n // 2, 2)))
+    else:
+        low = total
+        high = total
+    data = tiles.pack(low, high, dtype)
+    at = row + tl.arange(0, gemm.block_m)[:, None]
+    pair = column // each + tl.arange(0, gemm.block_n // each)[None, :]
+    inside = (at < gemm.m) & (pair < pairs)
+    own = slot + channel.rank * rows * pairs
+    if FORM == "one-shot":
+        for distance in tl.static_range(1, channel.world + 1):
+            peer = (channel.rank + distance) % channel.world
+            tiles.push_packets(channel, own, at * pairs + pair, data, epoch, inside, rank=peer)
+    elif FORM == "two-shot":
+        index = at * pairs + pair
+        tiles.push_packets(channel, own, index, data, epoch, inside, ranks=index // CHUNK % channel.world)
+    else:
+        owner = at // rows + pair * 0
+        tiles.push_packets(channel, own, (at - owner * rows) * pairs + pair, data, epoch, inside, ranks=owner)
+
+
+@triton.jit
+def _store_packets(out, index, data, inside, n, pairs, each: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the numbers of packets, which are counted through [rows, pairs], into out [rows, n]."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = index // pairs
+    column = (index - row * pairs) * each
+    low, high = tiles.unpack(data, dtype)
+    place = out + row.to(tl.int64) * n + column
+    tl.store(place, low.to(dtype), mask=inside)
+    if each == 2:
+        tl.store(place + 1, high.to(dtype), mask=inside & (column + 1 < n))

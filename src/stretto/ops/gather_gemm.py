@@ -1,0 +1,239 @@
+"""All-gather + GEMM in one pass: the ranks' rows travel while a persistent GEMM multiplies what is there.
+
+Flux (paper 000, sections 3.3, 4.1 and 4.3), in tile-centric primitives (paper 004).
+"""
+
+from functools import lru_cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto import tiles
+from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
+from stretto.ops.plans import Plan
+from stretto.ops.workspace import PEER_TILES, Workspace
+
+_MOST_PIECES = 8
+_MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
+_MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
+
+
+@lru_cache(maxsize=4096)
+def map_rows(rows: int, world: int, plan: Plan, row_bytes: int) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
+    """Who sends what, in pieces of about `piece_bytes`, one a channel; and the rows of the GEMM's tiles.
+
+    Programs move many small tiles a piece, so that all of them have some.
+    """
+    assert plan.blocks is not None
+    # Powers of two, since a kernel is compiled for each of these numbers.
+    pieces = max(1, min(rows * row_bytes // plan.piece_bytes, triton.cdiv(rows, plan.blocks.m), _MOST_PIECES))
+    pieces = 1 << (pieces.bit_length() - 1)
+    moved = plan.blocks.m
+    if plan.transfer == "programs":
+        moved = max(1, min(rows * world // plan.movers, _MOVED_BYTES // row_bytes))
+        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(triton.cdiv(rows, PEER_TILES)))
+    producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
+    channel_rows = producer.channel_rows
+    return producer, tiles.whole_tiles(rows, world, plan.blocks.m, channels=pieces, channel_rows=channel_rows)
+
+
+def launch(
+    workspace: Workspace,
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    returned: Tensor | None = None,
+) -> None:
+    """Begin the call, have copy engines move rows if they are to, and launch the GEMM; `returned` gets the gathered x.
+
+    Rows of this rank are taken from x itself, if no tile has others too.
+    """
+    blocks, block_channel, (rows, k) = plan.blocks, workspace.channel, x.shape
+    assert blocks is not None
+    world, by_programs = block_channel.world_size, plan.transfer == "programs"
+    producer, consumer = map_rows(rows, world, plan, k * x.element_size())
+    slot_rows = -(-workspace.slot_bytes // (k * x.element_size())) if by_programs else 0
+    gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
+    gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
+    own = describe_rows(x, gemm)
+    direct = rows % blocks.m == 0 and own is not None
+    count = -(-out.shape[0] // blocks.m) * -(-out.shape[1] // blocks.n)
+    programs = min(blocks.programs, max(count, plan.movers if by_programs else 1))
+    if by_programs:
+        mode = "broadcast" if plan.direction == "push" else "local"
+        channel = block_channel.enter("all_gather_matmul", mode)
+    else:
+        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast")
+        with tiles.copy_engine(block_channel):
+            _push(block_channel, producer, x, direct)
+            if returned is not None:
+                _copy_gathered(block_channel, producer, x, returned)
+    try:
+        all_gather_gemm[(programs,)](
+            channel,
+            producer,
+            consumer,
+            gemm,
+            own,
+            rows_there,
+            b,
+            c,
+            bias,
+            x,
+            gathered,
+            rows,
+            slot_rows,
+            min(plan.movers, programs),
+            DIRECT=direct,
+            MOVES=plan.direction if by_programs else "",
+            SHIFTED=plan.is_shifted,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+    finally:  # also of a kernel that cannot be launched: the next call's copies come after these
+        if not by_programs:
+            tiles.join_copies(block_channel)
+
+
+def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, direct: bool) -> None:
+    """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
+
+    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in. Its own come
+    first, or, where tiles take them from x, are signalled alone.
+    """
+    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
+    for distance in range(world):
+        peer = (rank - distance) % world
+        there = block_channel.tensor((world, rows, k), x.dtype, rank=peer)[rank]
+        for piece, start in enumerate(range(0, rows, producer.channel_rows)):
+            part = slice(start, start + producer.channel_rows)
+            if not (direct and peer == rank):
+                tiles.rank_copy_data(there[part], x[part])
+            tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
+
+
+def _copy_gathered(
+    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, returned: Tensor
+) -> None:
+    """Copy the gathered rows out of the workspace, which the next call writes over, beside the GEMM.
+
+    A rank's pieces come in stream order, so the signal of its last one stands for all.
+    """
+    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
+    shards = block_channel.tensor((world, rows, k), x.dtype)
+    tiles.rank_copy_data(returned[rank * rows : (rank + 1) * rows], x)
+    last = triton.cdiv(rows, producer.channel_rows) - 1
+    for distance in range(1, world):
+        peer = (rank + distance) % world
+        tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
+        tiles.rank_copy_data(returned[peer * rows : (peer + 1) * rows], shards[peer])
+
+
+@triton.jit
+def all_gather_gemm(  # type: ignore[no-untyped-def]
+    channel, producer, consumer, gemm, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
+    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
+
+    Order: tiles of this rank's rows first, then the next rank's and so on, as rows come.
+    Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
+    (or pull) rows before they multiply.
+    Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
+    programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
+    Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
+    slots, by the call's number; every rank waits for every rank's rows, so see `call_slot`.
+    """
+    row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
+    count = row_tiles * tl.cdiv(gemm.n, gemm.block_n)
+    base = 0
+    if MOVES != "":
+        base = tiles.call_slot(channel) * slot_rows
+        if tl.program_id(0) < movers:
+            place = landing + tl.cast(base, tl.int64) * gemm.k
+            if MOVES == "push":
+                _push_rows(channel, producer, gemm, x, place, movers, DIRECT)
+            else:
+                _pull_rows(channel, producer, gemm, x, place, movers)
+    first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
+    if MOVES == "":  # a plain loop, in which Triton lets a tile's stores go on beside the next one's loads
+        for index in range(tl.program_id(0), count, tl.num_programs(0)):
+            _multiply_rows(
+                channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT
+            )
+    else:  # programs that have moved rows come later, and do fewer
+        index = tiles.claim(channel)
+        while index < count:
+            _multiply_rows(
+                channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT
+            )
+            index = tiles.claim(channel)
+        tiles.end_call(channel, producer)
+
+
+@triton.jit
+def _multiply_rows(  # type: ignore[no-untyped-def]
+    channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT: tl.constexpr
+):
+    """The index-th tile of out, counted from row of tiles `first` on, once its rows are there."""
+    row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
+    row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    row_tile = (row_tile + first) % row_tiles
+    row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+    if DIRECT and (row // rows == channel.rank):
+        source = own
+        at = row - channel.rank * rows
+    else:
+        source = gathered
+        ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
+        at = base + row + ready
+    total = multiply_tile(gemm, source, weight, at, column, 0)
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    store_tile(gemm, out, total, row, column, rows * channel.world)
+
+
+@triton.jit
+def _push_rows(channel, producer, gemm, x, landing, movers, DIRECT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's pieces of x to all ranks: to the one before this first, to this one last, if tiles need it."""
+    pieces = tiles.rank_tiles(producer)
+    for job in range(tl.program_id(0), pieces * channel.world, movers):
+        peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
+        tile = channel.rank * pieces + job % pieces
+        if peer != channel.rank or not DIRECT:
+            there = tiles.peer_pointer(channel, landing, peer)
+            _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, there, 0)
+        tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
+
+
+@triton.jit
+def _pull_rows(channel, producer, gemm, x, landing, movers):  # type: ignore[no-untyped-def]
+    """Offer this program's pieces of x to the others, from their place in this rank's memory; then pull theirs."""
+    pieces = tiles.rank_tiles(producer)
+    for piece in range(tl.program_id(0), pieces, movers):
+        tile = channel.rank * pieces + piece
+        _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, landing, 0)
+        tiles.producer_tile_notify(channel, producer, tile, "local")
+        tiles.peer_tile_notify(channel, piece, mode="broadcast")
+    for job in range(tl.program_id(0), pieces * (channel.world - 1), movers):
+        peer = (channel.rank + 1 + job // pieces) % channel.world
+        tile = peer * pieces + job % pieces
+        ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
+        _copy_rows(producer, gemm, tile, tiles.peer_pointer(channel, landing, peer), 0, landing, ready)
+        tiles.producer_tile_notify(channel, producer, tile, "local")
+
+
+@triton.jit
+def _copy_rows(producer, gemm, tile, source, first, destination, ready):  # type: ignore[no-untyped-def]
+    """Copy a tile's rows of k elements; `source` begins with row `first`, `destination` with row 0."""
+    low, high = tiles.tile_rows(producer, tile)
+    source += tl.cast(low - first, tl.int64) * gemm.k + ready
+    destination += tl.cast(low, tl.int64) * gemm.k
+    size = (high - low) * gemm.k
+    for start in range(0, size, _MOVED_AT_ONCE):
+        offsets = start + tl.arange(0, _MOVED_AT_ONCE)
+        value = tl.load(source + offsets, mask=offsets < size)
+        tl.store(destination + offsets, value, mask=offsets < size)

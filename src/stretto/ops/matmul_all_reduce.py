@@ -1,0 +1,69 @@
+"""GEMM + all-reduce, for decoding: few rows, one launch, the same bits on all ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops import few_rows, library
+from stretto.ops.checks import find_name, require_operands
+from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
+from stretto.ops.matmul_reduce_scatter import launch_scatter
+from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.workspace import find_group, find_workspace
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    implementation: str | Plan = "auto",
+) -> Tensor:
+    """x times weight's transpose, summed over the group: [m, k], [n, k] -> [m, n], the same bits on all ranks.
+
+    bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype, are added in fp32 in rank
+    order, and rounded. bias: [n], the same on all ranks, added once. group: None for all ranks. x is contiguous; weight
+    is, or its transpose. The gradient of x is summed over the ranks' outputs, as those of the other operators are.
+    implementation: "auto" (what was measured to be the fastest, or a default), "kernel" (ours, or it raises), "library"
+    (a GEMM, then an all-reduce) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
+    for a rank that does not come.
+    """
+    how = implementation.encode() if isinstance(implementation, Plan) else implementation
+    return torch.ops.stretto.matmul_all_reduce(x, weight, bias, find_name(group), how)
+
+
+@torch.library.custom_op("stretto::matmul_all_reduce", mutates_args=())
+def _matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    key = identify("matmul_all_reduce", x, weight, bias, implementation)
+    plan = recall(group, key)
+    if plan is None:
+        require_operands("matmul_all_reduce", x, weight, bias, implementation)
+    (m, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+    if m == 0 or n == 0 or k == 0:  # nothing to wait for
+        return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
+    if plan is None:
+        call = describe_call("matmul_all_reduce", m, x, weight, group)
+        plan = choose(call, x, weight, group, implementation, key)
+    if plan == LIBRARY:
+        return library.matmul_all_reduce(x, weight, bias, group)
+    assert plan.blocks is not None
+    if plan.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
+        own = x.new_empty(m // world, n)
+        launch_scatter(plan, x, weight, bias, own, x.dtype, group)
+        return library.gather_rows(own, group)
+    form = "one-shot" if plan.shots == 1 else "two-shot"
+    out = x.new_empty(m, n)
+    workspace = find_workspace(group, x.device, few_rows.count_bytes(form, m, n, world, x.dtype), "packets")
+    few_rows.launch("matmul_all_reduce", form, workspace, x, weight, bias, out, plan.blocks)
+    return out
+
+
+@_matmul_all_reduce.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    require_operands("matmul_all_reduce", x, weight, bias, implementation)
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+_matmul_all_reduce.register_autograd(differentiate_all_reduce, setup_context=save_all_reduce)

@@ -1,0 +1,79 @@
+"""An MLP's two products with their collectives hidden inside: tensor parallelism with activations sharded by rows."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
+from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu-tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu-squared": lambda x: functional.relu(x).square(),
+}
+
+
+def mlp(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    gate: Tensor | None = None,
+    activation: str = "gelu",
+    up_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    saves_gathered: bool = True,
+    implementation: str = "auto",
+) -> Tensor:
+    """x's rows of activation(gather(x) @ up.T) @ down.T, summed over the group: [m / world, k] -> [m / world, n].
+
+    up: [hidden / world, k], this rank's part of the first weight; down: [n, hidden / world], of the second. gate, of
+    up's shape: the hidden is activation(gather(x) @ gate.T) * (gather(x) @ up.T), as in LLaMA; x is gathered once, and
+    where there are gradients both weights are joined into one (a copy). activation: one of `ACTIVATIONS`. Biases:
+    [hidden / world] and, of the second product, [n], added once. saves_gathered, implementation, dtypes and errors: as
+    of `all_gather_matmul` and `matmul_reduce_scatter`. ValueError for an activation that there is not, and for a gate
+    of another shape.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"an mlp's activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    if gate is not None and gate.shape != up.shape:
+        raise ValueError(f"an mlp's gate is of up's shape, {list(up.shape)}, not {list(gate.shape)}")
+    if gate is None and gate_bias is not None:
+        raise ValueError("an mlp has a gate_bias only with a gate")
+    act = ACTIVATIONS[activation]
+    if gate is None:
+        hidden = act(
+            all_gather_matmul(x, up, group, bias=up_bias, saves_gathered=saves_gathered, implementation=implementation)
+        )
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, up, gate)):
+        # One product of both weights, so that x's gradient is one reduce-scatter.
+        bias = _join_biases(gate_bias, up_bias, gate)
+        both = all_gather_matmul(
+            x,
+            torch.cat((gate, up)),
+            group,
+            bias=bias,
+            saves_gathered=saves_gathered,
+            implementation=implementation,
+        )
+        left, right = both.chunk(2, dim=1)
+        hidden = act(left) * right
+    else:  # the gather hides in the first product, and no weight is copied
+        left, gathered = all_gather_matmul_gathered(x, gate, group, bias=gate_bias, implementation=implementation)
+        hidden = act(left).mul_(functional.linear(gathered, up, up_bias))
+    return matmul_reduce_scatter(hidden, down, group, bias=down_bias, implementation=implementation)
+
+
+def _join_biases(gate_bias: Tensor | None, up_bias: Tensor | None, gate: Tensor) -> Tensor | None:
+    if gate_bias is None and up_bias is None:
+        return None
+    parts = (gate.new_zeros(gate.shape[0]) if bias is None else bias for bias in (gate_bias, up_bias))
+    return torch.cat(list(parts))

@@ -1,0 +1,251 @@
+"""How a call of an operator is done: all that may be chosen apart from each other (TileLink, paper 004, section 3.1).
+
+A `Plan` names the GEMM's tiles and, apart from them, how rows travel. `default_plan` is the choice where nothing was
+measured; what it is made of stands in tables, which are meant to be edited after measuring.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from stretto.ops.gemm import Blocks, look_up_blocks
+
+IMPLEMENTATIONS = ("auto", "kernel", "library")
+TRANSFERS = ("copies", "programs")
+DIRECTIONS = ("push", "pull")
+EXCHANGES = ("tiles", "packets")
+FEW_ROWS = 64
+"""Up to so many rows a product is as fast as its weight streams from memory."""
+
+
+class Call(NamedTuple):
+    """What is computed: all that decides how fast a plan is. m: rows of the whole; n, k: of a rank's weight."""
+
+    operator: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    transposed: bool
+    world: int
+
+    @property
+    def name(self) -> str:
+        """For tables, logs and the store's keys."""
+        order = " transposed" if self.transposed else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.operator} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks"
+
+
+class Machine(NamedTuple):
+    """What a default depends on: multiprocessors (0: kernels are interpreted), and whether TMA takes the operands."""
+
+    processors: int
+    by_tma: bool
+    is_hopper: bool
+
+
+class Plan(NamedTuple):
+    """How a call is done; an operator leaves out what it has not.
+
+    implementation: "kernel" or "library" (which takes nothing else). blocks: the GEMM's tiles. transfer: what moves the
+    gathered rows: copy engines ("copies"), or the first `movers` programs of the kernel, before they multiply
+    ("programs"), which push or pull them (direction). piece_bytes: what is moved before a signal. exchange: how partial
+    sums go to the ranks: "tiles" with signals, or "packets", for few rows. shots: of an all-reduce: 1, all send all to
+    all; 2, an owner adds up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section
+    4.1); without, all begin with rank 0's.
+    """
+
+    implementation: str = "kernel"
+    blocks: Blocks | None = None
+    transfer: str = "copies"
+    direction: str = "push"
+    movers: int = 16
+    piece_bytes: int = 2 << 20
+    exchange: str = "tiles"
+    shots: int = 1
+    is_shifted: bool = True
+
+    def encode(self) -> str:
+        """As text, for the operators' schemas and the store."""
+        return _encode(self)
+
+
+LIBRARY = Plan(implementation="library")
+
+
+@lru_cache(maxsize=4096)
+def _encode(plan: Plan) -> str:
+    if plan == LIBRARY:
+        return "library"
+    return json.dumps(dict(plan._asdict(), blocks=None if plan.blocks is None else list(plan.blocks)))
+
+
+@lru_cache(maxsize=4096)
+def decode(text: str) -> Plan:
+    """The plan that `encode` has made text of. ValueError for other text."""
+    if text == "library":
+        return LIBRARY
+    try:
+        fields = json.loads(text)
+        if fields["blocks"] is not None:
+            fields["blocks"] = Blocks(*fields["blocks"])
+        plan = Plan(**fields)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{text[:80]!r} is no plan: {error}") from error
+    require_plan(plan)
+    return plan
+
+
+def require_plan(plan: Plan) -> None:
+    """ValueError for a plan that names what there is not."""
+    options = (
+        ("implementation", plan.implementation, IMPLEMENTATIONS[1:]),
+        ("transfer", plan.transfer, TRANSFERS),
+        ("direction", plan.direction, DIRECTIONS),
+        ("exchange", plan.exchange, EXCHANGES),
+        ("shots", plan.shots, (1, 2)),
+        ("is_shifted", plan.is_shifted, (False, True)),
+    )
+    for what, given, known in options:
+        if given not in known:
+            raise ValueError(f"a plan's {what} is one of {', '.join(map(str, known))}, not {given!r}")
+    if plan.transfer == "copies" and plan.direction == "pull":
+        raise ValueError('copy engines push: "pull" goes with transfer="programs"')
+    for what, number in (("movers", plan.movers), ("piece_bytes", plan.piece_bytes)):
+        if not isinstance(number, int) or not 1 <= number <= 1 << 30:
+            raise ValueError(f"a plan's {what} is a whole number, 1 or more, not {number!r}")
+    if plan.blocks is not None:
+        _require_blocks(plan.blocks)
+
+
+def _require_blocks(blocks: Blocks) -> None:
+    for name, value in blocks._asdict().items():
+        if not isinstance(value, int) or not 1 <= value <= 4096:
+            raise ValueError(f"{name} of blocks is a whole number from 1 to 4096, not {value!r}")
+    for name, value in (("m", blocks.m), ("n", blocks.n), ("k", blocks.k), ("num_warps", blocks.num_warps)):
+        if value & (value - 1) or value < (1 if name == "num_warps" else 16):
+            raise ValueError(f"{name} of blocks is a power of two (tiles: 16 or more), not {value}")
+
+
+def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
+    """The plan where nothing was measured, and why.
+
+    Kernels on Hopper for 16-bit types that TMA takes: there Triton's GEMM is as fast as the library's. All-reduce for
+    few rows only: of many rows each program would wait for all. Where kernels are interpreted, always kernels.
+    """
+    blocks = default_blocks(call, machine)
+    plan = Plan(blocks=blocks)
+    if not machine.processors:
+        few = call.m <= 16
+        return plan._replace(exchange="packets" if few else "tiles", transfer="programs" if few else "copies"), (
+            "kernels are interpreted"
+        )
+    if not machine.is_hopper or call.dtype.itemsize != 2 or not machine.by_tma:
+        return LIBRARY, "kernels are for 16-bit operands that TMA takes, on sm_90"
+    weight_bytes = call.n * call.k * call.dtype.itemsize
+    match call.operator:
+        case "matmul_all_reduce":
+            if call.m > FEW_ROWS:
+                return LIBRARY, f"it has more than {FEW_ROWS} rows"
+            plan = plan._replace(exchange="packets", shots=1 if call.m * call.n <= ONE_SHOT_ELEMENTS else 2)
+        case "matmul_reduce_scatter":
+            plan = plan._replace(exchange="packets" if call.m <= FEW_ROWS else "tiles")
+        case _:
+            transfer, movers = next(row[1:] for row in GATHER_TRANSFERS if call.m <= row[0])
+            plan = plan._replace(transfer=transfer, movers=min(movers, machine.processors))
+    return plan, f"nothing was measured for {weight_bytes} bytes of weight, and it is the default"
+
+
+# (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
+GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
+NARROW_SPEED = 0.88
+"""Of tiles of 128 columns, beside those of 256: those are taken if fewer tiles are left over with them."""
+
+ONE_SHOT_ELEMENTS = 16 * 8192
+"""Up to so many sums an all-reduce is one shot."""
+
+
+def default_blocks(call: Call, machine: Machine) -> Blocks:
+    """Tile sizes where nothing was measured."""
+    if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
+        return Blocks(16 if call.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
+    is_fp32 = call.dtype == torch.float32
+    shards = call.world if call.operator == "matmul_reduce_scatter" else 1
+    m = call.m // shards
+    if call.m <= FEW_ROWS:
+        blocks = few_row_blocks(call.m, call.n, is_fp32, machine.processors)
+    else:
+        wide, narrow = (
+            triton.cdiv(shards * triton.cdiv(m, 128) * triton.cdiv(call.n, columns), machine.processors)
+            for columns in (256, 128)
+        )
+        blocks = look_up_blocks(m, is_fp32, machine.by_tma, wide * 2 * NARROW_SPEED <= narrow, machine.processors)
+        # Rows of tiles that are gone through together are of one rank, or the first tiles would wait for all ranks.
+        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, call.m // call.world // blocks.m)))
+    return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
+
+
+def few_row_blocks(m: int, n: int, is_fp32: bool, processors: int) -> Blocks:
+    """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads on the way as fit."""
+    rows = max(16, triton.next_power_of_2(m))
+    if is_fp32:
+        return Blocks(rows, 32, 64, 1, 4, 3, processors)
+    columns = 64 if n >= 64 * processors * 0.9 or rows == 64 else 32
+    stages = min(8, (200 << 10) // ((rows + columns) * 128 * 2))
+    return Blocks(rows, columns, 128, 1, 4, stages, processors)
+
+
+def vary_blocks(call: Call, machine: Machine) -> Iterator[Plan]:
+    """Plans of other tiles, the default's first, that a tuner measures first."""
+    default, _ = default_plan(call, machine)
+    if default == LIBRARY:
+        default = Plan(blocks=default_blocks(call, machine))
+        if call.m <= FEW_ROWS or call.operator == "matmul_all_reduce":
+            default = default._replace(exchange="packets")
+    yield default
+    if not machine.processors:
+        return
+    for blocks in _vary_blocks(call, machine):
+        if blocks != default.blocks:
+            yield default._replace(blocks=blocks)
+
+
+def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
+    """Plans of the same tiles whose rows or sums travel in other ways, that a tuner measures next."""
+    others: list[Plan] = []
+    match call.operator:
+        case "matmul_all_reduce":
+            others = [plan._replace(shots=shots) for shots in (1, 2)]
+        case "all_gather_matmul":
+            movers = (8, 16, 32, machine.processors) if machine.processors else (1, 2)
+            others = [plan._replace(transfer="programs", movers=count) for count in movers]
+            if call.m > FEW_ROWS:
+                others += [plan._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
+        case "matmul_reduce_scatter":
+            if call.m <= 4 * FEW_ROWS:
+                others = [plan._replace(exchange=exchange) for exchange in EXCHANGES]
+    yield from (other for other in others if other != plan)
+
+
+def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
+    if call.m <= FEW_ROWS:
+        rows = max(16, triton.next_power_of_2(call.m))
+        for columns, depth in ((32, 128), (32, 256), (64, 128), (128, 64), (128, 128)):
+            stages = min(8, (200 << 10) // ((rows + columns) * depth * 2))
+            yield Blocks(rows, columns, depth, 1, 4, stages, machine.processors)
+        return
+    own_rows = max(1, call.m // call.world)
+    # Two programs of small tiles on a multiprocessor: one stores while the other multiplies.
+    for m, n, warps, stages, share in (
+        (128, 256, 8, 4, 1),
+        (128, 256, 8, 3, 1),
+        (128, 128, 4, 3, 2),
+        (64, 256, 4, 4, 1),
+    ):
+        for group in sorted({min(group, max(1, own_rows // m)) for group in (2, 4, 8)}, reverse=True):
+            yield Blocks(m, n, 64, group, warps, stages, share * machine.processors)

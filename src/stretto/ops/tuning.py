@@ -1,0 +1,191 @@
+"""`tune`: measure the ways to do a call, and keep the times for this machine, so that "auto" takes the fastest."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory import PeerError
+from stretto.ops.all_gather_matmul import all_gather_matmul
+from stretto.ops.checks import find_name
+from stretto.ops.choosing import describe_call, find_machine, forget_choices, machine_name, time_key
+from stretto.ops.matmul_all_reduce import matmul_all_reduce
+from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from stretto.ops.plans import LIBRARY, Call, Machine, Plan, vary_blocks, vary_transfers
+from stretto.tuning import Store
+
+logger = logging.getLogger("stretto.ops")
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
+}
+_COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that none is in a cache
+_MOST_WEIGHTS = 64
+
+
+def tune(
+    operator: str,
+    m: int,
+    n: int,
+    k: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    transposed: bool = False,
+    store: Store | None = None,
+) -> dict[Plan, float]:
+    """Seconds of a call by each plan that was tried, on the slowest rank; kept in the store for later runs.
+
+    All ranks of the group call it. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: as the transpose
+    of a contiguous [k, n]). First tiles are varied, then, with the best of them, how rows travel. From then on
+    calls with implementation="auto" take what was the fastest at the nearest m. ValueError for an operator that there
+    is not, or rows that the ranks do not divide.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    operands = Operands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
+    call = describe_call(operator, m, operands.x, operands.weights[0], find_name(group))
+    machine = find_machine(operands.x, operands.weights[0])
+    measured = _search(call, machine, operands, group)
+    if dist.get_rank(group) == 0:
+        keys = {time_key(call, plan): [seconds] for plan, seconds in measured.items()}
+        (store or Store()).add(machine_name(device), keys)
+    dist.barrier(group)
+    forget_choices()
+    return measured
+
+
+class Operands:
+    """What an operator is called with, over and over: x, and weights in turn, of which none is in a cache."""
+
+    def __init__(self, operator: str, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        self.operator, self.x, self.weights, self.group = operator, x, weights, group
+        self._turns = self._rotate()
+
+    @classmethod
+    def make(
+        cls,
+        operator: str,
+        m: int,
+        n: int,
+        k: int,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        transposed: bool = False,
+    ) -> "Operands":
+        """Random ones. ValueError for rows that the ranks do not divide."""
+        world = dist.get_world_size(group)
+        if operator != "matmul_all_reduce" and m % world:
+            raise ValueError(f"{world} ranks do not divide {m} rows: {-(-m // world) * world} rows will do")
+        count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // (n * k * dtype.itemsize), _MOST_WEIGHTS))
+        x = torch.randn(m // world if operator == "all_gather_matmul" else m, k, device=device).to(dtype)
+        sizes = (k, n) if transposed else (n, k)
+        weights = [torch.randn(sizes, device=device).mul_(k**-0.5).to(dtype) for _ in range(count)]
+        return cls(operator, x, [weight.t() if transposed else weight for weight in weights], group)
+
+    def next_weight(self) -> Tensor:
+        """The one that was used longest ago."""
+        return next(self._turns)
+
+    def restart(self) -> None:
+        """Have the first weight be the next one."""
+        self._turns = self._rotate()
+
+    def call(self, implementation: str | Plan = "auto") -> Tensor:
+        """Call the operator."""
+        return OPERATORS[self.operator](self.x, self.next_weight(), self.group, implementation=implementation)
+
+    def _rotate(self) -> Iterator[Tensor]:
+        while True:
+            yield from self.weights
+
+
+def _search(call: Call, machine: Machine, operands: Operands, group: dist.ProcessGroup | None) -> dict[Plan, float]:
+    measured = _measure((LIBRARY, *vary_blocks(call, machine)), operands, group)
+    kernels = {plan: seconds for plan, seconds in measured.items() if plan != LIBRARY}
+    if not kernels:
+        return measured
+    best = min(kernels, key=kernels.__getitem__)
+    # Once more with those that lead: clocks drift between the two rounds.
+    return measured | _measure((LIBRARY, best, *vary_transfers(call, machine, best)), operands, group)
+
+
+def _measure(plans: Iterable[Plan], operands: Operands, group: dist.ProcessGroup | None) -> dict[Plan, float]:
+    """Median seconds of a call on the slowest rank, of the plans that run on all ranks."""
+    runs: dict[Plan, Callable[[], None]] = {}
+    for plan in plans:
+        run = _prepare(plan, operands, group)
+        if run is not None:
+            runs[plan] = run
+    times: dict[Plan, list[float]] = {plan: [] for plan in runs}
+    for _ in range(2 if operands.x.is_cuda else 1):
+        for plan, run in runs.items():
+            times[plan] += _time(run, operands.x.device, group)
+    medians = torch.tensor([statistics.median(row) for row in times.values()], dtype=torch.float64)
+    medians = medians.to(operands.x.device)
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(runs, medians.tolist(), strict=True))
+
+
+_CALLS = 8  # that are timed as one, in a CUDA graph
+_CALLS_ON_CPU = 1
+
+
+def _prepare(plan: Plan, operands: Operands, group: dist.ProcessGroup | None) -> Callable[[], None] | None:
+    """What runs the plan `_CALLS` times; None where some rank cannot (it takes too much shared memory, say)."""
+    problem = ""
+    try:
+        operands.call(plan)
+    except PeerError:
+        raise
+    except Exception as error:  # noqa: BLE001  (Triton's and the driver's are of many kinds)
+        problem = f"{type(error).__name__}: {error}"
+        logger.debug("%s does not run: %s", plan.encode(), problem)
+    problems = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    if any(problems):
+        return None
+
+    def run() -> None:
+        for _ in range(_CALLS if operands.x.is_cuda else _CALLS_ON_CPU):
+            operands.call(plan)
+
+    if not operands.x.is_cuda:
+        return run
+    operands.call(plan)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return graph.replay
+
+
+def _time(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """Seconds of a call in each of several runs."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return [(time.perf_counter() - began) / _CALLS_ON_CPU]
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(4)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 / _CALLS for start, end in events]

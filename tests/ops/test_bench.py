@@ -1,0 +1,70 @@
+"""`stretto bench ops`, all but the timing, between interpreted ranks."""
+
+import pytest
+
+from stretto.bench.operators import CASES, FEW_ROWS, OPERATORS, Setting, local_shape
+from stretto.bench.operators_ablations import vary
+from stretto.bench.operators_plot import plot_ablations, plot_operators
+from stretto.ops import Plan
+
+
+def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path):
+    rows = interpret(2, "bench_dryly", str(tmp_path), False)[0]
+    expected = [(name, mode) for name in OPERATORS for mode in ("graph", "eager")]
+    assert [(row["operator"], row["mode"]) for row in rows] == expected
+    for row in rows:
+        assert row["ran"] == "kernel"
+        assert row["error"] < 0.02
+        # The fake times are 1 ms for the GEMM, 2 for GEMM + NCCL, then 3 for async-TP, and the last for Stretto.
+        assert row["efficiency"] == pytest.approx(1 - (row["stretto"] - 1) / 1)
+        assert (row["async_tp"] is None) == (row["operator"] == "reduce")
+    plot_operators(tmp_path / "operators.json", tmp_path / "operators.png")
+    assert (tmp_path / "operators.png").stat().st_size > 10_000
+
+
+def test_rows_of_an_earlier_run_stay_unless_they_are_measured_again(interpret, tmp_path):
+    interpret(2, "bench_dryly", str(tmp_path), False)
+    file = tmp_path / "operators.json"
+    file.write_text(file.read_text().replace('"m": 16', '"m": 32'))
+    rows = interpret(2, "bench_dryly", str(tmp_path), False)[0]
+    assert sorted({row["m"] for row in rows}) == [16, 32]
+    assert len(rows) == 12
+
+
+def test_ablations_vary_one_choice_at_a_time(interpret, tmp_path):
+    rows = interpret(2, "bench_dryly", str(tmp_path), True)[0]
+    variations = {row["variation"] for row in rows if row["operator"] == "gather"}
+    assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MB"}
+    plot_ablations(tmp_path / "operator-ablations.json", tmp_path / "ablations.png")
+    for name in OPERATORS:
+        base = Plan()
+        for plan in vary(name, base).values():
+            changed = {field for field in Plan._fields if getattr(plan, field) != getattr(base, field)}
+            travel = {"transfer", "direction", "movers", "piece_bytes", "exchange", "shots"}
+            assert changed <= {"is_shifted"} or changed <= travel
+
+
+def test_shapes_are_a_ranks_and_what_tma_takes():
+    for case in CASES:
+        for world in (2, 3, 4):
+            m, n, k = local_shape("gather", case, 512, world)
+            assert local_shape("scatter", case, 512, world) == (m, k, n)
+            assert n % 8 == 0
+            assert k % 8 == 0
+    assert Setting().rows_of("reduce", "llama-7b") == FEW_ROWS
+    assert Setting().rows_of("gather", "attention-4096") == ()
+    assert Setting(ms=(7,)).rows_of("scatter", "flux") == (7,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cases": ("gpt",)}, "there is no case 'gpt': there are flux, llama-7b"),
+        ({"operators": ("scan",)}, "there is no operator 'scan': there are gather, scatter, reduce"),
+        ({"modes": ("lazy",)}, "there is no mode 'lazy'"),
+        ({"implementation": "best"}, "there is no implementation 'best'"),
+    ],
+)
+def test_what_there_is_not_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Setting(**options)

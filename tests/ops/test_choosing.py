@@ -1,0 +1,86 @@
+"""Which plan is taken: pinned, measured or the default, alike on all ranks."""
+
+import pytest
+import torch
+from tests.ops import uninterpreted
+
+from stretto.ops import Plan
+from stretto.ops.plans import (
+    LIBRARY,
+    Call,
+    Machine,
+    decode,
+    default_plan,
+    require_plan,
+    vary_blocks,
+    vary_transfers,
+)
+
+HOPPER = Machine(132, True, True)
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def call_of(operator, m, n=12288, k=12288, dtype=torch.bfloat16):
+    return Call(operator, m, n, k, dtype, False, 4)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("m", [1, 4, 64, 65, 512, 1000, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_plan_that_is_chosen_or_tried_is_a_plan_and_survives_as_text(operator, m, dtype):
+    for machine in (HOPPER, HOPPER._replace(by_tma=False), Machine(108, False, False), Machine(0, True, False)):
+        call = call_of(operator, m, dtype=dtype)
+        plans = [default_plan(call, machine)[0], *vary_blocks(call, machine)]
+        for plan in [*plans, *vary_transfers(call, machine, plans[-1])]:
+            require_plan(plan)
+            assert decode(plan.encode()) == plan
+            assert plan == LIBRARY or plan.blocks is not None
+
+
+def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere():
+    for operator in OPERATORS:
+        assert default_plan(call_of(operator, 64), HOPPER)[0].implementation == "kernel"
+        assert default_plan(call_of(operator, 64, dtype=torch.float32), HOPPER)[0] == LIBRARY
+        assert default_plan(call_of(operator, 64), HOPPER._replace(by_tma=False))[0] == LIBRARY
+        assert default_plan(call_of(operator, 64), Machine(108, False, False))[0] == LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fast", "'fast' is no plan"),
+        ('{"blocks": null, "speed": 1}', "is no plan"),
+        ('{"blocks": null, "transfer": "radio"}', "a plan's transfer is one of copies, programs, not 'radio'"),
+        ('{"blocks": [128, 100, 64, 8, 8, 4, 132]}', "n of blocks is a power of two"),
+        ('{"blocks": null, "movers": 0}', "a plan's movers is a whole number, 1 or more, not 0"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        decode(text)
+
+
+def test_copy_engines_do_not_pull():
+    with pytest.raises(ValueError, match='copy engines push: "pull" goes with transfer="programs"'):
+        require_plan(Plan(direction="pull"))
+
+
+def test_what_was_measured_is_kept_and_taken_by_all_ranks(interpret, tmp_path):
+    results = interpret(2, "tune_and_choose", str(tmp_path))
+    for measured, chosen, near, far, other in results:
+        assert (measured, chosen, near, far, other) == results[0]
+        assert len(measured) >= 3
+        assert "library" in measured
+        assert chosen == near == min(measured, key=measured.__getitem__)
+        assert far == other == "default"
+
+
+def test_ranks_take_what_rank_0_has_measured(interpret, tmp_path):
+    folders = [str(tmp_path / "one"), str(tmp_path / "other")]
+    assert interpret(2, "choose_by_different_stores", folders) == ["library", "library"]
+
+
+def test_on_cpus_that_do_not_interpret_the_library_runs_and_says_so(ranks):
+    for results, warned in ranks(2).run(uninterpreted.run_without_kernels):
+        assert results == {(operator, "library"): 1 for operator in OPERATORS}
+        assert "operators run by the library, unfused" in warned
