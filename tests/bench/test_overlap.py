@@ -57,3 +57,15 @@ def event(name: str, start: float, end: float, category: str = "kernel") -> dict
 )
 def test_communication_is_exposed_while_nothing_else_runs(events, exposed, communication):
     assert exposed_time(events) == (exposed, communication)
+
+
+def test_what_copy_engines_push_and_what_waits_for_it_is_communication():
+    products, copies = {"args": {"stream": 7}}, {"args": {"stream": 20}}
+    trace = [
+        event("gemm", 0, 10) | products,
+        event("Memcpy DtoD (Device -> Device)", 5, 20, "gpu_memcpy") | copies,
+        event("wait_for_all", 10, 20) | products,
+        event("Memcpy DtoD (Device -> Device)", 20, 22, "gpu_memcpy") | products,  # within this GPU: work
+        event("Memcpy PtoP (Device -> Device)", 30, 34, "gpu_memcpy") | products,
+    ]
+    assert exposed_time(trace) == (14, 19)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from stretto.bench.training_runs import Step
 from stretto.train.intervals import Interval, merge, subtract, total
-from stretto.train.timeline import is_communication
+from stretto.train.timeline import copying_streams, is_pushed
 
 STEPS = 2
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -47,13 +47,15 @@ def profile_exposed(step: Step) -> dict[str, Any]:
 def exposed_time(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     """How long collectives run alone, and how long they run, in the unit of a Chrome trace's events (microseconds).
 
-    Collectives are NCCL's kernels, copies between GPUs, and the kernels that wait for these; other kernels, copies and
-    fills are work that may hide them. Where two collectives run at once, the time counts once.
+    Collectives are NCCL's kernels, copies between GPUs, and the kernels around these; other kernels, copies and fills
+    are work that may hide them. Where two collectives run at once, the time counts once.
     """
     intervals: dict[bool, list[Interval]] = {True: [], False: []}
+    events = list(events)
+    copying = copying_streams(events)
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in WORK:
-            start = float(event["ts"])
-            intervals[is_communication(str(event["name"]))].append((start, start + float(event["dur"])))
+            start, is_nccl = float(event["ts"]), "nccl" in str(event["name"]).lower()
+            intervals[is_nccl or is_pushed(event, copying)].append((start, start + float(event["dur"])))
     collectives, work = merge(intervals[True]), merge(intervals[False])
     return total(subtract(collectives, work)), total(collectives)

@@ -11,7 +11,7 @@ communicates alone under a mark of its own, which shows whose threads those are.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,9 @@ COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
 AXES = ("x", "y", "z", "data")
 ROWS = (COMPUTE, *AXES, OTHER)
-# Copy engines push weights over z alone; kernels of `stretto.tiles` begin that and wait for it.
+# Copy engines push over z alone; these kernels begin that, wait for it, and add up what has come.
 PUSHED_AXIS = "z"
-WAITING_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel")
+PUSHING_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
@@ -187,27 +187,37 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
         for event in events
         if event["name"] == "record_param_comms" and "External id" in event.get("args", {})
     }
-    spans = []
+    spans, copying = [], copying_streams(events)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
             row = COMPUTE
-            if is_pushed(event["name"]):
+            if is_pushed(event, copying):
                 row = PUSHED_AXIS
-            elif is_communication(event["name"]) or "Collective name" in about:
+            elif event["name"].startswith("nccl") or "Collective name" in about:
                 row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
             spans.append(Span(row, event["name"], *_interval(event)))
     return spans
 
 
-def is_communication(name: str) -> bool:
-    """Whether a kernel or copy of this name brings something to another GPU, or waits for what comes from one."""
-    return "nccl" in name.lower() or is_pushed(name)
+def copying_streams(events: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """The streams of a GPU that copies run on and kernels never do, as those of `stretto.tiles`' copies."""
+    streams: dict[str, set[Any]] = {"kernel": set(), "gpu_memcpy": set()}
+    for event in events:
+        if event.get("cat") in streams:
+            streams[event["cat"]].add(event.get("args", {}).get("stream"))
+    return streams["gpu_memcpy"] - streams["kernel"]
 
 
-def is_pushed(name: str) -> bool:
-    """Whether it belongs to what copy engines push: a copy between GPUs, or a kernel that waits for one."""
-    return name in WAITING_KERNELS or (name.startswith("Memcpy") and "PtoP" in name)
+def is_pushed(event: Mapping[str, Any], copying: Collection[Any]) -> bool:
+    """Whether a kernel or copy belongs to what copy engines push. copying: `copying_streams` of all events.
+
+    Between two GPUs' memory a copy is called one within a device, or one between peers, as the driver mapped it.
+    """
+    if event.get("cat") != "gpu_memcpy":
+        return event["name"] in PUSHING_KERNELS
+    is_within = "DtoD" in event["name"] and event.get("args", {}).get("stream") in copying
+    return is_within or "PtoP" in event["name"]
 
 
 def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
