@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 	$(BIN)/stretto demo
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile --durations 40
 
 gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
