@@ -13,6 +13,7 @@ from stretto.cli.cluster import app as cluster
 from stretto.cli.collective import app as collective
 from stretto.cli.console import print_any_text
 from stretto.cli.demo import demo
+from stretto.cli.doctor import doctor
 from stretto.cli.export import export
 from stretto.cli.plan import plan
 from stretto.cli.probe import probe
@@ -30,6 +31,7 @@ app.command()(train)
 app.command()(demo)
 app.command()(plan)
 app.command()(probe)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")

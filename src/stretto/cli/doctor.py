@@ -1,0 +1,157 @@
+"""`stretto doctor`: what works on this machine, and what falls back to what where something is missing."""
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from stretto.cli.console import Json, print_json
+
+KERNEL = 'extern "C" __global__ void nothing() {}'
+MINIMUMS = {"torch": (2, 11), "triton": (3, 6)}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. state: "ok", or "missing", and then `so` says what is done without it."""
+
+    what: str
+    state: str
+    found: str
+    so: str = ""
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what works here: versions, GPUs, their links, compilers; and what will fall back.
+
+    Starts no ranks and measures nothing: `stretto probe` does.
+    """
+    findings = [finding for look in LOOKS for finding in look()]
+    if as_json:
+        print_json({"findings": [finding._asdict() for finding in findings]})
+        return
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{finding.what:{width}}  {'-' if finding.state == 'missing' else '+'} {finding.found}")
+        if finding.so:
+            print(f"{'':{width}}    so {finding.so}")
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name, without in (
+        ("torch", "nothing runs"),
+        ("triton", "overlapped operators and tiles are not there; pip install triton, on Linux"),
+    ):
+        yield _package(name, without, MINIMUMS[name])
+
+
+def _package(name: str, without: str, least: tuple[int, ...] = ()) -> Finding:
+    try:
+        version = str(importlib.import_module(name).__version__)
+    except ImportError as error:
+        return Finding(name, "missing", str(error), without)
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < least:
+        wanted = ".".join(map(str, least))
+        return Finding(name, "missing", f"{version}, which is older than {wanted}", f"{without} with this version")
+    return Finding(name, "ok", version)
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        yield Finding(
+            "GPUs",
+            "missing",
+            "none that torch sees",
+            "ranks are processes over gloo, schedules run on the host, kernels are interpreted (TRITON_INTERPRET=1)",
+        )
+        return
+    for index in range(count):
+        about = torch.cuda.get_device_properties(index)
+        yield Finding(
+            f"GPU {index}", "ok", f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB"
+        )
+    yield Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        yield Finding(
+            "peer access",
+            "missing",
+            f"not between GPUs {apart[0][0]} and {apart[0][1]}" + (f" and {len(apart) - 1} more" if apart[1:] else ""),
+            "collectives run on NCCL, and operators are a library's GEMM and NCCL's collective",
+        )
+    elif pairs:
+        yield Finding("peer access", "ok", "every GPU reaches every other's memory")
+        yield from _links(count)
+
+
+def _links(count: int) -> Iterator[Finding]:
+    import torch
+
+    from stretto.collectives.executor.cuda.links import are_linked
+
+    gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    if all(are_linked(gpu, gpus) for gpu in gpus):
+        yield Finding("NVLink", "ok", "between every two GPUs")
+    else:
+        yield Finding(
+            "NVLink",
+            "missing",
+            "not between every two GPUs, or NVML does not say",
+            "schedules do without LL128, and NCCL, not copy engines, carries what z sends",
+        )
+
+
+def _compilers() -> Iterator[Finding]:
+    from stretto.collectives.executor.cuda.nvrtc import compile_source
+
+    try:
+        compile_source(KERNEL, "sm_90")
+        yield Finding("NVRTC", "ok", "compiles CUDA C++")
+    except (ImportError, RuntimeError) as error:
+        yield Finding("NVRTC", "missing", str(error), "on GPUs all collectives run on NCCL")
+    name = os.environ.get("CXX", "c++")
+    if shutil.which(name):
+        yield Finding("C++ compiler", "ok", name)
+    else:
+        without = 'the torch.distributed backend "stretto" cannot be built: install g++, or set CXX'
+        yield Finding("C++ compiler", "missing", f"no {name} on the PATH", without)
+
+
+def _places() -> Iterator[Finding]:
+    from stretto.tuning.store import cache_folder
+
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        yield Finding("cache", "ok", str(folder))
+    except OSError as error:
+        without = "what is measured and compiled is lost when the process ends; set STRETTO_CACHE to another folder"
+        yield Finding("cache", "missing", f"{folder}: {error.strerror}", without)
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
+        yield Finding("shared memory", "ok", "between processes, by memfd")
+    else:
+        without = "ranks on CPUs have gloo alone: schedules and interpreted kernels need Linux"
+        yield Finding("shared memory", "missing", f"no memfd on {platform.system()}", without)
+
+
+def _extras() -> Iterator[Finding]:
+    for name, without in (
+        ("tokenizers", "text is read as bytes (pip install 'stretto[tokenizers]')"),
+        ("transformers", "Hugging Face's models are not there (pip install 'stretto[huggingface]')"),
+        ("tensorboard", "train.tensorboard is refused (pip install 'stretto[tensorboard]')"),
+    ):
+        yield _package(name, without)
+
+
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _gpus, _compilers, _places, _extras)

@@ -1,0 +1,51 @@
+"""`stretto doctor` says what is there, and what is done without what is not."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli.commands import finish, start
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> str:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, output, errors = finish(start("doctor", *arguments))
+    assert status == 0, errors
+    return output
+
+
+def findings(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, dict[str, str]]:
+    output = run(monkeypatch, "--json", **environment)
+    return {finding["what"]: finding for finding in json.loads(output)["findings"]}
+
+
+def test_what_works_here_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = findings(monkeypatch, STRETTO_CACHE=str(tmp_path / "cache"), CUDA_VISIBLE_DEVICES="")
+    assert found["torch"] == {"what": "torch", "state": "ok", "found": torch.__version__, "so": ""}
+    assert found["GPUs"]["state"] == "missing"
+    assert "gloo" in found["GPUs"]["so"]
+    assert (found["cache"]["state"], found["cache"]["found"]) == ("ok", str(tmp_path / "cache"))
+    if sys.platform == "linux":
+        assert found["NVRTC"]["state"] == "ok"
+        assert found["shared memory"]["state"] == "ok"
+    for finding in found.values():
+        assert (finding["state"] == "missing") == bool(finding["so"]), finding
+
+
+def test_what_is_missing_is_said_with_what_is_done_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = findings(monkeypatch, STRETTO_CACHE=str(tmp_path / "file"), CXX="no-such-compiler", CUDA_VISIBLE_DEVICES="")
+    assert found["cache"]["state"] == "missing"
+    assert "STRETTO_CACHE" in found["cache"]["so"]
+    assert found["C++ compiler"]["found"] == "no no-such-compiler on the PATH"
+    assert "- no no-such-compiler on the PATH" in run(monkeypatch)
+
+
+def test_a_version_that_is_too_old_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    found = importlib.import_module("stretto.cli.doctor")._package("torch", "nothing runs", (2, 11))
+    assert (found.state, found.found) == ("missing", "2.9.1+cpu, which is older than 2.11")
