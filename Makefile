@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu-test lint format docs-figures clean help
+.PHONY: demo test gpu-test gpu-sanitize lint format docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
 	@echo "make test      all tests that need no GPU"
 	@echo "make lint      formatting, linter, types, import layers"
+	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a machine with GPUs)"
 
 demo: $(VENV)/.installed
@@ -20,6 +21,12 @@ test: $(VENV)/.installed
 
 gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+gpu-sanitize:
+	PYTHONPATH=src:. compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+		$(PYTHON) tests/gpu/sanitize.py
+	PYTHONPATH=src:. compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9 \
+		$(PYTHON) tests/gpu/sanitize.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
