@@ -143,6 +143,21 @@ def call_a_part(is_pushed: bool) -> list[torch.Tensor]:
         return [part, setup.loss()]
 
 
+def keep_a_graph_of_a_part() -> list[bool]:
+    """Whether a submodule's own graph, made outside of a pass, has its gradients after passes with other weights."""
+    setup = Setup(1, 2, is_pushed=True)
+    hidden = torch.ones(1, SEQ_LEN, CONFIG.hidden, requires_grad=True)
+    setup.loss().backward()
+    setup.update()
+    early = setup.model.blocks[0].mlp(hidden)
+    expected = torch.autograd.grad(setup.model.blocks[0].mlp(hidden).sum(), hidden)[0]
+    with torch.no_grad():
+        for parameter in setup.model.parameters():
+            parameter.mul_(0.5)
+    setup.loss()
+    return [torch.equal(torch.autograd.grad(early.sum(), hidden)[0], expected)]
+
+
 def checkpoint_later(is_pushed: bool, how: str) -> dict[str, Any]:
     """Activation checkpointing, by Stretto's own function or by the user, who tells nobody."""
     setup = Setup(1, 2, is_pushed=is_pushed)

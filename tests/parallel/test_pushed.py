@@ -54,6 +54,10 @@ def test_weights_that_were_written_over_before_the_backward_pass_are_named(inter
         assert "blocks.1.mlp.down" in message
 
 
+def test_what_was_gathered_outside_of_a_pass_is_never_written_over(interpret):
+    assert interpret(2, "keep_a_graph_of_a_part") == [[True], [True]]
+
+
 def test_what_is_called_outside_of_a_pass_sees_the_weights_as_they_are(interpret):
     for ours, other in zip(*(interpret(2, "call_a_part", way) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours, other))

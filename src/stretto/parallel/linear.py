@@ -77,9 +77,15 @@ class WeightShard:
         if stays and self.gather_ahead.pushed is not None:
             self.gather_ahead.pushed.register(self, Pushable(parameter, self.rows, self.precision.compute))
 
-    def version(self) -> Version | None:
-        """Which state of the shard the gathered rows are of, where they lie in memory that is written over."""
-        return None if self.gather_ahead.pushed is None else self.gather_ahead.pushed.version(self)
+    def version(self, whole: Tensor) -> Version | None:
+        """Which state of the shard these gathered rows are of, if they lie in memory that is written over."""
+        pushed = self.gather_ahead.pushed
+        return None if pushed is None else pushed.version(self, whole)
+
+    def was_overwritten(self, version: Version | None) -> bool:
+        """Whether rows of this version, as `version` gave it, have been written over since."""
+        pushed = self.gather_ahead.pushed
+        return pushed is not None and pushed.was_overwritten(self, version)
 
     def _start(self, shard: Tensor) -> Pending:
         return start_gather_rows(self.precision.cast(shard), self.rows, self.group)
@@ -134,7 +140,7 @@ class LinearPlan:
         """The weight that the forward pass took, kept or gathered again. RuntimeError if it was written over since."""
         if kept is None:
             return self.shard.gather(parameter)
-        if version != self.shard.version():
+        if self.shard.was_overwritten(version):
             raise RuntimeError(
                 f"the weight of {self.name} was changed, and a forward pass run with it, before the backward pass of "
                 "an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
@@ -164,7 +170,7 @@ class _Linear3D(torch.autograd.Function):
             if bias is not None:
                 y += bias
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
-        ctx.version = plan.shard.version()
+        ctx.version = plan.shard.version(weight)
         ctx.save_for_backward(x, weight if plan.keep_gathered else None)
         return y
 

@@ -93,8 +93,8 @@ class PushedGather:
             return
         from stretto.tiles import copy_engine, shard_tiles  # here: Triton may be missing where nothing is pushed
 
-        channel = self._prepare()
         self.end()  # of a pass that nobody has ended
+        channel = self._prepare()
         count = len(self._places)
         mapping = shard_tiles(count, channel.world_size, 1, channels=count)
         channel.begin("the all-gather of weights over z", mapping, mapping, "broadcast")
@@ -145,10 +145,15 @@ class PushedGather:
             self._order.append(key)
         return place.whole
 
-    def version(self, key: object) -> Version | None:
-        """Of the shard that lies in the place of this weight now; None for one that is not pushed."""
+    def version(self, key: object, whole: Tensor) -> Version | None:
+        """Of the shard that `whole` was gathered from, if it lies where the next pass gathers too; else None."""
         place = self._places.get(key)
-        return None if place is None else place.version
+        return place.version if place is not None and place.whole is whole else None
+
+    def was_overwritten(self, key: object, version: Version | None) -> bool:
+        """Whether a later pass has put other numbers where a weight of this version, as `version` gave it, lay."""
+        place = self._places.get(key)
+        return version is not None and place is not None and place.version != version
 
     def _push(self, channel: "BlockChannel", place: _Place) -> None:
         """To the rank before this one first: at any time every rank pushes to another one."""

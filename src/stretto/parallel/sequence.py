@@ -98,7 +98,12 @@ class GatheringLinear(torch.autograd.Function):
         all_reduce(y, plan.output_group)
         if bias is not None:
             y += bias
-        ctx.plan, ctx.parameter, ctx.has_bias, ctx.version = plan, parameter, bias is not None, plan.shard.version()
+        ctx.plan, ctx.parameter, ctx.has_bias, ctx.version = (
+            plan,
+            parameter,
+            bias is not None,
+            plan.shard.version(weight),
+        )
         ctx.save_for_backward(gathered, weight if plan.keep_gathered else None)
         ctx.mark_non_differentiable(gathered)
         return y, gathered
@@ -128,7 +133,12 @@ class ScatteringLinear(torch.autograd.Function):
         y = _multiply_and_scatter(x, matrix, plan.output_group, overlaps=plan.hides_all_reduce)
         if bias is not None:
             y += bias
-        ctx.plan, ctx.parameter, ctx.has_bias, ctx.version = plan, parameter, bias is not None, plan.shard.version()
+        ctx.plan, ctx.parameter, ctx.has_bias, ctx.version = (
+            plan,
+            parameter,
+            bias is not None,
+            plan.shard.version(weight),
+        )
         ctx.save_for_backward(x, weight if plan.keep_gathered else None)
         return y
 
