@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.bench.harness import (
+    FAILURES,
     Column,
     empty_memory,
+    in_one_line,
     peak_memory_gib,
     print_table,
     run_ranks,
@@ -44,7 +46,6 @@ COLUMNS = (
     Column("last_loss", "last loss", "{:.6f}"),
     Column("error", "error"),
 )
-FAILURES = (ValueError, RuntimeError, AssertionError, NotImplementedError)
 BATCHES = 4  # in turn: one alone would stay in the caches
 
 
@@ -98,7 +99,7 @@ def measure_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]
                 try:
                     _measure_once(row, name, setting, grid, batches)
                 except FAILURES as error:
-                    rows[name] = {"name": name, "error": str(error).strip().splitlines()[0][:160]}
+                    rows[name] = {"name": name, "error": in_one_line(error)}
             _compare(rows)
             if grid.coordinate("world") == 0:
                 print(_said(rows[name]), flush=True)

@@ -23,6 +23,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from stretto.memory import allocated_bytes
 from stretto.train.launch import allocator_environment
 
+# What a run may die of without taking the others with it: what it refuses, memory, and what a compiler does not know.
+FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
+
 
 @dataclass(frozen=True)
 class Column:
@@ -100,6 +103,11 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[st
     for row in rows:
         table.add_row(*_cells(columns, row))
     Console(width=160).print(table)
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a row of a table says of a run that failed."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:

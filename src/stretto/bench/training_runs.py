@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import empty_memory, peak_memory_gib, time_steps
+from stretto.bench.harness import FAILURES, empty_memory, in_one_line, peak_memory_gib, time_steps
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -32,8 +32,6 @@ from stretto.parallel import (
 from stretto.planner.grids import every_grid
 
 MAX_NORM = 1.0
-# What a run may die of without taking the others with it: what it refuses, memory, and what a compiler does not know.
-FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,7 @@ def measure(
         try:
             _measure_once(run, row, workload, device, extra)
         except FAILURES as error:
-            text = str(error).strip() or type(error).__name__
-            rows[run.name] = {"name": run.name, "is_peer": run.is_peer, "error": text.splitlines()[0][:160]}
+            rows[run.name] = {"name": run.name, "is_peer": run.is_peer, "error": in_one_line(error)}
         finally:
             _forget(run)
         _say(rows[run.name])
