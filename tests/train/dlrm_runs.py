@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,13 +54,14 @@ def train_with_kernels(config: DLRMTrainConfig) -> int:
     from stretto import ops
 
     assert pooled_exchange.choose_operators("kernel", torch.float32, torch.device("cpu"), [4]) is ops
+    updating = sys.modules[ops.embedding_all_to_all_updating.__module__]
     update, calls = ops.embedding_all_to_all_update, []
 
     def counted(*arguments: Any, **options: Any) -> None:
         calls.append(options["optimizer"])
         update(*arguments, **options)
 
-    with mock.patch.object(ops, "embedding_all_to_all_update", counted):
+    with mock.patch.object(updating, "embedding_all_to_all_update", counted):
         train(config, display="none")
     assert set(calls) == {"adagrad"}
     return len(calls)

@@ -4,9 +4,11 @@ from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_g
 from stretto.ops.choosing import counts
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
+    TableUpdate,
     check_indices,
     embedding_all_to_all,
     embedding_all_to_all_update,
+    embedding_all_to_all_updating,
     tune_embedding,
 )
 from stretto.ops.gemm import Blocks
@@ -20,12 +22,14 @@ __all__ = [
     "Blocks",
     "EmbeddingAllToAll",
     "Plan",
+    "TableUpdate",
     "all_gather_matmul",
     "all_gather_matmul_gathered",
     "check_indices",
     "counts",
     "embedding_all_to_all",
     "embedding_all_to_all_update",
+    "embedding_all_to_all_updating",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mlp",

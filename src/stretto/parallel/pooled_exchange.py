@@ -70,9 +70,10 @@ def pool_and_exchange(
     if operators is not None:
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
-        # The output needs a gradient for something, though no table has one.
-        anchor = torch.empty(0, device=lookups.indices.device, requires_grad=True)
-        return _LookUpAndUpdate.apply(anchor, operators, lookups, tuple(tables), group, name, update)
+        how = operators.TableUpdate(update.optimizer, update.settings, update.states)
+        return operators.embedding_all_to_all_updating(
+            lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
+        )
     if update is not None:
         raise ValueError("the library's path makes gradients, and updates no table by itself: update must be None")
     pooled = _pool(lookups, tables, dtype)
@@ -118,41 +119,6 @@ def _look_up(operators: Any, lookups: Lookups, tables: Sequence[Tensor], group: 
     return operators.embedding_all_to_all(
         lookups.indices, lookups.offsets, list(tables), group, batch=lookups.batch, name=name, sparse=True
     )
-
-
-class _LookUpAndUpdate(torch.autograd.Function):
-    """The operator, whose backward pass changes the tables."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        operators: Any,
-        lookups: Lookups,
-        tables: tuple[Tensor, ...],
-        group: dist.ProcessGroup,
-        name: str,
-        update: FusedUpdate,
-    ) -> Tensor:
-        ctx.arguments = operators, lookups, tables, group, name, update
-        return _look_up(operators, lookups, tables, group, name)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        operators, lookups, tables, group, name, update = ctx.arguments
-        operators.embedding_all_to_all_update(
-            gradients[0].contiguous(),
-            lookups.indices,
-            lookups.offsets,
-            list(tables),
-            group,
-            optimizer=update.optimizer,
-            settings=update.settings,
-            states=list(update.states),
-            batch=lookups.batch,
-            name=name,
-        )
-        return (None,) * 7
 
 
 def _pool(lookups: Lookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

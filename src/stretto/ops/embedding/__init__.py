@@ -7,11 +7,14 @@ from stretto.ops.embedding.operator import (
     embedding_all_to_all_update,
     tune_embedding,
 )
+from stretto.ops.embedding.updating import TableUpdate, embedding_all_to_all_updating
 
 __all__ = [
     "EmbeddingAllToAll",
+    "TableUpdate",
     "check_indices",
     "embedding_all_to_all",
     "embedding_all_to_all_update",
+    "embedding_all_to_all_updating",
     "tune_embedding",
 ]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.ops.checks import find_name
-from stretto.ops.embedding.operator import OPTIMIZERS, embedding_all_to_all, embedding_all_to_all_update
+from stretto.ops.embedding.operator import OPTIMIZERS, embedding_all_to_all
+from stretto.ops.embedding.updating import TableUpdate, embedding_all_to_all_updating
 from stretto.ops.workspace import find_kept
 
 
@@ -73,21 +74,17 @@ class EmbeddingAllToAll(nn.Module):
         self, indices: Tensor, offsets: Tensor, *, weights: Tensor | None = None, batch: int | None = None
     ) -> Tensor:
         """[global batch / world, sum of all ranks' dims]; the arguments are those of `embedding_all_to_all`."""
+        options: dict[str, Any] = {
+            "weights": weights,
+            "mode": self.mode,
+            "batch": batch,
+            "name": self.name,
+            "checks": self.checks,
+        }
         if self.optimizer is None or not torch.is_grad_enabled():
-            return embedding_all_to_all(
-                indices,
-                offsets,
-                list(self.tables),
-                self.group,
-                weights=weights,
-                mode=self.mode,
-                batch=batch,
-                name=self.name,
-                checks=self.checks,
-                sparse=self.sparse,
-            )
-        anchor = torch.empty(0, device=offsets.device, requires_grad=True)
-        return _LookUpAndUpdate.apply(anchor, self, indices, offsets, weights, batch)
+            return embedding_all_to_all(indices, offsets, list(self.tables), self.group, sparse=self.sparse, **options)
+        update = TableUpdate(self.optimizer, self.settings, self.states)
+        return embedding_all_to_all_updating(indices, offsets, list(self.tables), self.group, update, **options)
 
     def extra_repr(self) -> str:
         """What was given."""
@@ -97,52 +94,3 @@ class EmbeddingAllToAll(nn.Module):
 def _find_new_name(group: dist.ProcessGroup | None) -> str:
     """One that no other module of the group has, the same on all ranks, which make them in one order."""
     return f"module {next(find_kept(find_name(group), torch.device('cpu'), 'embedding modules', itertools.count))}"
-
-
-class _LookUpAndUpdate(torch.autograd.Function):
-    """A look-up whose backward pass changes the tables. The anchor is what the output depends on, for autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        module: EmbeddingAllToAll,
-        indices: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        batch: int | None,
-    ) -> Tensor:
-        ctx.module, ctx.batch = module, batch
-        ctx.save_for_backward(indices, offsets, weights)
-        return embedding_all_to_all(
-            indices,
-            offsets,
-            list(module.tables),
-            module.group,
-            weights=weights,
-            mode=module.mode,
-            batch=batch,
-            name=module.name,
-            checks=module.checks,
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        module: EmbeddingAllToAll = ctx.module
-        indices, offsets, weights = ctx.saved_tensors
-        assert module.optimizer is not None
-        embedding_all_to_all_update(
-            grad,
-            indices,
-            offsets,
-            list(module.tables),
-            module.group,
-            optimizer=module.optimizer,
-            settings=module.settings,
-            states=module.states,
-            weights=weights,
-            mode=module.mode,
-            batch=ctx.batch,
-            name=module.name,
-        )
-        return (None,) * 6
