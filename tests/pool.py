@@ -352,12 +352,11 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
     torch.set_default_dtype(torch.float32)
     try:
         store = dist.FileStore(job.store_path, job.world_size)
-        device = None
         if "nccl" in backend:
-            device = torch.device("cuda", job.rank)
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(job.rank)
             os.environ["LOCAL_RANK"] = str(job.rank)
-        whose = {"rank": job.rank, "world_size": job.world_size, "device_id": device}
+        # No device_id: the groups of a later job would be split from NCCL's communicator, which then crashes (2.11).
+        whose = {"rank": job.rank, "world_size": job.world_size}
         dist.init_process_group(backend, store=store, timeout=GROUP_LIMIT, **whose)
         pipe.send("joined")
         pipe.recv()  # all ranks have
