@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu-test gpu-sanitize lint format docs-figures clean help
+.PHONY: demo test test-exhaustive gpu-test gpu-sanitize lint format docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
-	@echo "make test      all tests that need no GPU"
+	@echo "make test      tests of everything that needs no GPU"
+	@echo "make test-exhaustive  the cases that make test leaves out"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a machine with GPUs)"
@@ -16,8 +17,13 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/stretto demo
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile
+
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile --durations 40
+	$(PYTEST) --durations 20
+
+test-exhaustive: $(VENV)/.installed
+	$(PYTEST) --durations 20 -m exhaustive
 
 gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu

@@ -1,11 +1,31 @@
-"""Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted."""
+"""Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted.
 
+Which tests are `exhaustive`, and so left to `make test-exhaustive`: those that say so, and of one that is `sampled(n)`
+all but n of its cases, drawn by its name, so that everyone's `make test` runs the same ones.
+"""
+
+import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.pool import Pool
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is left out of the samples, before pytest picks by marks."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        size = min(found[0].get_closest_marker("sampled").args[0], len(found))
+        kept = random.Random(name).sample(range(len(found)), size)
+        for index in set(range(len(found))) - set(kept):
+            found[index].add_marker(pytest.mark.exhaustive)
 
 
 class Ranks:

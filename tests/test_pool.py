@@ -173,6 +173,7 @@ def test_hang(ranks, pool):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_pytest_leaves_no_process(ending, tmp_path):
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED_TEST)

@@ -126,6 +126,7 @@ def test_its_schedules_are_verified(ranks):
             assert verify(compile_for(name, ranks, instances)).ok
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_a_whole_chunk_fits_into_the_fifos_that_are_made_for_it(protocol, tmp_path):

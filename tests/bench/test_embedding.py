@@ -34,6 +34,7 @@ def test_mlperfs_tables_go_where_the_least_is_looked_up():
     assert sorted(rows for tables in owned for rows, _ in tables) == sorted(MLPERF_ROWS)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_run_compares_all_peers_and_writes_what_it_has(tmp_path):
     command = [
         sys.executable, "-m", "stretto.cli", "bench", "embedding", "--ranks", "2", "--cases", "4x2x8x2", "--rows", "9",

@@ -17,6 +17,7 @@ def test_the_default_model_has_the_parameters_that_it_is_named_after():
     assert (LLAMA_7B.layers, model_config("llama-7b", 2, 512).layers) == (32, 2)
 
 
+@pytest.mark.exhaustive
 def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, peers, ranks)
     results = bench_peers("tiny", WORKLOAD, [2], 2, tmp_path, with_compiled=False)

@@ -28,6 +28,7 @@ def test_a_models_own_products_are_measured_on_every_grid_that_can_run_it():
     assert {(512, 1152, 768), (512, 2304, 384)} <= set(shapes)
 
 
+@pytest.mark.exhaustive
 def test_a_probed_machine_can_be_planned_for(tmp_path):
     measured = probe(2, "fp32")
     assert measured.gpus_per_node == 2

@@ -47,6 +47,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run.toml"
 
 
+@pytest.mark.exhaustive
 def test_a_run_leaves_everything_in_its_folder(config: Path) -> None:
     status, output, errors = finish(start("train", config, "--json", "--trace"))
     assert status == 0, errors

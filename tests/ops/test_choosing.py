@@ -65,6 +65,7 @@ def test_copy_engines_do_not_pull():
         require_plan(Plan(direction="pull"))
 
 
+@pytest.mark.exhaustive
 def test_what_was_measured_is_kept_and_taken_by_all_ranks(interpret, tmp_path):
     results = interpret(2, "tune_and_choose", str(tmp_path))
     for measured, chosen, near, far, other in results:

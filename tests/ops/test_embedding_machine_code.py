@@ -100,6 +100,7 @@ def test_every_target_of_gradients_compiles(action, by_number, dtype):
         compile_kernel(getattr(backward_kernel, name), launches[name], {"num_warps": 1}, "sm_90")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize(
     ("dtype", "way", "warps", "loads"),

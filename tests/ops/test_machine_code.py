@@ -157,6 +157,7 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("target", NVIDIA)
 def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(target):
     lines = to_ptx("scatter", target)

@@ -19,6 +19,7 @@ def ran_kernels(operator, calls=3):
     return {(operator, "kernel"): calls}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["copies", "pushes", "pulls", "unshifted"])
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
@@ -30,6 +31,7 @@ def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
         assert ran == ran_kernels("all_gather_matmul")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["tiles", "tiles, unshifted", "packets", "shared steps"])
 @pytest.mark.parametrize("case", CASES)
 def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan):
@@ -40,6 +42,7 @@ def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan
         assert ran == ran_kernels("matmul_reduce_scatter")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", ["one shot", "two shots", "shared steps", "tiles", "auto"])
 @pytest.mark.parametrize(
     "case",

@@ -190,6 +190,7 @@ def observe_two_depths(sizes: Sizes, config: GPTConfig, options: Options) -> tup
     return observe(sizes, config, options), observe(sizes, replace(config, layers=config.layers + 1), options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "model", "keep_gathered"),
     [
@@ -217,6 +218,7 @@ def test_a_gpts_linears_send_what_the_equations_say_and_its_blocks_nothing_else_
         assert [message for message in of_one_block if not is_small(message, config, sizes)] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str)
 def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_ranks(ranks, sizes):
     print(f"seed {SEED}")
@@ -229,6 +231,7 @@ def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_
             assert len(sums) == 1, sums
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 1, 2), (1, 4, 2, 1), (1, 1, 4, 2)], ids=str)
 def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
     print(f"seed {SEED}")
@@ -240,6 +243,7 @@ def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
         assert all(message.numel < rows * config.vocab / sizes[1] for message in on_x), apart
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -257,6 +261,7 @@ def test_strettos_own_counter_reports_what_was_handed_to_the_groups(ranks, sizes
         assert observed.stretto_bytes_by_axis == observed.bytes_by_axis
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 4, 2)], ids=str)
 def test_checkpointing_repeats_the_forward_pass_of_the_blocks_and_nothing_of_the_backward_pass(ranks, sizes):
     print(f"seed {SEED}")
@@ -290,6 +295,7 @@ def forward_messages(config: GPTConfig, sizes: Sizes, only_last: bool = False) -
     return only_those_sent(messages, sizes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (2, 1, 2, 2), (4, 2, 1, 1)], ids=str)
 def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
     print(f"seed {SEED}")
@@ -299,6 +305,7 @@ def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
         assert split.bytes_by_axis[0]["data"] == whole.bytes_by_axis[0]["data"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
 def test_in_bf16_weights_and_activations_travel_in_two_bytes(ranks, sizes):
     print(f"seed {SEED}")

@@ -156,6 +156,7 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor:
 GRIDS = pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (1, 1, 1, 2)], ids=str)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model_type", "sizes"), [(each, ((1, 2, 2, 1), (1, 1, 1, 2))[turn % 2]) for turn, each in enumerate(MUST_RUN)]
 )
@@ -166,6 +167,7 @@ def test_a_model_with_a_plan_equals_the_plain_model(ranks, model_type, sizes):
     assert ranks(count).run(try_on_grid, sizes, model_type, expected) == [{}] * count
 
 
+@pytest.mark.sampled(2)
 @GRIDS
 @pytest.mark.parametrize("model_type", MUST_RUN_WITH_WHOLE_LOSS)
 def test_a_model_that_changes_its_logits_is_told_of_the_option_that_makes_it_equal(ranks, model_type, sizes):

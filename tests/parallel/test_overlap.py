@@ -86,6 +86,7 @@ def compare_with_nothing_hidden(sizes: Sizes, how: How) -> dict[str, bool]:
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "how"),
     [

@@ -84,6 +84,7 @@ def spread_variants() -> list[tuple[Sizes, str, str]]:
     return runs
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("sizes", "precision", "variant"), spread_variants(), ids=str)
 def test_five_steps_on_every_grid_equal_those_of_one_rank(ranks, sizes, precision, variant):
     print(f"seed {SEED}")
@@ -92,6 +93,7 @@ def test_five_steps_on_every_grid_equal_those_of_one_rank(ranks, sizes, precisio
     assert ranks(prod(sizes)).run(disagreements, sizes, case, chosen, expected) == [{}] * prod(sizes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["gpt2-like", "grouped-query", "micro-batched, checkpointed, gathered twice"])
 def test_variants_agree_on_a_grid_of_all_three_tensor_axes_with_torchs_own_optimizer(ranks, variant):
     print(f"seed {SEED}")

@@ -20,6 +20,7 @@ def test_it_multiplies_what_it_gathers(interpret, ranks, dtype):
     assert max(errors) < TOLERANCES[dtype], errors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["all_gather_gemm", "all_to_all_gemm"])
 def test_it_runs_as_a_user_runs_it(name):
     file = example.ROOT / "examples" / f"{name}.py"

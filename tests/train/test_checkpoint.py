@@ -60,6 +60,7 @@ def edit_metadata(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
 # --- another grid
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [runs.make_gpt, runs.make_hugging_face_gpt2])
 def test_every_grid_reads_and_writes_the_same_numbers(ranks: MakeRanks, tmp_path: Path, make: Any) -> None:
     weights = ranks(4).run(runs.save_trained, make, {"x": 2, "z": 2}, tmp_path / "first")[0]

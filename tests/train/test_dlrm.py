@@ -116,6 +116,7 @@ def test_the_first_loss_and_the_bits_of_one_number_of_ranks_are_always_the_same(
         assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
 @pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", "sgd"])
 def test_a_run_resumes_on_another_number_of_ranks_with_the_same_losses(
@@ -133,6 +134,7 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_losses(
         assert ours["samples"] == theirs["samples"] == 16 * ours["step"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_checkpoints(
     ranks: MakeRanks, interpreted_pool: Pool, tmp_path: Path, count: int

@@ -89,6 +89,7 @@ def write_complete_checkpoint(out: Path) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_every_rank_gets_torchruns_environment_and_its_share_of_the_cores(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_rank_killed_in_mid_step_ends_the_job_with_its_name_and_signal(out: Pa
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.exhaustive
 def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     with pytest.raises(RankFailure, match="rank 0 of 2 failed: it exited with status 3"):
         launch(launch_entries.exit_on_rank_0, config_for(out, 2), QUICK)
@@ -140,6 +142,7 @@ def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> Non
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_do_not_stop_in_time_are_killed(out: Path) -> None:
     sender = once_running(out, 2, signal_launcher(signal.SIGTERM))
     patience = Patience(stop=0.5, report=0.1, end=1.0)

@@ -169,6 +169,7 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_last_in_its_metrics(ranks:
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: MakeRanks, tmp_path: Path, rank: int) -> None:
     options = [*on_grid(x=2, z=2), "train.steps=6"]

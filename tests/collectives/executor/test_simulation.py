@@ -25,6 +25,7 @@ def assert_outputs(schedule, outputs, expected, what):
             assert torch.equal(output, right), (what, rank, output, right)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_any_dtype_reduction_and_number_of_elements_comes_out_right(name):
     print(f"seed {SEED}")

@@ -1,5 +1,6 @@
 """Two-level collectives on real processes: the results of plain torch.distributed, on every shape of nodes."""
 
+import re
 import threading
 import time
 from datetime import timedelta
@@ -78,16 +79,19 @@ def check_reductions(shape: tuple[int, int], part_bytes: int, sizes: list[int]) 
     return checked
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_all_gather_is_in_rank_order_for_every_dtype_and_size(ranks, shape):
     assert min(ranks(shape[0] * shape[1]).run(check_all_gathers, shape, 2**20, SIZES)) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_reductions_are_those_of_torch_distributed_for_every_dtype_and_size(ranks, shape):
     assert min(ranks(shape[0] * shape[1]).run(check_reductions, shape, 2**20, SIZES)) > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(3, 2), (1, 3)], ids=["3x2", "1x3"])
 def test_messages_in_many_parts_change_nothing(ranks, shape):
     ranks(shape[0] * shape[1]).run(check_all_gathers, shape, TINY_PARTS, [1, 11])
@@ -378,7 +382,10 @@ def test_a_lost_peer_is_an_error_at_once_and_within_the_limit_for_who_waits_for_
     assert where in direct
     assert "rank 2: " in direct
     assert seconds < 1.5
-    assert "rank 1 of 3 (node 1, place 0), all_reduce (ring), phase between nodes, step 2 of 2, " in indirect
+    # Step 1 where rank 0 gave up before its own message had left.
+    assert re.search(
+        r"rank 1 of 3 \(node 1, place 0\), all_reduce \(ring\), phase between nodes, step [12] of 2, ", indirect
+    )
 
 
 class Slow:

@@ -31,6 +31,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(copied, "LARGEST_PIECE", 256)
 
 
+@pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize("name", [*NAMES, "ring-all-gather"])
 def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder, small_pieces):

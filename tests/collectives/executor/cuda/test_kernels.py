@@ -80,6 +80,7 @@ def in_places(name):
     return [False] if name == "all-to-next" else [False, True]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_interpreter_runs_every_algorithm_on_two_ranks(protocol, folder):
     rng = random.Random(SEED)
@@ -109,6 +110,7 @@ def test_the_interpreter_runs_on_four_ranks_in_two_nodes(folder):
                 check(kernels, torch.int64, "sum", in_place, elements, rng.choice([0, 1]), rng)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "protocol", "dtype", "reduction"),
     [
@@ -206,6 +208,7 @@ def test_a_thread_block_that_waits_for_another_leaves_it_to_that_one_to_name_the
     assert said == "its own thread block 0 to end step 1 (step 1, re, channel 0)"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", [LaneKernel, InterpretedSchedule])
 def test_call_numbers_may_come_round(kind, protocol, folder):
@@ -223,6 +226,7 @@ def test_call_numbers_may_come_round(kind, protocol, folder):
         assert int(workspaces[0].state[0]) & 0xFFFFFFFF == after
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", [LaneKernel, InterpretedSchedule])
 def test_what_an_old_call_left_is_not_taken_when_its_number_comes_again(kind, protocol, folder):

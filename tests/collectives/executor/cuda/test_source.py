@@ -30,6 +30,7 @@ def ptx(algorithm, variant):
     return text.decode()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_it_compiles_for_every_architecture(arch, protocol):
@@ -43,6 +44,7 @@ def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
     assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_it_compiles_for_every_dtype_and_reduction(dtype):
     for reduction in OPERATIONS:
