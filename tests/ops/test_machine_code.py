@@ -79,7 +79,7 @@ def exchange_arguments(
     rows = rows if form == "scatter" else WORLD * rows
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int64)
     scratch = torch.empty(1) if shares else None
-    return inside("p2p"), gemm, a, b, staging, scratch, WORDS, out, bias, rows, 1 << 20, 16, form, 256
+    return inside("p2p"), gemm, a, b, staging, scratch, WORDS, out, bias, rows, 1 << 20, 16, form, 256, n % 4 == 0
 
 
 KERNELS = {
@@ -189,9 +189,10 @@ def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier(direction):
 
 
 @pytest.mark.parametrize("form", ["one-shot", "two-shot", "scatter"])
-def test_packets_are_stored_whole_and_looked_at_anew(form):
-    lines = to_ptx("exchange", blocks=FEW_ROWS, form=form)
-    assert any("st.relaxed.sys.global.b64" in line for line in lines)
+@pytest.mark.parametrize(("n", "store"), [(N, "st.relaxed.sys.global.v2.b64"), (N - 2, "st.relaxed.sys.global.b64")])
+def test_packets_are_stored_whole_two_at_a_time_and_looked_at_anew(form, n, store):
+    lines = to_ptx("exchange", blocks=FEW_ROWS, form=form, n=n)
+    assert any(store in line for line in lines)
     assert any(re.search(r"ld\.volatile\.global\S*\.b64", line) for line in lines)
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 

@@ -328,7 +328,7 @@ def lose(what, loser):
     rank, world = dist.get_rank(), dist.get_world_size()
     producer, consumer = map_gather(24, world)
     count = tiles.count_tiles(consumer)
-    channel = make_channel(timeout=1.5)
+    channel = make_channel(timeout=3.0)
     try:
         if what == "begin" and rank == loser:
             return None

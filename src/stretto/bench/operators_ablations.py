@@ -78,7 +78,7 @@ def measure_all(ranks: int, out: Path, setting: Setting) -> None:
                     plans.pop("sums as packets", None)  # which take twice the memory, and are for few rows
                 runs = {variation: partial(operands.call, plan) for variation, plan in plans.items()}
                 size = 0 if m <= 1024 else 64 << 20
-                found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=2, replays=5))
+                found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=6, replays=3), rests=False)
                 for variation, timed in found.items():
                     rows.append(
                         {

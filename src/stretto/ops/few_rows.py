@@ -17,12 +17,13 @@ from stretto.ops.gemm import Blocks, count_processors, describe_gemm, multiply_t
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 8
+_DATA_BYTES = 4
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
     """The packets of an [m, n] of one rank: rows are whole packets."""
-    return m * -(-n * dtype.itemsize // 4)
+    return m * -(-n * dtype.itemsize // _DATA_BYTES)
 
 
 def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> int:
@@ -85,6 +86,7 @@ def launch(
         share,
         FORM=form,
         CHUNK=chunk,
+        PAIRED=n * x.element_size() % (2 * _DATA_BYTES) == 0,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -106,6 +108,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     share,
     FORM: tl.constexpr,
     CHUNK: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
@@ -115,6 +118,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     Signals: none but the packets. Waits: for packets, after all own ones were sent; a launch has no more programs than
     multiprocessors, so all are resident, and what they wait for is sent by programs that wait for nothing (sums of two
     shots: by programs that wait for those).
+    PAIRED: a row is an even number of whole packets, so packets travel, and numbers are stored, two at a time.
     Reuse: two slots, by the call's number; every rank waits for what is made of all ranks' packets: see `call_slot`.
     """
     epoch = tiles.call_number(channel)
@@ -123,7 +127,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     pairs = tl.cdiv(gemm.n, each)
     size = rows * pairs
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
-    _multiply_share(channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype, FORM, CHUNK)
+    _multiply_share(channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype, FORM, CHUNK, PAIRED)
     chunks = tl.cdiv(size, CHUNK)
     sums = slot + channel.world * size
     first = channel.rank if FORM == "two-shot" else 0
@@ -140,22 +144,25 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
         if FORM == "two-shot":
             for distance in tl.static_range(1, channel.world):
                 peer = (channel.rank + distance) % channel.world
-                tiles.push_packets(channel, sums, index, data, epoch, inside, rank=peer)
-        _store_packets(out, index, data, inside, gemm.n, pairs, each)
+                tiles.push_packets(channel, sums, index, data, epoch, inside, rank=peer, in_pairs=PAIRED)
+        _store_packets(out, index, data, inside, gemm.n, pairs, each, PAIRED)
     if FORM == "two-shot":
-        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-            if chunk % channel.world != channel.rank:
-                index = chunk * CHUNK + tl.arange(0, CHUNK)
-                inside = index < size
-                data = tiles.wait_for_packets(channel, sums + index, epoch, inside, chunk, chunk % channel.world)
-                _store_packets(out, index, data, inside, gemm.n, pairs, each)
+        others: tl.constexpr = channel.world - 1
+        # Counted without own chunks, so that all programs have as many.
+        for other in range(tl.program_id(0), tl.cdiv(chunks, channel.world) * others, tl.num_programs(0)):
+            owner = other % others + (other % others >= channel.rank).to(tl.int32)
+            chunk = other // others * channel.world + owner
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            inside = index < size
+            data = tiles.wait_for_packets(channel, sums + index, epoch, inside, chunk, owner)
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, PAIRED)
     tiles.end_unsignalled_call(channel)
 
 
 @triton.jit
 def _multiply_share(  # type: ignore[no-untyped-def]
     channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Do this program's steps over k of all tiles' steps, and send the tiles that it completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
@@ -174,7 +181,7 @@ def _multiply_share(  # type: ignore[no-untyped-def]
             if first != last:
                 total, is_complete = _join_steps(gemm, scratch, arrivals, total, first, last)
         if is_complete:
-            _send_tile(channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype, FORM, CHUNK)
+            _send_tile(channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype, FORM, CHUNK, PAIRED)
         begin += until - within
 
 
@@ -200,7 +207,7 @@ def _join_steps(gemm, scratch, arrivals, total, first, last):  # type: ignore[no
 @triton.jit
 def _send_tile(  # type: ignore[no-untyped-def]
     channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Put a tile's packets where they are added up, at place [this rank, row, pair of columns]."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
@@ -217,23 +224,30 @@ def _send_tile(  # type: ignore[no-untyped-def]
     if FORM == "one-shot":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
-            tiles.push_packets(channel, own, at * pairs + pair, data, epoch, inside, rank=peer)
+            tiles.push_packets(channel, own, at * pairs + pair, data, epoch, inside, rank=peer, in_pairs=PAIRED)
     elif FORM == "two-shot":
         index = at * pairs + pair
-        tiles.push_packets(channel, own, index, data, epoch, inside, ranks=index // CHUNK % channel.world)
+        owner = index // CHUNK % channel.world
+        tiles.push_packets(channel, own, index, data, epoch, inside, ranks=owner, in_pairs=PAIRED)
     else:
         owner = at // rows + pair * 0
-        tiles.push_packets(channel, own, (at - owner * rows) * pairs + pair, data, epoch, inside, ranks=owner)
+        index = (at - owner * rows) * pairs + pair
+        tiles.push_packets(channel, own, index, data, epoch, inside, ranks=owner, in_pairs=PAIRED)
 
 
 @triton.jit
-def _store_packets(out, index, data, inside, n, pairs, each: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_packets(  # type: ignore[no-untyped-def]
+    out, index, data, inside, n, pairs, each: tl.constexpr, PAIRED: tl.constexpr
+):
     """Store the numbers of packets, which are counted through [rows, pairs], into out [rows, n]."""
     dtype: tl.constexpr = out.dtype.element_ty
-    row = index // pairs
-    column = (index - row * pairs) * each
-    low, high = tiles.unpack(data, dtype)
-    place = out + row.to(tl.int64) * n + column
-    tl.store(place, low.to(dtype), mask=inside)
-    if each == 2:
-        tl.store(place + 1, high.to(dtype), mask=inside & (column + 1 < n))
+    if PAIRED:  # out is of whole packets, one after another
+        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + index, data, mask=inside)
+    else:
+        row = index // pairs
+        column = (index - row * pairs) * each
+        low, high = tiles.unpack(data, dtype)
+        place = out + row.to(tl.int64) * n + column
+        tl.store(place, low.to(dtype), mask=inside)
+        if each == 2:
+            tl.store(place + 1, high.to(dtype), mask=inside & (column + 1 < n))

@@ -86,7 +86,7 @@ def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, process
             return Blocks(few, 128, 128, 8, 4, 4, processors)
         case _, _, _, True:
             return Blocks(128, 256, 64, 8, 8, 4, processors)
-    return Blocks(128, 128, 64, 8, 4, 4, processors)
+    return Blocks(128, 128, 128, 8, 8, 3, processors)
 
 
 def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks) -> Operands:

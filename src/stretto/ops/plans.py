@@ -163,7 +163,7 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
 
 # (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
 GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
-NARROW_SPEED = 0.88
+NARROW_SPEED = 0.92
 """Of tiles of 128 columns, beside those of 256: those are taken if fewer tiles are left over with them."""
 
 ONE_SHOT_ELEMENTS = 16 * 8192
@@ -195,7 +195,7 @@ def few_row_blocks(m: int, n: int, is_fp32: bool, processors: int) -> Blocks:
     rows = max(16, triton.next_power_of_2(m))
     if is_fp32:
         return Blocks(rows, 32, 64, 1, 4, 3, processors)
-    columns = 64 if n >= 64 * processors * 0.9 or rows == 64 else 32
+    columns = 64 if n >= 64 * processors * 0.9 else 32
     stages = min(8, (200 << 10) // ((rows + columns) * 128 * 2))
     return Blocks(rows, columns, 128, 1, 4, stages, processors)
 
@@ -241,11 +241,12 @@ def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
         return
     own_rows = max(1, call.m // call.world)
     # Two programs of small tiles on a multiprocessor: one stores while the other multiplies.
-    for m, n, warps, stages, share in (
-        (128, 256, 8, 4, 1),
-        (128, 256, 8, 3, 1),
-        (128, 128, 4, 3, 2),
-        (64, 256, 4, 4, 1),
+    for m, n, depth, warps, stages, share in (
+        (128, 256, 64, 8, 4, 1),
+        (128, 256, 64, 8, 3, 1),
+        (128, 128, 128, 8, 3, 1),
+        (128, 128, 64, 4, 3, 2),
+        (64, 256, 64, 4, 4, 1),
     ):
         for group in sorted({min(group, max(1, own_rows // m)) for group in (2, 4, 8)}, reverse=True):
-            yield Blocks(m, n, 64, group, warps, stages, share * machine.processors)
+            yield Blocks(m, n, depth, group, warps, stages, share * machine.processors)

@@ -12,23 +12,47 @@ import triton
 import triton.language as tl
 
 from stretto.tiles.data import peer_pointer
-from stretto.tiles.intrinsics import store_relaxed
-from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, has_time, start_clock
+from stretto.tiles.intrinsics import store_relaxed, store_relaxed_pairs
+from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, watch_clock
 
 
 @triton.jit
-def push_packets(channel, pointer, offsets, data, epoch, mask, rank=None, ranks=None):  # type: ignore[no-untyped-def]
+def push_packets(  # type: ignore[no-untyped-def]
+    channel, pointer, offsets, data, epoch, mask, rank=None, ranks=None, in_pairs: tl.constexpr = False
+):
     """Put 32-bit `data` as packets of call `epoch` at `pointer` + `offsets` in the memory of `rank`.
 
-    pointer: a scalar into this rank's memory, of int64. ranks: instead of a rank, one for each packet.
+    pointer: a scalar into this rank's memory, of int64. ranks: instead of a rank, one for each packet. in_pairs: every
+    two packets along the last dim are neighbours that go together, by one store: the first one's offset is even (and
+    pointer a multiple of 16 bytes), the second's is one more, and they have one rank and one mask. Threads that store
+    every other packet would have each sector of 32 bytes travel twice.
     """
     packets = data.to(tl.uint32, bitcast=True).to(tl.int64) | (epoch.to(tl.int64) << 32)
     if ranks is None:
         places = peer_pointer(channel, pointer, rank) + offsets
     else:
-        distances = tl.load(channel.addresses + channel.world + ranks, mask=mask, other=0)
+        # Chosen, not loaded one by one: a load for each packet would take longer than the stores.
+        distances = tl.zeros(ranks.shape, tl.int64)
+        for peer in tl.static_range(channel.world):
+            distances = tl.where(ranks == peer, tl.load(channel.addresses + channel.world + peer), distances)
         places = ((pointer + offsets).to(tl.int64) + distances).to(tl.pointer_type(tl.int64))
-    store_relaxed(places, packets, mask)
+    if in_pairs:
+        place, _ = _split_pairs(places.to(tl.int64))
+        first, second = _split_pairs(packets)
+        inside, _ = _split_pairs(mask.to(tl.int32))
+        store_relaxed_pairs(place.to(tl.pointer_type(tl.int64)), first, second, inside != 0)
+    else:
+        store_relaxed(places, packets, mask)
+
+
+@triton.jit
+def _split_pairs(x):  # type: ignore[no-untyped-def]
+    """The elements at even and those at odd places of the last dim."""
+    if len(x.shape) == 1:
+        first, second = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+    else:
+        first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return first, second
 
 
 @triton.jit
@@ -46,16 +70,15 @@ def wait_for_packets(channel, pointers, epoch, mask, part, peer):  # type: ignor
     part, peer: for the report of a wait that fails: which packets, and which rank sends them.
     """
     data, missing = look_at_packets(pointers, epoch, mask)
+    began = tl.cast(0, tl.int64)
+    looks = 0
     waits = tl.max(missing.to(tl.int32), axis=0) > 0
-    if waits:
-        began = start_clock(channel)
-        looks = 0
-        while waits:
-            data, missing = look_at_packets(pointers, epoch, mask)
-            waits = tl.max(missing.to(tl.int32), axis=0) > 0
-            looks += 1
-            if waits & (looks % LOOKS_A_TIME == 0):
-                waits = has_time(channel, began, OF_PACKETS, part, 0, peer, 0, epoch)
+    while waits:
+        data, missing = look_at_packets(pointers, epoch, mask)
+        waits = tl.max(missing.to(tl.int32), axis=0) > 0
+        looks += 1
+        if waits & (looks % LOOKS_A_TIME == 0):
+            began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, peer, 0, epoch)
     return data
 
 
@@ -67,16 +90,15 @@ def sum_packets(channel, pointer, stride, offsets, epoch, mask, part, dtype: tl.
     32 bits both results are the same. All ranks' packets are looked at in one go, until all are there.
     """
     low, high, late = _look_at_all(channel, pointer, stride, offsets, epoch, mask, dtype)
-    if late >= 0:
-        began = start_clock(channel)
-        looks = 0
-        waits = True
-        while waits:
-            low, high, late = _look_at_all(channel, pointer, stride, offsets, epoch, mask, dtype)
-            waits = late >= 0
-            looks += 1
-            if waits & (looks % LOOKS_A_TIME == 0):
-                waits = has_time(channel, began, OF_PACKETS, part, 0, late, 0, epoch)
+    began = tl.cast(0, tl.int64)
+    looks = 0
+    waits = late >= 0
+    while waits:
+        low, high, late = _look_at_all(channel, pointer, stride, offsets, epoch, mask, dtype)
+        waits = late >= 0
+        looks += 1
+        if waits & (looks % LOOKS_A_TIME == 0):
+            began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, late, 0, epoch)
     return low, high
 
 

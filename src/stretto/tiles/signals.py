@@ -265,22 +265,35 @@ def _await(channel, word, target, kind: tl.constexpr, tile, index, peer, before_
     """Wait until a word of this rank's counters has reached its target, or the time limit; returns the opaque 0."""
     pointer = channel.signals + word
     seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
-    if _is_before(seen, target):
-        began = start_clock(channel)
-        looks = 0
-        waits = True
-        while waits:
-            seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
-            waits = _is_before(seen, target)
-            looks += 1
-            if waits & (looks % LOOKS_A_TIME == 0):
-                waits = has_time(channel, began, kind, tile, index, peer, seen, target)
+    began = tl.cast(0, tl.int64)
+    looks = 0
+    waits = _is_before(seen, target)
+    while waits:
+        seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+        waits = _is_before(seen, target)
+        looks += 1
+        if waits & (looks % LOOKS_A_TIME == 0):
+            began, waits = watch_clock(channel, began, looks, kind, tile, index, peer, seen, target)
     return opaque_zero(seen, before_tma)
 
 
 @triton.jit
-def start_clock(channel):  # type: ignore[no-untyped-def]
-    """The time at which a wait begins, for `has_time`.
+def watch_clock(channel, began, looks, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
+    """(when the wait's clock began, whether it may go on), every LOOKS_A_TIME looks.
+
+    The clock begins at the first of these: most waits end before, and reading it takes longer than they do.
+    """
+    goes_on = True
+    if looks == LOOKS_A_TIME:
+        began = _read_clock(channel)
+    else:
+        goes_on = _has_time(channel, began, kind, tile, index, peer, seen, target)
+    return began, goes_on
+
+
+@triton.jit
+def _read_clock(channel):  # type: ignore[no-untyped-def]
+    """Nanoseconds, the same to all threads.
 
     A clock that is read by each thread differs between them, and a block may not part ways: time is what all programs
     of this GPU have last written into one word, which an atomic gives to all threads alike.
@@ -290,7 +303,7 @@ def start_clock(channel):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
+def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
     """Whether a wait may go on; if its time is over, it is reported, and the launch's other waits give up too."""
     latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
     broken = tl.atomic_add(channel.state + BROKEN, 0, sem="relaxed", scope="gpu")
