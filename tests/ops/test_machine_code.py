@@ -64,11 +64,11 @@ def gather_arguments(
     return channel, producer, consumer, gemm, own, a, b, c, bias, x, gathered, rows, rows, 16, direct, moves, True
 
 
-def scatter_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16):
+def scatter_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, defers=True):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=dtype)
-    return inside("p2p"), map_tiles(rows, n, WORLD, blocks), gemm, a, b, staging, out, bias, rows, 1 << 20, True
+    return inside("p2p"), map_tiles(rows, n, WORLD, blocks), gemm, a, b, staging, out, bias, rows, 1 << 20, True, defers
 
 
 def exchange_arguments(
@@ -88,6 +88,7 @@ KERNELS = {
     "exchange": (gemm_exchange, exchange_arguments),
 }
 LARGE = ["gather", "scatter"]
+LOOPS = {"gather": 2, "scatter": 1, "exchange": 1}  # loops over k: a gather's over own rows, and over those that come
 
 
 def to_ptx(name, target="sm_90", blocks=WIDE, **sizes):
@@ -131,14 +132,15 @@ def test_sizes_of_one_which_triton_compiles_in_compile_too(name, rank):
 @pytest.mark.parametrize("name", LARGE)
 def test_the_loop_over_k_loads_by_tma_and_is_pipelined(name, transposed, target):
     lines = to_ptx(name, target, transposed=transposed)
-    assert len(tma_loads(lines)) >= 2 * WIDE.num_stages  # all but one stage ahead of the loop, and one in it
+    # All but one stage ahead of each loop, and one in it.
+    assert len(tma_loads(lines)) >= 2 * WIDE.num_stages * LOOPS[name]
     find(lines, r"wgmma\.mma_async|tcgen05\.mma")
 
 
 @pytest.mark.parametrize("blocks", [NARROW, FEW_ROWS])
 @pytest.mark.parametrize("name", KERNELS)
 def test_smaller_tiles_load_by_tma_too(name, blocks):
-    assert len(tma_loads(to_ptx(name, blocks=blocks))) == 2 * blocks.num_stages
+    assert len(tma_loads(to_ptx(name, blocks=blocks))) == 2 * blocks.num_stages * LOOPS[name]
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -147,7 +149,7 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     loads = tma_loads(lines)
     waited = {descriptor for _, guarded, descriptor in loads if guarded}
     assert len(waited) == 1  # the gathered rows' descriptor
-    assert sum(descriptor in waited for _, _, descriptor in loads) == len(loads) // 2
+    assert sum(descriptor in waited for _, _, descriptor in loads) == len(loads) // 4  # half of the second loop's
     assert all(guarded == (descriptor in waited) for _, guarded, descriptor in loads)
     acquire = find(lines, ACQUIRE)
     assert all(number > acquire for number, _, descriptor in loads if descriptor in waited)
@@ -157,10 +159,11 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", NVIDIA)
-def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(target):
-    lines = to_ptx("scatter", target)
+@pytest.mark.parametrize("defers", [False, True])
+def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(defers, target):
+    lines = to_ptx("scatter", target, defers=defers)
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
     assert releases
     for release in releases:

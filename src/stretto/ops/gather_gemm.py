@@ -59,7 +59,7 @@ def launch(
     gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
     gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
     own = describe_rows(x, gemm)
-    direct = rows % blocks.m == 0 and own is not None
+    direct = plan.is_shifted and rows % blocks.m == 0 and own is not None
     count = -(-out.shape[0] // blocks.m) * -(-out.shape[1] // blocks.n)
     programs = min(blocks.programs, max(count, plan.movers if by_programs else 1))
     if by_programs:
@@ -139,7 +139,8 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
-    Order: tiles of this rank's rows first, then the next rank's and so on, as rows come.
+    Order: tiles of this rank's rows first (DIRECT: from x itself, where no tile has others' rows too), then the next
+    rank's and so on, as rows come; or, not SHIFTED, rank 0's first on all ranks.
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply.
     Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
@@ -148,7 +149,8 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     slots, by the call's number; every rank waits for every rank's rows, so see `call_slot`.
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
-    count = row_tiles * tl.cdiv(gemm.n, gemm.block_n)
+    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
+    count = row_tiles * column_tiles
     base = 0
     if MOVES != "":
         base = tiles.call_slot(channel) * slot_rows
@@ -158,39 +160,63 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 _push_rows(channel, producer, gemm, x, place, movers, DIRECT)
             else:
                 _pull_rows(channel, producer, gemm, x, place, movers)
+    direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
+    direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
-    if MOVES == "":  # a plain loop, in which Triton lets a tile's stores go on beside the next one's loads
-        for index in range(tl.program_id(0), count, tl.num_programs(0)):
-            _multiply_rows(
-                channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT
-            )
+    first += direct_tiles
+    if MOVES == "":
+        if DIRECT:  # flattened, so that a tile's stores go on beside the next one's loads; no loop that waits can be
+            for index in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
+                _multiply_own(channel, gemm, own, weight, out, bias, rows, direct_tiles, index)
+        begin = tl.program_id(0)
+        begin += tl.cdiv(tl.maximum(direct - begin, 0), tl.num_programs(0)) * tl.num_programs(0)
+        for index in range(begin, count, tl.num_programs(0)):
+            _multiply_gathered(
+                channel, producer, consumer, gemm, gathered, weight, out, bias, rows, base, first, direct_tiles,
+                index - direct
+            )  # fmt: skip
     else:  # programs that have moved rows come later, and do fewer
         index = tiles.claim(channel)
+        if DIRECT:
+            while index < direct:
+                _multiply_own(channel, gemm, own, weight, out, bias, rows, direct_tiles, index)
+                index = tiles.claim(channel)
         while index < count:
-            _multiply_rows(
-                channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT
-            )
+            _multiply_gathered(
+                channel, producer, consumer, gemm, gathered, weight, out, bias, rows, base, first, direct_tiles,
+                index - direct
+            )  # fmt: skip
             index = tiles.claim(channel)
         tiles.end_call(channel, producer)
 
 
 @triton.jit
-def _multiply_rows(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, own, gathered, weight, out, bias, rows, base, first, index, DIRECT: tl.constexpr
+def _multiply_own(channel, gemm, own, weight, out, bias, rows, direct_tiles, index):  # type: ignore[no-untyped-def]
+    """The index-th tile of this rank's own rows, from x."""
+    row_tile, column_tile = order_tiles(index, direct_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+    total = multiply_tile(gemm, own, weight, row, column, 0)
+    _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
+
+
+@triton.jit
+def _multiply_gathered(  # type: ignore[no-untyped-def]
+    channel, producer, consumer, gemm, gathered, weight, out, bias, rows, base, first, direct_tiles, index
 ):
-    """The index-th tile of out, counted from row of tiles `first` on, once its rows are there."""
+    """The index-th tile of all rows but the direct ones, from row of tiles `first` on, once its rows are there."""
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
-    row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
+    row_tile, column_tile = order_tiles(index, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
     row_tile = (row_tile + first) % row_tiles
     row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-    if DIRECT and (row // rows == channel.rank):
-        source = own
-        at = row - channel.rank * rows
-    else:
-        source = gathered
-        ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-        at = base + row + ready
-    total = multiply_tile(gemm, source, weight, at, column, 0)
+    ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
+    total = multiply_tile(gemm, gathered, weight, base + row + ready, column, 0)
+    _finish_tile(channel, gemm, out, bias, total, row, column, rows)
+
+
+@triton.jit
+def _finish_tile(channel, gemm, out, bias, total, row, column, rows):  # type: ignore[no-untyped-def]
+    """Add the bias, and store."""
     if bias is not None:
         total += load_bias(bias, column, gemm.n, gemm.block_n)
     store_tile(gemm, out, total, row, column, rows * channel.world)

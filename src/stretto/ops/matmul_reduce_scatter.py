@@ -20,6 +20,9 @@ from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
 from stretto.ops.workspace import CHANNELS, Workspace, count_bytes, find_group, find_workspace
 
+_FEW_WAVES = 4
+"""Up to so many tiles a program, the others wait for a tile that is signalled a whole tile later."""
+
 _TWO_SLOTS_BYTES = 64 << 20
 """Calls with more to send use one slot and meet first, which then takes less time than memory."""
 
@@ -153,6 +156,7 @@ def launch(
         out.shape[0],
         workspace.words(1, dtype),
         SHIFTED=plan.is_shifted,
+        DEFERS=tiles.count_tiles(partials) > _FEW_WAVES * blocks.programs,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -160,14 +164,15 @@ def launch(
 
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
-    channel, partials, gemm, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr
+    channel, partials, gemm, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr, DEFERS: tl.constexpr
 ):
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
     once; who has time claims the next. The others' sums of an own tile are added to it while it is in registers.
-    Signals: a tile that was stored into its owner's staging, at its channel there ("p2p"), when the program's next
-    tile is multiplied: by then the stores have arrived, and nobody waits for them.
+    Signals: a tile that was stored into its owner's staging, at its channel there ("p2p"). DEFERS: when the program's
+    next tile is multiplied: by then the stores have arrived, and nobody waits for them. With few tiles a program its
+    owner would wait for that, which takes longer than the stores.
     Waits: for the others' sums of an own tile. Tiles of other ranks come before own ones in every rank's order, no
     program waits before it has signalled its own, and claimed tiles are held by programs that run: no cycle.
     Reuse: two slots, by the call's number; every rank waits for every other rank's tiles, so see `call_slot`. Or one
@@ -190,15 +195,17 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
         total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
-        if stored >= 0:
+        if DEFERS and stored >= 0:
             tiles.producer_tile_notify(channel, partials, stored, "p2p")
         if owner == channel.rank:
             _add_others(channel, partials, gemm, staging, out, bias, total, count, tile, row, column, rows)
         else:
             _push_tile(channel, gemm, staging, channel.rank * count + tile, total, owner, rows - row)
         stored = owner * count + tile
+        if not DEFERS:
+            tiles.producer_tile_notify(channel, partials, stored, "p2p")
         index = tiles.claim(channel)
-    if stored >= 0:
+    if DEFERS and stored >= 0:
         tiles.producer_tile_notify(channel, partials, stored, "p2p")
     if channel.inside:
         tiles.end_call(channel, partials)
