@@ -21,7 +21,8 @@ from stretto.cluster import Cluster
 from stretto.parallel import Grid
 from stretto.planner import predict
 
-ASSUMED: dict[str, Any] = {"cost": "full", "checkpoint_activations": False, "keep_gathered": True, "dtype": "bf16"}
+ASSUMED: dict[str, Any] = {"cost": "full", "checkpoint_activations": False, "keep_gathered": True}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COLUMNS = (
     Column("grid", "grid"),
     Column("predicted_milliseconds", "predicted (ms)", "{:.1f}"),
@@ -56,10 +57,16 @@ class Planned:
     @property
     def key(self) -> str:
         work = self.workload
+        dtype = "" if self.dtype == "bf16" else f", {self.dtype}"
         return (
             f"{self.model_name}, {work.model.layers} layers, batch {work.batch} x {work.seq_len} tokens, "
-            f"{self.ranks} ranks"
+            f"{self.ranks} ranks{dtype}"
         )
+
+    @property
+    def dtype(self) -> str:
+        """What is computed in, by its short name."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.workload.dtype)
 
 
 def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
     written = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cluster": cluster.name,
-        "assumed": ASSUMED,
+        "assumed": ASSUMED | {"dtype": ", ".join(dict.fromkeys(one.dtype for one in planned))},
         "workloads": [
             {
                 "workload": one.key,
@@ -89,8 +96,9 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
 def _predict(planned: Planned, sizes: dict[str, int], cluster: Cluster) -> dict[str, Any]:
     work = planned.workload
     row: dict[str, Any] = {"grid": grid_name(sizes)}
+    options = ASSUMED | {"dtype": planned.dtype}
     try:
-        plan = predict(work.model, cluster, grid=sizes, batch=work.batch, seq_len=work.seq_len, **ASSUMED)
+        plan = predict(work.model, cluster, grid=sizes, batch=work.batch, seq_len=work.seq_len, **options)
     except ValueError as error:
         return row | {"predicted_milliseconds": None, "predicted_gib": None, "reason": str(error)}
     return row | {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / 2**30}

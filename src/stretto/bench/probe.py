@@ -36,6 +36,8 @@ class Effort:
     repeats: int
 
 
+_CROWDED_PRODUCTS = 64
+
 ON_GPU = Effort(
     message_bytes=tuple(2**n for n in (12, 15, 18, 21, 24, 27, 30)),
     sides=(1024, 2048, 4096, 8192, 16384),
@@ -88,15 +90,36 @@ def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -
     effort = ON_GPU if device.type == "cuda" else ON_CPU
     timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
     measured: dict[str, Any] = {"transfers": list(_transfers(ranks, effort, device, timed))}
+    crowding = _crowding(effort, dtype, device) if device.type == "cpu" else 1.0
+    computed = partial(_time_crowded, timed, crowding)
     table = {(m, n, k) for m, n, k in itertools.product(effort.sides, repeat=3)} | set(shapes)
-    measured["matmuls"] = list(_matmuls(sorted(table), dtype, device, timed))
+    measured["matmuls"] = list(_matmuls(sorted(table), dtype, device, computed))
     source = torch.empty(effort.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
-    measured["memory_bandwidth"] = 2 * effort.copied_bytes / timed(lambda: target.copy_(source))
-    measured["attention_flops"] = _attention(effort, dtype, device, timed)
+    measured["memory_bandwidth"] = 2 * effort.copied_bytes / computed(lambda: target.copy_(source))
+    measured["attention_flops"] = _attention(effort, dtype, device, computed)
     measured["slowdown"] = _slowdown(effort, dtype, device)
     dist.destroy_process_group()
     return measured
+
+
+def _crowding(effort: Effort, dtype: str, device: torch.device) -> float:
+    """How many times as long computation takes when all ranks compute at length, where they share cores.
+
+    A product that is timed by itself ends before another process gets its core.
+    """
+    a = torch.randn(effort.sides[-1], effort.sides[-1], device=device, dtype=TORCH_DTYPES[dtype])
+    timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
+
+    def compute() -> None:
+        for _ in range(_CROWDED_PRODUCTS):
+            torch.mm(a, a)
+
+    return max(1.0, timed(compute) / _CROWDED_PRODUCTS / timed(lambda: torch.mm(a, a)))
+
+
+def _time_crowded(timed: Callable[[Callable[[], Any]], float], crowding: float, step: Callable[[], Any]) -> float:
+    return crowding * timed(step)
 
 
 def _transfers(

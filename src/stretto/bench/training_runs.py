@@ -1,7 +1,7 @@
 """What the benches of whole training steps share: the workload, one run of Stretto, and measuring runs interleaved.
 
-Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute and gradients clipped at norm
-1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
+Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute (by default) and gradients clipped at
+norm 1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
 """
 
 import itertools
@@ -46,6 +46,7 @@ class Workload:
     rounds: int
     checkpointing: bool = False
     reduce_fp32: bool = False
+    dtype: torch.dtype = torch.bfloat16  # what is computed in
     learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
 
     def flops(self) -> float:
@@ -247,7 +248,7 @@ def build_stretto(
     model = parallelize(
         meta_gpt(workload.model) if make_model is None else make_model(),
         grid,
-        dtype=torch.bfloat16,
+        dtype=workload.dtype,
         reduce_dtype=torch.float32 if workload.reduce_fp32 else None,
         overlap=overlap,
         tune_matmuls=tunes_matmuls,

@@ -189,6 +189,7 @@ def plan(
     batches: Annotated[str, typer.Option(help="Global batches in sequences.")] = "8,16",
     seq_len: SeqLen = 2048,
     vocab: Vocab = 50304,
+    dtype: Annotated[str, typer.Option(help="What is computed in: bf16 or fp32.")] = "bf16",
     predict: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Only predict, into this file: to be done before measuring.")
     ] = None,
@@ -211,19 +212,22 @@ def plan(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.bench.peers import model_config
-        from stretto.bench.plan import Planned, bench_plan, write_predictions
+        from stretto.bench.plan import DTYPES, Planned, bench_plan, write_predictions
         from stretto.bench.training_runs import Workload
         from stretto.cluster import Cluster
 
         if (predict is None) != (cluster is None):
             raise ValueError("--predict FILE and --cluster go together: predictions are made for a cluster")
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, not {dtype!r}")
         count, planned = _count(ranks), []
         for spec in models.replace(",", " ").split():
             name, _, layers = spec.partition(":")
             config = model_config(name, _number(layers, "the layers in --models") if layers else None, seq_len)
             config = replace(config, vocab=vocab)
             for batch in _numbers(batches, "--batches"):
-                planned.append(Planned(name, Workload(config, batch, seq_len, warm_up, repeats, rounds), count))
+                work = Workload(config, batch, seq_len, warm_up, repeats, rounds, dtype=DTYPES[dtype])
+                planned.append(Planned(name, work, count))
         if predict is not None and cluster is not None:
             result = write_predictions(planned, Cluster.find(cluster), predict)
             print(f"predictions written to {predict}", file=sys.stderr)
