@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from stretto.ops.embedding import forward
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.ways import Way
 from stretto.parallel import Grid
-from tests.gpu.watched import run_watched
 from tests.ops.jagged import Case, Kind, fill_case, is_close
 
+Run = Callable[..., list[Any]]
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 SEED = random.randrange(2**31)
 
@@ -207,26 +209,26 @@ def look_up_with_faults(folder: Path) -> None:
     write(folder, wrong)
 
 
-def test_random_jagged_batches_are_right_past_stragglers(tmp_path: Path) -> None:
-    run_watched(RANKS, look_up_random_batches, tmp_path, SEED, 500)
+def test_random_jagged_batches_are_right_past_stragglers(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, look_up_random_batches, tmp_path, SEED, 500)
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
-def test_gradients_dense_and_sparse_are_right_and_the_same_twice(tmp_path: Path) -> None:
-    run_watched(RANKS, differentiate, tmp_path, SEED, 24)
+def test_gradients_dense_and_sparse_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, differentiate, tmp_path, SEED, 24)
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
-def test_fused_updates_are_the_unfused_ones(tmp_path: Path) -> None:
-    run_watched(RANKS, train_in_two_ways, tmp_path, SEED)
+def test_fused_updates_are_the_unfused_ones(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, train_in_two_ways, tmp_path, SEED)
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
-def test_a_captured_graph_replays_look_up_and_update(tmp_path: Path) -> None:
-    run_watched(RANKS, replay, tmp_path)
+def test_a_captured_graph_replays_look_up_and_update(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, replay, tmp_path)
     assert read(tmp_path) == [[]] * RANKS
 
 
-def test_a_bad_index_is_named_and_hangs_nobody(tmp_path: Path) -> None:
-    run_watched(RANKS, look_up_with_faults, tmp_path)
+def test_a_bad_index_is_named_and_hangs_nobody(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, look_up_with_faults, tmp_path)
     assert read(tmp_path) == [[]] * RANKS

@@ -25,10 +25,11 @@ from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, describe_gemm, describe_rows
 from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_tiles
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
-from stretto.tiles.compile_only import compile_kernel
+from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 
 WIDE = Blocks(128, 256, 64, 2, 8, 4, 132)
 NARROW = Blocks(128, 128, 64, 2, 4, 3, 264)
+DEEP = Blocks(128, 128, 128, 2, 8, 3, 132)
 BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
 FEW_ROWS = Blocks(16, 64, 128, 1, 4, 8, 132)
 ROWS, N, K = 1024, 2048, 1024
@@ -231,3 +232,14 @@ def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
     call = Call(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=8) for plan in vary_blocks(call, Machine(132, True, True))}:
         assert tma_loads(to_ptx(name, blocks=blocks))
+
+
+@pytest.mark.parametrize("transfer", ["copies", "programs"])
+@pytest.mark.parametrize(("blocks", "shares"), [(WIDE, 1), (DEEP, 1), (NARROW, 2)])
+@pytest.mark.parametrize("name", LARGE)
+def test_as_many_programs_fit_on_a_multiprocessor_as_blocks_are_made_for(name, blocks, shares, transfer):
+    kernel, arguments = KERNELS[name]
+    sizes = {"transfer": transfer} if name == "gather" else {}
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    size = count_shared_bytes(kernel, arguments(blocks, **sizes), options, "sm_90")
+    assert shares * (size + 1024) <= 228 << 10  # a block takes 1 KB more than it asks for

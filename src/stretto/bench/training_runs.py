@@ -1,7 +1,7 @@
 """What the benches of whole training steps share: the workload, one run of Stretto, and measuring runs interleaved.
 
-Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute (by default) and gradients clipped at
-norm 1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
+Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute (by default) and gradients
+clipped at norm 1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
 """
 
 import itertools

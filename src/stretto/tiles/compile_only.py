@@ -24,6 +24,15 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], options: dict[str, A
     arguments, options: as in a launch, kernel[grid](*arguments, **options); tensors may be on the CPU. target: one of
     `TARGETS`. ValueError for others, and in a process whose kernels are interpreted.
     """
+    return dict(_compile(kernel, arguments, options, target).asm)
+
+
+def count_shared_bytes(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: str) -> int:
+    """The shared memory of a block of this launch; else as `compile_kernel`."""
+    return int(_compile(kernel, arguments, options, target).metadata.shared)
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: str) -> Any:
     if target not in TARGETS:
         raise ValueError(f"a kernel can be compiled for {', '.join(TARGETS)}, not for {target!r}")
     if not isinstance(kernel, JITFunction):
@@ -35,4 +44,4 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], options: dict[str, A
     bound, specialization, rest = bind(*arguments, **named)
     parsed, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, rest)
     source = ASTSource(kernel, signature, constants, attributes)
-    return dict(compile(source, target=TARGETS[target], options=parsed.__dict__).asm)
+    return compile(source, target=TARGETS[target], options=parsed.__dict__)
