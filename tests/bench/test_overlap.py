@@ -17,6 +17,7 @@ def test_each_stage_adds_one_overlap_and_the_last_has_all():
     assert list(STAGES.values())[-1] == Overlap()
 
 
+@pytest.mark.exhaustive
 def test_all_stages_are_measured_on_each_grid_and_compute_the_same(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, overlap, ranks)
     bench_overlap("tiny", WORKLOAD, 2, "z=2, data=2", tmp_path)

@@ -10,6 +10,7 @@ from stretto.bench import train
 from stretto.bench.train import bench_train
 
 
+@pytest.mark.exhaustive
 def test_every_grid_and_fsdp2_are_rows_with_their_speed(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, train, ranks)
     # compiling needs a compiler, which a bare machine lacks

@@ -76,6 +76,7 @@ def test_what_was_measured_is_kept_and_taken_by_all_ranks(interpret, tmp_path):
         assert far == other == "default"
 
 
+@pytest.mark.exhaustive
 def test_ranks_take_what_rank_0_has_measured(interpret, tmp_path):
     folders = [str(tmp_path / "one"), str(tmp_path / "other")]
     assert interpret(2, "choose_by_different_stores", folders) == ["library", "library"]

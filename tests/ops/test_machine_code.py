@@ -109,6 +109,7 @@ def tma_loads(lines):
     return loads
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_odd_sizes_compile_by_pointers_everywhere(name, target):

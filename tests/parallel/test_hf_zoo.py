@@ -156,7 +156,7 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor:
 GRIDS = pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (1, 1, 1, 2)], ids=str)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model_type", "sizes"), [(each, ((1, 2, 2, 1), (1, 1, 1, 2))[turn % 2]) for turn, each in enumerate(MUST_RUN)]
 )

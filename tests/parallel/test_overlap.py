@@ -328,6 +328,7 @@ def compiled_like_eager(sizes: Sizes) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 2)], ids=str)
 def test_torch_compile_takes_a_parallelized_model(ranks, sizes):
     assert ranks(4).run(compiled_like_eager, sizes, timeout=180) == [True] * 4

@@ -151,6 +151,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed(out: Path) -> None:
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.exhaustive
 def test_ranks_stop_when_the_launcher_is_killed(out: Path) -> None:
     script = (
         "from tests.train import test_launch, launch_entries; from pathlib import Path; "

@@ -23,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from stretto.memory import allocated_bytes
 from stretto.train.launch import allocator_environment
 
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
 # What a run may die of without taking the others with it: what it refuses, memory, and what a compiler does not know.
 FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
 

@@ -22,7 +22,7 @@ from stretto.parallel import Grid
 from stretto.planner import predict
 
 ASSUMED: dict[str, Any] = {"cost": "full", "checkpoint_activations": False, "keep_gathered": True}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = ("bf16", "fp32")
 COLUMNS = (
     Column("grid", "grid"),
     Column("predicted_milliseconds", "predicted (ms)", "{:.1f}"),
@@ -57,16 +57,11 @@ class Planned:
     @property
     def key(self) -> str:
         work = self.workload
-        dtype = "" if self.dtype == "bf16" else f", {self.dtype}"
+        dtype = "" if work.dtype == "bf16" else f", {work.dtype}"
         return (
             f"{self.model_name}, {work.model.layers} layers, batch {work.batch} x {work.seq_len} tokens, "
             f"{self.ranks} ranks{dtype}"
         )
-
-    @property
-    def dtype(self) -> str:
-        """What is computed in, by its short name."""
-        return next(name for name, dtype in DTYPES.items() if dtype == self.workload.dtype)
 
 
 def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) -> dict[str, Any]:
@@ -78,7 +73,7 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
     written = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cluster": cluster.name,
-        "assumed": ASSUMED | {"dtype": ", ".join(dict.fromkeys(one.dtype for one in planned))},
+        "assumed": ASSUMED | {"dtype": ", ".join(dict.fromkeys(one.workload.dtype for one in planned))},
         "workloads": [
             {
                 "workload": one.key,
@@ -96,7 +91,7 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
 def _predict(planned: Planned, sizes: dict[str, int], cluster: Cluster) -> dict[str, Any]:
     work = planned.workload
     row: dict[str, Any] = {"grid": grid_name(sizes)}
-    options = ASSUMED | {"dtype": planned.dtype}
+    options = ASSUMED | {"dtype": work.dtype}
     try:
         plan = predict(work.model, cluster, grid=sizes, batch=work.batch, seq_len=work.seq_len, **options)
     except ValueError as error:

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from stretto.bench.harness import machine_kind, run_ranks, time_steps
+from stretto.bench.harness import TORCH_DTYPES, machine_kind, run_ranks, time_steps
 from stretto.cluster import Cluster, InNodeBandwidth, Matmul, Transfer
 from stretto.parallel import Grid
 from stretto.parallel.communication import start_all_reduce, start_gather_rows, start_scatter_rows
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 LAYOUTS = ("NN", "NT", "TN")
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import FAILURES, empty_memory, in_one_line, peak_memory_gib, time_steps
+from stretto.bench.harness import FAILURES, TORCH_DTYPES, empty_memory, in_one_line, peak_memory_gib, time_steps
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -46,7 +46,7 @@ class Workload:
     rounds: int
     checkpointing: bool = False
     reduce_fp32: bool = False
-    dtype: torch.dtype = torch.bfloat16  # what is computed in
+    dtype: str = "bf16"  # what is computed in
     learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
 
     def flops(self) -> float:
@@ -248,7 +248,7 @@ def build_stretto(
     model = parallelize(
         meta_gpt(workload.model) if make_model is None else make_model(),
         grid,
-        dtype=workload.dtype,
+        dtype=TORCH_DTYPES[workload.dtype],
         reduce_dtype=torch.float32 if workload.reduce_fp32 else None,
         overlap=overlap,
         tune_matmuls=tunes_matmuls,

@@ -226,7 +226,7 @@ def plan(
             config = model_config(name, _number(layers, "the layers in --models") if layers else None, seq_len)
             config = replace(config, vocab=vocab)
             for batch in _numbers(batches, "--batches"):
-                work = Workload(config, batch, seq_len, warm_up, repeats, rounds, dtype=DTYPES[dtype])
+                work = Workload(config, batch, seq_len, warm_up, repeats, rounds, dtype=dtype)
                 planned.append(Planned(name, work, count))
         if predict is not None and cluster is not None:
             result = write_predictions(planned, Cluster.find(cluster), predict)

@@ -46,6 +46,7 @@ def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder,
         check(kernels, torch.int32, reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces):
     rng = random.Random(SEED)

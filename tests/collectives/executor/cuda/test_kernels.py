@@ -99,6 +99,7 @@ def test_the_interpreter_runs_every_algorithm_on_two_ranks(protocol, folder):
                 check(kernels, getattr(torch, dtype), reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
 
 
+@pytest.mark.exhaustive
 def test_the_interpreter_runs_on_four_ranks_in_two_nodes(folder):
     rng = random.Random(SEED)
     workspaces = make_workspaces(4, folder)
