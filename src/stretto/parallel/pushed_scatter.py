@@ -22,7 +22,7 @@ from stretto.parallel.communication import Pending, start_scatter_rows
 from stretto.parallel.gradients import SCATTERS_IN_FLIGHT
 from stretto.parallel.pushed import TIMEOUT
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
-from stretto.tiles.signals import OF_PEER, _await_slot, _set_slot
+from stretto.tiles.signals import OF_PEER, await_slot, set_slot
 
 SLOTS = SCATTERS_IN_FLIGHT + 1
 OPERATOR = "the reduce-scatter of gradients over z"
@@ -188,7 +188,7 @@ def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
     tl.store(started, tick)
     for distance in tl.static_range(1, channel.world):
         peer = (channel.rank + distance) % channel.world
-        _await_slot(channel, peer, RELEASED, tick - 1 - lag, OF_PEER, False)
+        await_slot(channel, peer, RELEASED, tick - 1 - lag, OF_PEER, False)
     tl.store(word, tick)
 
 
@@ -203,7 +203,7 @@ def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.
     ready = tick * 0
     for distance in tl.static_range(1, channel.world):
         peer = (channel.rank + distance) % channel.world
-        ready += _await_slot(channel, peer, ARRIVED, tick, OF_PEER, False)
+        ready += await_slot(channel, peer, ARRIVED, tick, OF_PEER, False)
     exact: tl.constexpr = tl.float64 if own.dtype.element_ty == tl.float64 else tl.float32
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -221,4 +221,4 @@ def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.
     if tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(tickets, 0)
         for distance in tl.static_range(1, channel.world):
-            _set_slot(channel, (channel.rank + distance) % channel.world, RELEASED, tick)
+            set_slot(channel, (channel.rank + distance) % channel.world, RELEASED, tick)

@@ -187,10 +187,10 @@ def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_t
     _order_stores(after_tma)
     epoch = call_number(channel)
     if mode == "p2p":
-        _set_slot(channel, rank, tile, epoch)
+        set_slot(channel, rank, tile, epoch)
     else:
         for distance in tl.static_range(1, channel.world):
-            _set_slot(channel, (channel.rank + distance) % channel.world, tile, epoch)
+            set_slot(channel, (channel.rank + distance) % channel.world, tile, epoch)
 
 
 @triton.jit
@@ -204,12 +204,12 @@ def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tm
     tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
     epoch = call_number(channel)
     if mode == "p2p":
-        ready = _await_slot(channel, rank, tile, epoch, OF_PEER, before_tma)
+        ready = await_slot(channel, rank, tile, epoch, OF_PEER, before_tma)
     else:
         ready = epoch * 0
         for distance in tl.static_range(1, channel.world):
             peer = (channel.rank + distance) % channel.world
-            ready += _await_slot(channel, peer, tile, epoch, OF_PEER, before_tma)
+            ready += await_slot(channel, peer, tile, epoch, OF_PEER, before_tma)
     return ready * _ALIGNED
 
 
@@ -227,7 +227,10 @@ def _count_up(channel, rank, counter, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _set_slot(channel, rank, tile, epoch):  # type: ignore[no-untyped-def]
+def set_slot(channel, rank, tile, epoch):  # type: ignore[no-untyped-def]
+    """Write a call's number into this rank's slot for a tile at `rank`. The block's stores come before it only if a
+    barrier stands between (`peer_tile_notify` has one).
+    """
     slot = channel.world * channel.capacity + tile * channel.world + channel.rank
     tl.atomic_xchg(_signals_of(channel, rank) + slot, epoch, sem="release", scope="sys")
 
@@ -249,7 +252,8 @@ def _await_producer(channel, producer, source, index, tile, before_tma: tl.const
 
 
 @triton.jit
-def _await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+def await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until `peer`'s slot for a tile here has come to a call's number, or the time limit; returns the opaque 0."""
     slot = channel.world * channel.capacity + tile * channel.world + peer
     return _await(channel, slot, epoch, kind, tile, tile, peer, before_tma)
 
@@ -394,10 +398,10 @@ def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constex
     tl.store(channel.state + CLAIMED, 0)
     if MEETS:
         for distance in tl.static_range(1, channel.world):
-            _set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
+            set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
         for distance in tl.static_range(1, channel.world):
             peer = (channel.rank + distance) % channel.world
-            _await_slot(channel, peer, channel.peer_tiles, epoch, OF_BEGIN, False)
+            await_slot(channel, peer, channel.peer_tiles, epoch, OF_BEGIN, False)
 
 
 @triton.jit
