@@ -45,12 +45,16 @@ OPERATORS = {
 
 
 def poison() -> None:
-    """Fill the workspaces, while no rank is in a call: their slots may be a call ahead."""
+    """Fill the workspaces, while no rank is in a call; those of packets must be empty."""
     torch.cuda.synchronize()
     dist.barrier()
     for cache in workspace._caches.values():
-        for (_, size, _), found in cache.workspaces.items():
-            found.channel.tensor((found.slots * size,), torch.uint8).fill_(0xFF)
+        for (purpose, size, _), found in cache.workspaces.items():
+            memory = found.channel.tensor((found.slots * size,), torch.uint8)
+            if purpose == "packets":
+                assert not memory.any(), "packets were left"
+            else:
+                memory.fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
 

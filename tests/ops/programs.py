@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
-from stretto.ops import choosing, plans, workspace
+from stretto.ops import choosing, gather_gemm, gemm, plans, workspace
 from stretto.tuning import Store
+
+matmul_reduce_scatter = importlib.import_module("stretto.ops.matmul_reduce_scatter")  # `ops` has the function
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
 
@@ -98,6 +100,21 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
     return error(out, expected), out.float().flatten().tolist(), all(torch.equal(out, one) for one in again), ran
 
 
+def share(what, shape, plan):
+    """(by how many programs the last tiles were shared, at most; what `what` returns)."""
+    parts, describe = [], gemm.share_tail
+
+    def see(*arguments):
+        parts.append(describe(*arguments).parts.value)
+        return describe(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather_gemm, "share_tail", see)
+        patch.setattr(matmul_reduce_scatter, "share_tail", see)
+        result = globals()[what](shape, torch.bfloat16, False, True, plan)
+    return max(parts), *result
+
+
 def random_operands(m, n, k, dtype, has_bias):
     """All ranks' x and weight, and this one's bias."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -180,11 +197,15 @@ def differentiate_scatter(shape, dtype, needs):
 
 
 def poison(group):
-    """Fill this rank's workspaces with NaN, between two barriers: a peer may be a call ahead, but not two."""
+    """Fill this rank's workspaces with NaN, between two barriers; those of packets must be empty."""
     dist.barrier(group)
     for cache in workspace._caches.values():
-        for (_, size, _), found in cache.workspaces.items():
-            found.channel.tensor((found.slots * size,), torch.uint8).fill_(0xFF)
+        for (purpose, size, _), found in cache.workspaces.items():
+            memory = found.channel.tensor((found.slots * size,), torch.uint8)
+            if purpose == "packets":
+                assert not memory.any(), "packets were left"
+            else:
+                memory.fill_(0xFF)
     dist.barrier(group)
 
 

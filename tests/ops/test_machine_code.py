@@ -22,7 +22,7 @@ from tests.tiles.machine_code import (
 
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
-from stretto.ops.gemm import Blocks, describe_gemm, describe_rows
+from stretto.ops.gemm import NO_TAIL, Blocks, Tail, describe_gemm, describe_rows
 from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_tiles
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
@@ -49,7 +49,16 @@ def inside(mode):
 
 
 def gather_arguments(
-    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, transfer="copies", direction="push"
+    blocks=WIDE,
+    rows=ROWS,
+    n=N,
+    k=K,
+    transposed=False,
+    dtype=torch.bfloat16,
+    transfer="copies",
+    direction="push",
+    tail=NO_TAIL,
+    prefetches=False,
 ):
     gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
@@ -62,14 +71,38 @@ def gather_arguments(
     moves = direction if by_programs else ""
     direct = rows % blocks.m == 0
     own = describe_rows(x, gemm)
-    return channel, producer, consumer, gemm, own, a, b, c, bias, x, gathered, rows, rows, 16, direct, moves, True
+    prefetched = weight if prefetches else None
+    return (
+        channel,
+        producer,
+        consumer,
+        gemm,
+        tail,
+        own,
+        a,
+        b,
+        c,
+        bias,
+        x,
+        gathered,
+        rows,
+        rows,
+        16,
+        prefetched,
+        direct,
+        moves,
+        True,
+    )
 
 
-def scatter_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, defers=True):
+def scatter_arguments(
+    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, defers=True, tail=NO_TAIL
+):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=dtype)
-    return inside("p2p"), map_tiles(rows, n, WORLD, blocks), gemm, a, b, staging, out, bias, rows, 1 << 20, True, defers
+    mapping = map_tiles(rows, n, WORLD, blocks)
+    return inside("p2p"), mapping, gemm, tail, a, b, staging, out, bias, rows, 1 << 20, True, defers
 
 
 def exchange_arguments(
@@ -78,9 +111,9 @@ def exchange_arguments(
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     rows = rows if form == "scatter" else WORLD * rows
-    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int64)
+    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int32)
     scratch = torch.empty(1) if shares else None
-    return inside("p2p"), gemm, a, b, staging, scratch, WORDS, out, bias, rows, 1 << 20, 16, form, 256, n % 4 == 0
+    return inside("p2p"), gemm, a, b, staging, scratch, WORDS, out, bias, rows, 1 << 20, 16, form, 256, n % 8 == 0
 
 
 KERNELS = {
@@ -89,6 +122,7 @@ KERNELS = {
     "exchange": (gemm_exchange, exchange_arguments),
 }
 LARGE = ["gather", "scatter"]
+SHARED = Tail(132, tl.constexpr(2), torch.empty(1), WORDS)  # the last tiles, by two programs each
 LOOPS = {"gather": 2, "scatter": 1, "exchange": 1}  # loops over k: a gather's over own rows, and over those that come
 
 
@@ -193,12 +227,18 @@ def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier(direction):
         assert any(depends_on(lines, register, ZERO) for _, register in wide)  # what others have offered
 
 
+def test_the_first_columns_of_the_weight_are_asked_for_before_the_first_wait():
+    lines = to_ptx("gather", blocks=FEW_ROWS, transfer="programs", prefetches=True)
+    prefetch = find(lines, r"cp\.async\.bulk\.prefetch\.L2\.global")
+    assert find(lines, RELEASE) < prefetch < find(lines, ACQUIRE)
+
+
 @pytest.mark.parametrize("form", ["one-shot", "two-shot", "scatter"])
-@pytest.mark.parametrize(("n", "store"), [(N, "st.relaxed.sys.global.v2.b64"), (N - 2, "st.relaxed.sys.global.b64")])
-def test_packets_are_stored_whole_two_at_a_time_and_looked_at_anew(form, n, store):
+@pytest.mark.parametrize(("n", "store"), [(N, "st.relaxed.sys.global.v2.b64"), (N - 4, "st.relaxed.sys.global.b32")])
+def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, store):
     lines = to_ptx("exchange", blocks=FEW_ROWS, form=form, n=n)
     assert any(store in line for line in lines)
-    assert any(re.search(r"ld\.volatile\.global\S*\.b64", line) for line in lines)
+    assert any(re.search(r"ld\.volatile\.global\S*\.b32", line) for line in lines)
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 
 
@@ -207,6 +247,23 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
     joined = find(lines, r"atom\.\S*acq_rel\S*\.add")
     before = [line for line in lines[:joined] if re.search(r"st\.global|bar\.sync", line)]
     assert before[-1].startswith("bar.sync")
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_tiles_that_programs_share_are_joined_and_cost_the_loop_nothing(name, defers, tmp_path):
+    sizes = {"tail": SHARED} | ({"defers": defers} if name == "scatter" else {"transfer": "programs"} if defers else {})
+    lines = to_ptx(name, **sizes)
+    assert len(tma_loads(lines)) == 2 * WIDE.num_stages * LOOPS[name]
+    joins = [number for number, line in enumerate(lines) if re.search(r"atom\.\S*acq_rel\S*\.add", line)]
+    assert joins
+    for join in joins:
+        before = [line for line in lines[:join] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync")
+    assert find_spills(lines, tmp_path) <= 160  # registers of the epilogue's addresses, outside of the loop over k
+    kernel, arguments = KERNELS[name]
+    options = {"num_warps": WIDE.num_warps, "num_stages": WIDE.num_stages}
+    assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
 @pytest.mark.parametrize("name", KERNELS)

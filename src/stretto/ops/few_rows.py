@@ -13,17 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import Blocks, count_processors, describe_gemm, multiply_tile
+from stretto.ops.gemm import Blocks, count_processors, describe_gemm, join_sums, multiply_tile
 from stretto.ops.workspace import Workspace
 
-_PACKET_BYTES = 8
-_DATA_BYTES = 4
+_PACKET_BYTES = 4
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
     """The packets of an [m, n] of one rank: rows are whole packets."""
-    return m * -(-n * dtype.itemsize // _DATA_BYTES)
+    return m * -(-n * dtype.itemsize // _PACKET_BYTES)
 
 
 def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> int:
@@ -65,12 +64,13 @@ def launch(
     share, programs = share_steps(m, n, k, blocks)
     scratch: Any = None
     if share % -(-k // blocks.k):
-        scratch = torch.empty(2 * programs * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
+        places = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n) + programs
+        scratch = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, x.dtype)
     chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     channel = workspace.channel.enter(operator, "p2p")
-    staging = workspace.channel.tensor((workspace.words(2, torch.int64),), torch.int64)
+    staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     gemm_exchange[(programs,)](
         channel,
         gemm,
@@ -82,11 +82,11 @@ def launch(
         out,
         bias,
         out.shape[0],
-        workspace.words(1, torch.int64),
+        workspace.words(1, torch.int32),
         share,
         FORM=form,
         CHUNK=chunk,
-        PAIRED=n * x.element_size() % (2 * _DATA_BYTES) == 0,
+        FOURS=n * x.element_size() % (4 * _PACKET_BYTES) == 0,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -108,7 +108,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     share,
     FORM: tl.constexpr,
     CHUNK: tl.constexpr,
-    PAIRED: tl.constexpr,
+    FOURS: tl.constexpr,
 ):
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
@@ -118,16 +118,15 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     Signals: none but the packets. Waits: for packets, after all own ones were sent; a launch has no more programs than
     multiprocessors, so all are resident, and what they wait for is sent by programs that wait for nothing (sums of two
     shots: by programs that wait for those).
-    PAIRED: a row is an even number of whole packets, so packets travel, and numbers are stored, two at a time.
+    FOURS: a row is a multiple of four packets, so packets travel four at a time, and whole packets are stored.
     Reuse: two slots, by the call's number; every rank waits for what is made of all ranks' packets: see `call_slot`.
     """
-    epoch = tiles.call_number(channel)
     dtype: tl.constexpr = out.dtype.element_ty
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     pairs = tl.cdiv(gemm.n, each)
     size = rows * pairs
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
-    _multiply_share(channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype, FORM, CHUNK, PAIRED)
+    _multiply_share(channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, dtype, FORM, CHUNK, FOURS)
     chunks = tl.cdiv(size, CHUNK)
     sums = slot + channel.world * size
     first = channel.rank if FORM == "two-shot" else 0
@@ -135,7 +134,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     for chunk in range(first + tl.program_id(0) * stride, chunks, tl.num_programs(0) * stride):
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = index < size
-        low, high = tiles.sum_packets(channel, slot, size, index, epoch, inside, chunk, dtype)
+        low, high = tiles.sum_packets(channel, slot, size, index, inside, chunk, dtype)
         if bias is not None:
             column = index % pairs * each
             low += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
@@ -144,8 +143,8 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
         if FORM == "two-shot":
             for distance in tl.static_range(1, channel.world):
                 peer = (channel.rank + distance) % channel.world
-                tiles.push_packets(channel, sums, index, data, epoch, inside, rank=peer, in_pairs=PAIRED)
-        _store_packets(out, index, data, inside, gemm.n, pairs, each, PAIRED)
+                tiles.push_packets(channel, sums, index, data, inside, rank=peer, in_fours=FOURS)
+        _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
     if FORM == "two-shot":
         others: tl.constexpr = channel.world - 1
         # Counted without own chunks, so that all programs have as many.
@@ -154,15 +153,15 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
             chunk = other // others * channel.world + owner
             index = chunk * CHUNK + tl.arange(0, CHUNK)
             inside = index < size
-            data = tiles.wait_for_packets(channel, sums + index, epoch, inside, chunk, owner)
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, PAIRED)
+            data = tiles.take_packets(channel, sums + index, inside, chunk, owner)
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
     tiles.end_unsignalled_call(channel)
 
 
 @triton.jit
 def _multiply_share(  # type: ignore[no-untyped-def]
-    channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, epoch, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr, PAIRED: tl.constexpr,
+    channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, dtype: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     """Do this program's steps over k of all tiles' steps, and send the tiles that it completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
@@ -179,35 +178,18 @@ def _multiply_share(  # type: ignore[no-untyped-def]
         if scratch is not None:
             first, last = tile * steps // share, ((tile + 1) * steps - 1) // share  # the programs that have steps of it
             if first != last:
-                total, is_complete = _join_steps(gemm, scratch, arrivals, total, first, last)
+                # A program and the next share one tile at most, so the sum of both numbers is a place for one.
+                own = tile + tl.program_id(0)
+                total, is_complete = join_sums(gemm, scratch, arrivals + first, total, tile + first, own, tile + last)
         if is_complete:
-            _send_tile(channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype, FORM, CHUNK, PAIRED)
+            _send_tile(channel, gemm, slot, total, row, column, rows, pairs, dtype, FORM, CHUNK, FOURS)
         begin += until - within
 
 
 @triton.jit
-def _join_steps(gemm, scratch, arrivals, total, first, last):  # type: ignore[no-untyped-def]
-    """(the tile's sum, True) to whichever of the programs first to last comes last; sums are added in their order."""
-    offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
-    own = tl.program_id(0)
-    # A program has at most two tiles with others: one that it begins, and one that it does not.
-    place = 2 * own + (own == first).to(tl.int32)
-    tl.store(scratch + place * (gemm.block_m * gemm.block_n) + offsets, total)
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == last - first
-    if is_last:
-        total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
-        for program in range(first, last + 1):
-            place = 2 * program + (program == first).to(tl.int32)
-            total += tl.load(scratch + place * (gemm.block_m * gemm.block_n) + offsets)
-        tl.store(arrivals + first, 0)
-    return total, is_last
-
-
-@triton.jit
 def _send_tile(  # type: ignore[no-untyped-def]
-    channel, gemm, slot, total, row, column, rows, pairs, epoch, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr, PAIRED: tl.constexpr,
+    channel, gemm, slot, total, row, column, rows, pairs, dtype: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     """Put a tile's packets where they are added up, at place [this rank, row, pair of columns]."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
@@ -224,24 +206,24 @@ def _send_tile(  # type: ignore[no-untyped-def]
     if FORM == "one-shot":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
-            tiles.push_packets(channel, own, at * pairs + pair, data, epoch, inside, rank=peer, in_pairs=PAIRED)
+            tiles.push_packets(channel, own, at * pairs + pair, data, inside, rank=peer, in_fours=FOURS)
     elif FORM == "two-shot":
         index = at * pairs + pair
         owner = index // CHUNK % channel.world
-        tiles.push_packets(channel, own, index, data, epoch, inside, ranks=owner, in_pairs=PAIRED)
+        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS)
     else:
         owner = at // rows + pair * 0
         index = (at - owner * rows) * pairs + pair
-        tiles.push_packets(channel, own, index, data, epoch, inside, ranks=owner, in_pairs=PAIRED)
+        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS)
 
 
 @triton.jit
 def _store_packets(  # type: ignore[no-untyped-def]
-    out, index, data, inside, n, pairs, each: tl.constexpr, PAIRED: tl.constexpr
+    out, index, data, inside, n, pairs, each: tl.constexpr, FOURS: tl.constexpr
 ):
     """Store the numbers of packets, which are counted through [rows, pairs], into out [rows, n]."""
     dtype: tl.constexpr = out.dtype.element_ty
-    if PAIRED:  # out is of whole packets, one after another
+    if FOURS:  # out is of whole packets, one after another
         tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + index, data, mask=inside)
     else:
         row = index // pairs

@@ -10,7 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
+from stretto.ops.gemm import (
+    count_units,
+    describe_gemm,
+    describe_rows,
+    find_tile,
+    load_bias,
+    multiply_tile,
+    multiply_unit,
+    order_tiles,
+    prefetch_rows,
+    share_tail,
+    store_tile,
+)
 from stretto.ops.plans import Plan
 from stretto.ops.workspace import PEER_TILES, Workspace
 
@@ -59,9 +71,15 @@ def launch(
     gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
     gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
     own = describe_rows(x, gemm)
+    # A product of few rows is as fast as its weight comes: it begins to come while the rows travel.
+    prefetches = gemm.by_tma.value and not gemm.transposed.value and out.shape[0] <= blocks.m and weight.is_cuda
     direct = plan.is_shifted and rows % blocks.m == 0 and own is not None
-    count = -(-out.shape[0] // blocks.m) * -(-out.shape[1] // blocks.n)
-    programs = min(blocks.programs, max(count, plan.movers if by_programs else 1))
+    column_tiles = -(-out.shape[1] // blocks.n)
+    count = -(-out.shape[0] // blocks.m) * column_tiles
+    # By copies, own tiles are multiplied in a loop that has no place for parts.
+    kept = rows // blocks.m * column_tiles if direct and not by_programs else 0
+    tail = share_tail(count, k, blocks, workspace.arrivals, kept)
+    programs = min(blocks.programs, max(tail.units(count), plan.movers if by_programs else 1))
     if by_programs:
         mode = "broadcast" if plan.direction == "push" else "local"
         channel = block_channel.enter("all_gather_matmul", mode)
@@ -77,6 +95,7 @@ def launch(
             producer,
             consumer,
             gemm,
+            tail,
             own,
             rows_there,
             b,
@@ -87,6 +106,7 @@ def launch(
             rows,
             slot_rows,
             min(plan.movers, programs),
+            weight if prefetches else None,
             DIRECT=direct,
             MOVES=plan.direction if by_programs else "",
             SHIFTED=plan.is_shifted,
@@ -134,15 +154,16 @@ def _copy_gathered(
 
 @triton.jit
 def all_gather_gemm(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
-    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
+    channel, producer, consumer, gemm, tail, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
+    prefetched, DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
     Order: tiles of this rank's rows first (DIRECT: from x itself, where no tile has others' rows too), then the next
-    rank's and so on, as rows come; or, not SHIFTED, rank 0's first on all ranks.
+    rank's and so on, as rows come; or, not SHIFTED, rank 0's first on all ranks. The last may be shared (`tail`).
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply.
+    prefetched: the weight, if its first columns are to come into the L2 cache before the first wait.
     Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
     programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
     Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
@@ -150,7 +171,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    count = row_tiles * column_tiles
+    units = count_units(tail, row_tiles * column_tiles)
     base = 0
     if MOVES != "":
         base = tiles.call_slot(channel) * slot_rows
@@ -160,58 +181,65 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 _push_rows(channel, producer, gemm, x, place, movers, DIRECT)
             else:
                 _pull_rows(channel, producer, gemm, x, place, movers)
+    if prefetched is not None:
+        prefetch_rows(gemm, prefetched, tl.program_id(0) * gemm.block_n)
     direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
     direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
     first += direct_tiles
     if MOVES == "":
         if DIRECT:  # flattened, so that a tile's stores go on beside the next one's loads; no loop that waits can be
-            for index in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
-                _multiply_own(channel, gemm, own, weight, out, bias, rows, direct_tiles, index)
+            for tile in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
+                row, column = _locate(gemm, direct_tiles, tile)
+                total = multiply_tile(gemm, own, weight, row, column, 0)
+                _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
         begin = tl.program_id(0)
         begin += tl.cdiv(tl.maximum(direct - begin, 0), tl.num_programs(0)) * tl.num_programs(0)
-        for index in range(begin, count, tl.num_programs(0)):
+        for unit in range(begin, units, tl.num_programs(0)):
             _multiply_gathered(
-                channel, producer, consumer, gemm, gathered, weight, out, bias, rows, base, first, direct_tiles,
-                index - direct
+                channel, producer, consumer, gemm, tail, gathered, weight, out, bias, rows, base, first, direct_tiles,
+                unit
             )  # fmt: skip
     else:  # programs that have moved rows come later, and do fewer
-        index = tiles.claim(channel)
+        unit = tiles.claim(channel)
         if DIRECT:
-            while index < direct:
-                _multiply_own(channel, gemm, own, weight, out, bias, rows, direct_tiles, index)
-                index = tiles.claim(channel)
-        while index < count:
+            while find_tile(tail, unit) < direct:
+                row, column = _locate(gemm, direct_tiles, find_tile(tail, unit))
+                total, is_complete = multiply_unit(gemm, tail, own, weight, row, column, 0, unit)
+                if is_complete:
+                    _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
+                unit = tiles.claim(channel)
+        while unit < units:
             _multiply_gathered(
-                channel, producer, consumer, gemm, gathered, weight, out, bias, rows, base, first, direct_tiles,
-                index - direct
+                channel, producer, consumer, gemm, tail, gathered, weight, out, bias, rows, base, first, direct_tiles,
+                unit
             )  # fmt: skip
-            index = tiles.claim(channel)
+            unit = tiles.claim(channel)
         tiles.end_call(channel, producer)
 
 
 @triton.jit
-def _multiply_own(channel, gemm, own, weight, out, bias, rows, direct_tiles, index):  # type: ignore[no-untyped-def]
-    """The index-th tile of this rank's own rows, from x."""
-    row_tile, column_tile = order_tiles(index, direct_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
-    row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-    total = multiply_tile(gemm, own, weight, row, column, 0)
-    _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
+def _locate(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
+    """Row and column where a tile begins, of so many rows of tiles."""
+    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    return row_tile * gemm.block_m, column_tile * gemm.block_n
 
 
 @triton.jit
 def _multiply_gathered(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, gathered, weight, out, bias, rows, base, first, direct_tiles, index
+    channel, producer, consumer, gemm, tail, gathered, weight, out, bias, rows, base, first, direct_tiles, unit
 ):
-    """The index-th tile of all rows but the direct ones, from row of tiles `first` on, once its rows are there."""
+    """A unit of work of all rows but the direct ones, from row of tiles `first` on, once its rows are there."""
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    row_tile, column_tile = order_tiles(index, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
+    tile = find_tile(tail, unit) - direct_tiles * column_tiles
+    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
     row_tile = (row_tile + first) % row_tiles
     row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
     ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-    total = multiply_tile(gemm, gathered, weight, base + row + ready, column, 0)
-    _finish_tile(channel, gemm, out, bias, total, row, column, rows)
+    total, is_complete = multiply_unit(gemm, tail, gathered, weight, base + row + ready, column, 0, unit)
+    if is_complete:
+        _finish_tile(channel, gemm, out, bias, total, row, column, rows)
 
 
 @triton.jit

@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto.tiles import INTERPRETED
+
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+_FEWEST_STEPS = 16  # over k that a program does of a tile that it shares
+_JOIN_STEPS = 10  # that could be done while parts are added up
+_MOST_PARTS = 4
+_PREFETCHED = tl.constexpr(256 << 10)  # bytes of a program's first columns: of all of them, most of the L2 cache
+_FEWEST_STEPS = 16  # of block_k that a part of a tile has: to add up parts takes as long as about 8
+_MOST_PARTS = 4
+_PREFETCHED = tl.constexpr(256 << 10)  # bytes of a program's first columns: of all of them, most of the L2 cache
 
 
 class Blocks(NamedTuple):
@@ -56,6 +65,23 @@ class Gemm(NamedTuple):
     out_parts: Any
     precision: Any
     grain: Any
+
+
+class Tail(NamedTuple):
+    """How the tiles of the last round are shared where they would leave most programs without work.
+
+    whole: tiles, from the first on, that one program each multiplies. parts: programs that share each of the rest, by
+    steps over k; 1: nothing is shared. sums, arrivals: see `join_sums`; a place a part, and a counter a tile.
+    """
+
+    whole: Any
+    parts: Any
+    sums: Any
+    arrivals: Any
+
+    def units(self, count: int) -> int:
+        """Units of work that `count` tiles are: whole tiles, and parts."""
+        return int(self.whole + (count - self.whole) * self.parts.value)
 
 
 class Operands(NamedTuple):
@@ -137,6 +163,33 @@ def _describe(
         precision=tl.constexpr("ieee" if exact else "tf32"),
         grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
     )
+
+
+def count_parts(count: int, k: int, blocks: Blocks) -> int:
+    """How many programs share each of the tiles that whole rounds of `count` tiles leave over."""
+    rest = count % blocks.programs
+    if not rest:
+        return 1
+    return max(1, min(blocks.programs // rest, triton.cdiv(k, blocks.k) // _FEWEST_STEPS, _MOST_PARTS))
+
+
+def count_share(count: int, k: int, blocks: Blocks) -> float:
+    """How long the last round of `count` tiles takes, beside a whole one."""
+    parts = count_parts(count, k, blocks)
+    return 1.0 if parts == 1 else 1 / parts + _JOIN_STEPS / triton.cdiv(k, blocks.k)
+
+
+def share_tail(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> Tail:
+    """How the last of `count` tiles are shared, on the device of `arrivals`; the first `kept` of them never are."""
+    parts = count_parts(count, k, blocks)
+    rest = count % blocks.programs
+    if parts == 1 or count - rest < kept or rest > arrivals.numel():
+        return NO_TAIL
+    sums = torch.empty(rest * parts * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
+    return Tail(count - rest, tl.constexpr(parts), sums, arrivals)
+
+
+NO_TAIL = Tail(0, tl.constexpr(1), None, None)
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
@@ -223,6 +276,129 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
 
 
 @triton.jit
+def count_units(tail, count):  # type: ignore[no-untyped-def]
+    """Units of work of `count` tiles: whole tiles, then the parts of shared ones, a tile's one after another."""
+    return tail.whole + (count - tail.whole) * tail.parts if tail.parts > 1 else count
+
+
+@triton.jit
+def find_tile(tail, unit):  # type: ignore[no-untyped-def]
+    """The tile that a unit of work is, or is a part of."""
+    return tl.where(unit < tail.whole, unit, tail.whole + (unit - tail.whole) // tail.parts) if tail.parts > 1 else unit
+
+
+@triton.jit
+def multiply_unit(gemm, tail, a, b, row, column, ready, unit):  # type: ignore[no-untyped-def]
+    """(the tile, as `multiply_tile` has it; whether this program is to go on with it).
+
+    Of the programs that share a tile that is the one that ends last. Nobody waits for another.
+    """
+    if tail.parts == 1:
+        total = multiply_tile(gemm, a, b, row, column, ready)
+        is_mine = unit >= 0
+    else:
+        steps = tl.cdiv(tl.cdiv(gemm.k, gemm.block_k), tail.parts)
+        is_mine = unit < tail.whole
+        place = tl.maximum(unit - tail.whole, 0)
+        part = place % tail.parts
+        last = tl.where(is_mine, tail.parts, part + 1) * steps
+        total = multiply_tile(gemm, a, b, row, column, ready, part * steps, last)
+        if not is_mine:
+            first = place - part
+            arrivals = tail.arrivals + place // tail.parts
+            total, is_mine = join_sums(gemm, tail.sums, arrivals, total, first, place, first + tail.parts - 1)
+    return total, is_mine
+
+
+@triton.jit
+def join_sums(gemm, sums, arrivals, total, first, own, last):  # type: ignore[no-untyped-def]
+    """Add up what the programs that share a tile have: (the sum, True) to whichever comes last, (any, False) to others.
+
+    sums: fp32 [places, block_m, block_n]; this program's part goes to place `own`, and all from `first` to `last` are
+    added in that order, so that bits do not depend on who comes last. arrivals: a counter, 0 before and after.
+    """
+    _store_sum(gemm, sums, total, own)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == last - first
+    if is_last:
+        total = _add_sums(gemm, sums, first, last)
+        tl.store(arrivals, 0)
+    return total, is_last
+
+
+@triton.jit
+def _store_sum(gemm, sums, total, place):  # type: ignore[no-untyped-def]
+    # In quarters, as in `_add_sums`: a whole wide tile would take its size again of registers.
+    if gemm.block_n >= 128:
+        left, right = halve(total)
+        quarters = halve(left) + halve(right)
+        for quarter in tl.static_range(4):
+            tl.store(sums + _find_slice(gemm, place, quarter, 4), quarters[quarter])
+    else:
+        tl.store(sums + _find_slice(gemm, place, 0, 1), total)
+
+
+@triton.jit
+def _add_sums(gemm, sums, first, last):  # type: ignore[no-untyped-def]
+    if gemm.block_n >= 128:
+        left = unite(_add_slice(gemm, sums, first, last, 0, 4), _add_slice(gemm, sums, first, last, 1, 4))
+        right = unite(_add_slice(gemm, sums, first, last, 2, 4), _add_slice(gemm, sums, first, last, 3, 4))
+        total = unite(left, right)
+    else:
+        total = _add_slice(gemm, sums, first, last, 0, 1)
+    return total
+
+
+@triton.jit
+def _add_slice(gemm, sums, first, last, index: tl.constexpr, slices: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros((gemm.block_m, gemm.block_n // slices), tl.float32)
+    for place in range(first, last + 1):
+        total += tl.load(sums + _find_slice(gemm, place, index, slices))
+    return total
+
+
+@triton.jit
+def _find_slice(gemm, place, index: tl.constexpr, slices: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the index-th of `slices` parts of a place's columns stands: one slice after another."""
+    columns: tl.constexpr = gemm.block_n // slices
+    start = (tl.cast(place, tl.int64) * slices + index) * (gemm.block_m * columns)
+    return start + tl.arange(0, gemm.block_m)[:, None] * columns + tl.arange(0, columns)[None, :]
+
+
+@triton.jit
+def halve(tile):  # type: ignore[no-untyped-def]
+    """The left and the right columns."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (rows, 2, columns // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def unite(left, right):  # type: ignore[no-untyped-def]
+    """The columns of both, side by side."""
+    rows: tl.constexpr = left.shape[0]
+    columns: tl.constexpr = left.shape[1]
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (rows, 2 * columns))
+
+
+@triton.jit
+def prefetch_rows(gemm, weight, column):  # type: ignore[no-untyped-def]
+    """Have the first part of `block_n` rows of weight [n, k], from row `column` on, come into the L2 cache (sm_90)."""
+    if not INTERPRETED:
+        size: tl.constexpr = _PREFETCHED // gemm.block_n
+        row = tl.arange(0, gemm.block_n)
+        inside = (column + row < gemm.n) & (gemm.k * (weight.dtype.element_ty.primitive_bitwidth // 8) >= size)
+        tl.inline_asm_elementwise(
+            "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p cp.async.bulk.prefetch.L2.global [$1], $3;\nmov.b32 $0, 0;\n}",
+            "=r,l,r,r",
+            [(weight + (column + row).to(tl.int64) * gemm.k).to(tl.int64), inside.to(tl.int32), size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 [1, BLOCK]: the bias of the columns from `column` on."""
     columns = column + tl.arange(0, BLOCK)
@@ -234,8 +410,7 @@ def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def
     """Round a tile and store what of it is inside of out [m, n]."""
     if gemm.stores_by_tma:
         if gemm.out_parts == 2:
-            parts = tl.reshape(total, (gemm.block_m, 2, gemm.block_n // 2))
-            left, right = tl.split(tl.permute(parts, (0, 2, 1)))
+            left, right = halve(total)
             out.store([row, column], left.to(out.dtype))
             out.store([row, column + gemm.block_n // 2], right.to(out.dtype))
         else:

@@ -15,7 +15,17 @@ from stretto import tiles
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.gemm import Blocks, describe_gemm, load_bias, multiply_tile, order_tiles
+from stretto.ops.gemm import (
+    Blocks,
+    count_units,
+    describe_gemm,
+    find_tile,
+    halve,
+    load_bias,
+    multiply_unit,
+    order_tiles,
+    share_tail,
+)
 from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
 from stretto.ops.workspace import CHANNELS, Workspace, count_bytes, find_group, find_workspace
@@ -144,10 +154,13 @@ def launch(
     else:
         channel = block_channel.enter("matmul_reduce_scatter", "p2p")
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    gemm_reduce_scatter[(min(blocks.programs, tiles.count_tiles(partials)),)](
+    count = tiles.count_tiles(partials)
+    tail = share_tail(count, x.shape[1], blocks, workspace.arrivals)
+    gemm_reduce_scatter[(min(blocks.programs, tail.units(count)),)](
         channel,
         partials,
         gemm,
+        tail,
         a,
         b,
         block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype),
@@ -156,7 +169,7 @@ def launch(
         out.shape[0],
         workspace.words(1, dtype),
         SHIFTED=plan.is_shifted,
-        DEFERS=tiles.count_tiles(partials) > _FEW_WAVES * blocks.programs,
+        DEFERS=count > _FEW_WAVES * blocks.programs,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
@@ -164,12 +177,13 @@ def launch(
 
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
-    channel, partials, gemm, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr, DEFERS: tl.constexpr
+    channel, partials, gemm, tail, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr, DEFERS: tl.constexpr
 ):
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
-    once; who has time claims the next. The others' sums of an own tile are added to it while it is in registers.
+    once; who has time claims the next. The others' sums of an own tile are added to it while it is in registers. The
+    last tiles may be shared (`tail`): whoever completes one goes on with it.
     Signals: a tile that was stored into its owner's staging, at its channel there ("p2p"). DEFERS: when the program's
     next tile is multiplied: by then the stores have arrived, and nobody waits for them. With few tiles a program its
     owner would wait for that, which takes longer than the stores.
@@ -184,8 +198,9 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     if channel.inside:
         staging += tiles.call_slot(channel).to(tl.int64) * half
     stored = -1  # the tile that is stored and not signalled
-    index = tiles.claim(channel)
-    while index < count * channel.world:
+    unit = tiles.claim(channel)
+    while unit < count_units(tail, count * channel.world):
+        index = find_tile(tail, unit)
         owner = index // count
         if SHIFTED:
             owner = (channel.rank + 1 + owner) % channel.world
@@ -194,17 +209,19 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         tile = index % count
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-        total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
+        total, is_complete = multiply_unit(gemm, tail, a, b, owner * rows + row, column, 0, unit)
         if DEFERS and stored >= 0:
             tiles.producer_tile_notify(channel, partials, stored, "p2p")
-        if owner == channel.rank:
-            _add_others(channel, partials, gemm, staging, out, bias, total, count, tile, row, column, rows)
-        else:
-            _push_tile(channel, gemm, staging, channel.rank * count + tile, total, owner, rows - row)
-        stored = owner * count + tile
-        if not DEFERS:
-            tiles.producer_tile_notify(channel, partials, stored, "p2p")
-        index = tiles.claim(channel)
+            stored = -1
+        if is_complete:
+            if owner == channel.rank:
+                _add_others(channel, partials, gemm, staging, out, bias, total, count, tile, row, column, rows)
+            else:
+                _push_tile(channel, gemm, staging, channel.rank * count + tile, total, owner, rows - row)
+            stored = owner * count + tile
+            if not DEFERS:
+                tiles.producer_tile_notify(channel, partials, stored, "p2p")
+        unit = tiles.claim(channel)
     if DEFERS and stored >= 0:
         tiles.producer_tile_notify(channel, partials, stored, "p2p")
     if channel.inside:
@@ -230,9 +247,9 @@ def _add_others(channel, partials, gemm, staging, out, bias, total, count, tile,
             own = channel.rank * count + tile
             ready += tiles.consumer_tile_wait(channel, partials, own, source=source, producer=partials)
     # In quarters: sums of a whole wide tile would take as many registers again as the tile has.
-    left, right = _halve(total)
+    left, right = halve(total)
     width: tl.constexpr = gemm.block_n // 4
-    quarters = _halve(left) + _halve(right)
+    quarters = halve(left) + halve(right)
     for quarter in tl.static_range(4):
         start = staging + quarter * width + ready
         part = _add_in_order(channel, gemm, start, quarters[quarter], count, tile)
@@ -259,11 +276,3 @@ def _add_in_order(channel, gemm, start, own, count, tile):  # type: ignore[no-un
         value = tl.where(others, value, own.to(start.dtype.element_ty))  # its own as it would have travelled
         total += value.to(tl.float32)
     return total
-
-
-@triton.jit
-def _halve(tile):  # type: ignore[no-untyped-def]
-    """The left and the right columns."""
-    rows: tl.constexpr = tile.shape[0]
-    columns: tl.constexpr = tile.shape[1]
-    return tl.split(tl.permute(tl.reshape(tile, (rows, 2, columns // 2)), (0, 2, 1)))

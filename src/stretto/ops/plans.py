@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stretto.ops.gemm import Blocks, look_up_blocks
+from stretto.ops.gemm import Blocks, count_share, look_up_blocks
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
 TRANSFERS = ("copies", "programs")
@@ -163,8 +163,8 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
 
 # (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
 GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
-NARROW_SPEED = 0.92
-"""Of tiles of 128 columns, beside those of 256: those are taken if fewer tiles are left over with them."""
+NARROW_SPEED = 0.85
+"""Of tiles of 128 columns, beside those of 256: they are taken where those leave too many programs without work."""
 
 ONE_SHOT_ELEMENTS = 16 * 8192
 """Up to so many sums an all-reduce is one shot."""
@@ -181,13 +181,20 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         blocks = few_row_blocks(call.m, call.n, is_fp32, machine.processors)
     else:
         wide, narrow = (
-            triton.cdiv(shards * triton.cdiv(m, 128) * triton.cdiv(call.n, columns), machine.processors)
-            for columns in (256, 128)
+            look_up_blocks(m, is_fp32, machine.by_tma, is_wide, machine.processors) for is_wide in (True, False)
         )
-        blocks = look_up_blocks(m, is_fp32, machine.by_tma, wide * 2 * NARROW_SPEED <= narrow, machine.processors)
+        narrow_takes = _estimate(call, shards, narrow) / NARROW_SPEED
+        blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         # Rows of tiles that are gone through together are of one rank, or the first tiles would wait for all ranks.
         blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, call.m // call.world // blocks.m)))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
+
+
+def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
+    """How long the call's tiles take, in products of one number: as many rounds of tiles as programs need."""
+    count = shards * triton.cdiv(call.m // shards, blocks.m) * triton.cdiv(call.n, blocks.n)
+    rounds, rest = divmod(count, blocks.programs)
+    return (rounds + (count_share(count, call.k, blocks) if rest else 0)) * blocks.m * blocks.n
 
 
 def few_row_blocks(m: int, n: int, is_fp32: bool, processors: int) -> Blocks:

@@ -31,7 +31,7 @@ from stretto.tiles.mapping import (
     tile_rows,
     whole_tiles,
 )
-from stretto.tiles.packets import pack, push_packets, sum_packets, unpack, wait_for_packets
+from stretto.tiles.packets import pack, push_packets, sum_packets, take_packets, unpack
 from stretto.tiles.signals import (
     begin_call,
     call_number,
@@ -77,6 +77,7 @@ __all__ = [
     "rank_wait_all",
     "shard_tiles",
     "sum_packets",
+    "take_packets",
     "tile_channels",
     "tile_column",
     "tile_pull_data",
@@ -84,6 +85,5 @@ __all__ = [
     "tile_rank",
     "tile_rows",
     "unpack",
-    "wait_for_packets",
     "whole_tiles",
 ]
