@@ -101,18 +101,19 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 
 def share(what, shape, plan):
-    """(by how many programs the last tiles were shared, at most; what `what` returns)."""
-    parts, describe = [], gemm.share_tail
+    """(how many shares there are, less tiles, at most; what `what` returns)."""
+    more, deal = [], gemm.share_tiles
 
-    def see(*arguments):
-        parts.append(describe(*arguments).parts.value)
-        return describe(*arguments)
+    def see(count, *arguments):
+        dealt = deal(count, *arguments)
+        more.append(dealt[1] - count)
+        return dealt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_gemm, "share_tail", see)
-        patch.setattr(matmul_reduce_scatter, "share_tail", see)
+        patch.setattr(gather_gemm, "share_tiles", see)
+        patch.setattr(matmul_reduce_scatter, "share_tiles", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
-    return max(parts), *result
+    return max(more), *result
 
 
 def random_operands(m, n, k, dtype, has_bias):

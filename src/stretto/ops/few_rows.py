@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import Blocks, count_processors, describe_gemm, join_sums, multiply_tile
+from stretto.ops.gemm import Blocks, Shares, count_processors, describe_gemm, multiply_part
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 4
@@ -62,10 +62,10 @@ def launch(
     if x.is_cuda:  # all programs must be resident: see the kernel
         blocks = blocks._replace(programs=min(blocks.programs, count_processors(x.device.index)))
     share, programs = share_steps(m, n, k, blocks)
-    scratch: Any = None
+    sums: Any = None
     if share % -(-k // blocks.k):
         places = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n) + programs
-        scratch = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
+        sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, x.dtype)
     chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
@@ -74,16 +74,14 @@ def launch(
     gemm_exchange[(programs,)](
         channel,
         gemm,
+        Shares(0, share, sums, workspace.arrivals),
         a,
         b,
         staging,
-        scratch,
-        workspace.arrivals,
         out,
         bias,
         out.shape[0],
         workspace.words(1, torch.int32),
-        share,
         FORM=form,
         CHUNK=chunk,
         FOURS=n * x.element_size() % (4 * _PACKET_BYTES) == 0,
@@ -96,16 +94,14 @@ def launch(
 def gemm_exchange(  # type: ignore[no-untyped-def]
     channel,
     gemm,
+    shares,
     a,
     b,
     staging,
-    scratch,
-    arrivals,
     out,
     bias,
     rows,
     half,
-    share,
     FORM: tl.constexpr,
     CHUNK: tl.constexpr,
     FOURS: tl.constexpr,
@@ -126,7 +122,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     pairs = tl.cdiv(gemm.n, each)
     size = rows * pairs
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
-    _multiply_share(channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, dtype, FORM, CHUNK, FOURS)
+    _multiply_share(channel, gemm, shares, a, b, slot, rows, pairs, dtype, FORM, CHUNK, FOURS)
     chunks = tl.cdiv(size, CHUNK)
     sums = slot + channel.world * size
     first = channel.rank if FORM == "two-shot" else 0
@@ -160,30 +156,20 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _multiply_share(  # type: ignore[no-untyped-def]
-    channel, gemm, a, b, slot, scratch, arrivals, rows, pairs, share, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr, FOURS: tl.constexpr,
+    channel, gemm, shares, a, b, slot, rows, pairs, dtype: tl.constexpr, FORM: tl.constexpr, CHUNK: tl.constexpr,
+    FOURS: tl.constexpr,
 ):  # fmt: skip
     """Do this program's steps over k of all tiles' steps, and send the tiles that it completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
     row_tiles = tl.cdiv(gemm.m, gemm.block_m)
-    end = min((tl.program_id(0) + 1) * share, row_tiles * tl.cdiv(gemm.n, gemm.block_n) * steps)
-    begin = tl.program_id(0) * share
+    begin = tl.program_id(0) * shares.steps
+    end = min(begin + shares.steps, row_tiles * tl.cdiv(gemm.n, gemm.block_n) * steps)
     while begin < end:
         tile = begin // steps  # tiles of the same columns, which share the weight, come one after another
         row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * gemm.block_n
-        within = begin - tile * steps
-        until = min(within + end - begin, steps)
-        total = multiply_tile(gemm, a, b, row, column, 0, within, until)
-        is_complete = begin >= 0
-        if scratch is not None:
-            first, last = tile * steps // share, ((tile + 1) * steps - 1) // share  # the programs that have steps of it
-            if first != last:
-                # A program and the next share one tile at most, so the sum of both numbers is a place for one.
-                own = tile + tl.program_id(0)
-                total, is_complete = join_sums(gemm, scratch, arrivals + first, total, tile + first, own, tile + last)
+        total, is_complete, begin = multiply_part(gemm, shares, a, b, row, column, 0, begin, end)
         if is_complete:
             _send_tile(channel, gemm, slot, total, row, column, rows, pairs, dtype, FORM, CHUNK, FOURS)
-        begin += until - within
 
 
 @triton.jit

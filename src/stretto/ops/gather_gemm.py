@@ -11,16 +11,14 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import (
-    count_units,
     describe_gemm,
     describe_rows,
-    find_tile,
+    find_share,
     load_bias,
+    multiply_part,
     multiply_tile,
-    multiply_unit,
     order_tiles,
-    prefetch_rows,
-    share_tail,
+    share_tiles,
     store_tile,
 )
 from stretto.ops.plans import Plan
@@ -71,15 +69,13 @@ def launch(
     gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
     gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
     own = describe_rows(x, gemm)
-    # A product of few rows is as fast as its weight comes: it begins to come while the rows travel.
-    prefetches = gemm.by_tma.value and not gemm.transposed.value and out.shape[0] <= blocks.m and weight.is_cuda
     direct = plan.is_shifted and rows % blocks.m == 0 and own is not None
     column_tiles = -(-out.shape[1] // blocks.n)
     count = -(-out.shape[0] // blocks.m) * column_tiles
-    # By copies, own tiles are multiplied in a loop that has no place for parts.
+    # By copies, own tiles are multiplied in a loop that has no place for shares.
     kept = rows // blocks.m * column_tiles if direct and not by_programs else 0
-    tail = share_tail(count, k, blocks, workspace.arrivals, kept)
-    programs = min(blocks.programs, max(tail.units(count), plan.movers if by_programs else 1))
+    shares, units = share_tiles(count, k, blocks, workspace.arrivals, kept)
+    programs = min(blocks.programs, max(units, plan.movers if by_programs else 1))
     if by_programs:
         mode = "broadcast" if plan.direction == "push" else "local"
         channel = block_channel.enter("all_gather_matmul", mode)
@@ -95,7 +91,7 @@ def launch(
             producer,
             consumer,
             gemm,
-            tail,
+            shares,
             own,
             rows_there,
             b,
@@ -106,7 +102,6 @@ def launch(
             rows,
             slot_rows,
             min(plan.movers, programs),
-            weight if prefetches else None,
             DIRECT=direct,
             MOVES=plan.direction if by_programs else "",
             SHIFTED=plan.is_shifted,
@@ -154,16 +149,15 @@ def _copy_gathered(
 
 @triton.jit
 def all_gather_gemm(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, tail, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
-    prefetched, DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
+    channel, producer, consumer, gemm, shares, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
+    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
     Order: tiles of this rank's rows first (DIRECT: from x itself, where no tile has others' rows too), then the next
-    rank's and so on, as rows come; or, not SHIFTED, rank 0's first on all ranks. The last may be shared (`tail`).
+    rank's and so on, as rows come; or, not SHIFTED, rank 0's first on all ranks. The last may be cut into shares.
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply.
-    prefetched: the weight, if its first columns are to come into the L2 cache before the first wait.
     Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
     programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
     Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
@@ -171,7 +165,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    units = count_units(tail, row_tiles * column_tiles)
+    count = row_tiles * column_tiles
     base = 0
     if MOVES != "":
         base = tiles.call_slot(channel) * slot_rows
@@ -181,8 +175,6 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 _push_rows(channel, producer, gemm, x, place, movers, DIRECT)
             else:
                 _pull_rows(channel, producer, gemm, x, place, movers)
-    if prefetched is not None:
-        prefetch_rows(gemm, prefetched, tl.program_id(0) * gemm.block_n)
     direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
     direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
@@ -193,28 +185,34 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 row, column = _locate(gemm, direct_tiles, tile)
                 total = multiply_tile(gemm, own, weight, row, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
-        begin = tl.program_id(0)
-        begin += tl.cdiv(tl.maximum(direct - begin, 0), tl.num_programs(0)) * tl.num_programs(0)
-        for unit in range(begin, units, tl.num_programs(0)):
-            _multiply_gathered(
-                channel, producer, consumer, gemm, tail, gathered, weight, out, bias, rows, base, first, direct_tiles,
-                unit
+        index = tl.program_id(0)
+        index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
+        begin, end = find_share(gemm, shares, index, count)
+        while begin < end:
+            begin = _multiply_gathered(
+                channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first, direct_tiles,
+                begin, end
             )  # fmt: skip
+            if begin >= end:
+                index += tl.num_programs(0)
+                begin, end = find_share(gemm, shares, index, count)
     else:  # programs that have moved rows come later, and do fewer
-        unit = tiles.claim(channel)
+        begin, end = find_share(gemm, shares, tiles.claim(channel), count)
         if DIRECT:
-            while find_tile(tail, unit) < direct:
-                row, column = _locate(gemm, direct_tiles, find_tile(tail, unit))
-                total, is_complete = multiply_unit(gemm, tail, own, weight, row, column, 0, unit)
+            while begin < direct * tl.cdiv(gemm.k, gemm.block_k):
+                row, column = _locate(gemm, direct_tiles, begin // tl.cdiv(gemm.k, gemm.block_k))
+                total, is_complete, begin = multiply_part(gemm, shares, own, weight, row, column, 0, begin, end)
                 if is_complete:
                     _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
-                unit = tiles.claim(channel)
-        while unit < units:
-            _multiply_gathered(
-                channel, producer, consumer, gemm, tail, gathered, weight, out, bias, rows, base, first, direct_tiles,
-                unit
+                if begin >= end:
+                    begin, end = find_share(gemm, shares, tiles.claim(channel), count)
+        while begin < end:
+            begin = _multiply_gathered(
+                channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first, direct_tiles,
+                begin, end
             )  # fmt: skip
-            unit = tiles.claim(channel)
+            if begin >= end:
+                begin, end = find_share(gemm, shares, tiles.claim(channel), count)
         tiles.end_call(channel, producer)
 
 
@@ -227,19 +225,23 @@ def _locate(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _multiply_gathered(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, tail, gathered, weight, out, bias, rows, base, first, direct_tiles, unit
+    channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first, direct_tiles, begin, end
 ):
-    """A unit of work of all rows but the direct ones, from row of tiles `first` on, once its rows are there."""
+    """A share's steps of one tile of all rows but the direct ones, once its rows are there; where its next one begins.
+
+    first: the row of tiles that comes first.
+    """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    tile = find_tile(tail, unit) - direct_tiles * column_tiles
+    tile = begin // tl.cdiv(gemm.k, gemm.block_k) - direct_tiles * column_tiles
     row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
     row_tile = (row_tile + first) % row_tiles
     row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
     ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-    total, is_complete = multiply_unit(gemm, tail, gathered, weight, base + row + ready, column, 0, unit)
+    total, is_complete, begin = multiply_part(gemm, shares, gathered, weight, base + row + ready, column, 0, begin, end)
     if is_complete:
         _finish_tile(channel, gemm, out, bias, total, row, column, rows)
+    return begin
 
 
 @triton.jit

@@ -15,16 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.tiles import INTERPRETED
-
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
-_FEWEST_STEPS = 16  # over k that a program does of a tile that it shares
-_JOIN_STEPS = 10  # that could be done while parts are added up
-_MOST_PARTS = 4
-_PREFETCHED = tl.constexpr(256 << 10)  # bytes of a program's first columns: of all of them, most of the L2 cache
-_FEWEST_STEPS = 16  # of block_k that a part of a tile has: to add up parts takes as long as about 8
-_MOST_PARTS = 4
-_PREFETCHED = tl.constexpr(256 << 10)  # bytes of a program's first columns: of all of them, most of the L2 cache
+_JOIN_STEPS = 20  # over k that a program could do while it joins its part of a tile with others'
+_MOST_PARTS = 4  # that a tile of a last round is cut into
 
 
 class Blocks(NamedTuple):
@@ -67,21 +60,20 @@ class Gemm(NamedTuple):
     grain: Any
 
 
-class Tail(NamedTuple):
-    """How the tiles of the last round are shared where they would leave most programs without work.
+class Shares(NamedTuple):
+    """How work is dealt out: the first `whole` tiles one by one, of the rest the steps over k in equal shares.
 
-    whole: tiles, from the first on, that one program each multiplies. parts: programs that share each of the rest, by
-    steps over k; 1: nothing is shared. sums, arrivals: see `join_sums`; a place a part, and a counter a tile.
+    Whole tiles in the last round would leave many programs without work. Steps are counted through all tiles; a share
+    is `steps` of them, of one tile or of two. sums, arrivals: see `join_sums`; sums is None where all tiles are whole.
     """
 
     whole: Any
-    parts: Any
+    steps: Any
     sums: Any
     arrivals: Any
 
-    def units(self, count: int) -> int:
-        """Units of work that `count` tiles are: whole tiles, and parts."""
-        return int(self.whole + (count - self.whole) * self.parts.value)
+
+WHOLE = Shares(0, 0, None, None)
 
 
 class Operands(NamedTuple):
@@ -165,31 +157,32 @@ def _describe(
     )
 
 
-def count_parts(count: int, k: int, blocks: Blocks) -> int:
-    """How many programs share each of the tiles that whole rounds of `count` tiles leave over."""
-    rest = count % blocks.programs
-    if not rest:
-        return 1
-    return max(1, min(blocks.programs // rest, triton.cdiv(k, blocks.k) // _FEWEST_STEPS, _MOST_PARTS))
+def find_steps(count: int, k: int, blocks: Blocks) -> int:
+    """Steps over k of a program in the last round of `count` tiles: as many as a tile has, or an equal share."""
+    steps, rest = triton.cdiv(k, blocks.k), count % blocks.programs
+    share = max(triton.cdiv(rest * steps, blocks.programs), triton.cdiv(steps, _MOST_PARTS))
+    return share if rest and share + _JOIN_STEPS < steps else steps
 
 
-def count_share(count: int, k: int, blocks: Blocks) -> float:
-    """How long the last round of `count` tiles takes, beside a whole one."""
-    parts = count_parts(count, k, blocks)
-    return 1.0 if parts == 1 else 1 / parts + _JOIN_STEPS / triton.cdiv(k, blocks.k)
+def count_rounds(count: int, k: int, blocks: Blocks) -> float:
+    """How long `count` tiles take, in rounds of whole ones."""
+    steps, share = triton.cdiv(k, blocks.k), find_steps(count, k, blocks)
+    if share == steps:
+        return triton.cdiv(count, blocks.programs)
+    return count // blocks.programs + (share + _JOIN_STEPS) / steps
 
 
-def share_tail(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> Tail:
-    """How the last of `count` tiles are shared, on the device of `arrivals`; the first `kept` of them never are."""
-    parts = count_parts(count, k, blocks)
-    rest = count % blocks.programs
-    if parts == 1 or count - rest < kept or rest > arrivals.numel():
-        return NO_TAIL
-    sums = torch.empty(rest * parts * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
-    return Tail(count - rest, tl.constexpr(parts), sums, arrivals)
+def share_tiles(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[Shares, int]:
+    """How `count` tiles are dealt out, and in how many shares; the first `kept` stay whole.
 
-
-NO_TAIL = Tail(0, tl.constexpr(1), None, None)
+    The rest's sums are on the device of arrivals, int32 zeros.
+    """
+    steps, share, rest = triton.cdiv(k, blocks.k), find_steps(count, k, blocks), count % blocks.programs
+    shares = triton.cdiv(rest * steps, share)
+    if share == steps or count - rest < kept or shares > arrivals.numel():
+        return WHOLE, count
+    sums = torch.empty((rest + shares) * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
+    return Shares(count - rest, share, sums, arrivals), count - rest + shares
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
@@ -276,38 +269,47 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
 
 
 @triton.jit
-def count_units(tail, count):  # type: ignore[no-untyped-def]
-    """Units of work of `count` tiles: whole tiles, then the parts of shared ones, a tile's one after another."""
-    return tail.whole + (count - tail.whole) * tail.parts if tail.parts > 1 else count
+def find_share(gemm, shares, index, count):  # type: ignore[no-untyped-def]
+    """(begin, end) of the index-th share of `count` tiles' steps over k; nothing behind the last one."""
+    steps = tl.cdiv(gemm.k, gemm.block_k)
+    begin = index * steps
+    end = begin + steps
+    if shares.sums is not None:
+        behind = index - shares.whole
+        begin = tl.where(behind < 0, begin, shares.whole * steps + behind * shares.steps)
+        end = begin + tl.where(behind < 0, steps, shares.steps)
+    return begin, tl.minimum(end, count * steps)
 
 
 @triton.jit
-def find_tile(tail, unit):  # type: ignore[no-untyped-def]
-    """The tile that a unit of work is, or is a part of."""
-    return tl.where(unit < tail.whole, unit, tail.whole + (unit - tail.whole) // tail.parts) if tail.parts > 1 else unit
+def multiply_part(gemm, shares, a, b, row, column, ready, begin, end):  # type: ignore[no-untyped-def]
+    """(the tile, as `multiply_tile` has it; whether this program goes on with it; where the share's next tile begins).
 
-
-@triton.jit
-def multiply_unit(gemm, tail, a, b, row, column, ready, unit):  # type: ignore[no-untyped-def]
-    """(the tile, as `multiply_tile` has it; whether this program is to go on with it).
-
-    Of the programs that share a tile that is the one that ends last. Nobody waits for another.
+    The steps from `begin` on that are of its tile, up to `end`. Of the programs that have steps of a tile the one that
+    ends last goes on with it. Nobody waits for another.
     """
-    if tail.parts == 1:
+    steps = tl.cdiv(gemm.k, gemm.block_k)
+    if shares.sums is None:
         total = multiply_tile(gemm, a, b, row, column, ready)
-        is_mine = unit >= 0
+        is_mine = begin < end
+        begin += steps
     else:
-        steps = tl.cdiv(tl.cdiv(gemm.k, gemm.block_k), tail.parts)
-        is_mine = unit < tail.whole
-        place = tl.maximum(unit - tail.whole, 0)
-        part = place % tail.parts
-        last = tl.where(is_mine, tail.parts, part + 1) * steps
-        total = multiply_tile(gemm, a, b, row, column, ready, part * steps, last)
+        tile = begin // steps
+        first = begin - tile * steps
+        last = tl.minimum(first + end - begin, steps)
+        total = multiply_tile(gemm, a, b, row, column, ready, first, last)
+        is_mine = last - first == steps
         if not is_mine:
-            first = place - part
-            arrivals = tail.arrivals + place // tail.parts
-            total, is_mine = join_sums(gemm, tail.sums, arrivals, total, first, place, first + tail.parts - 1)
-    return total, is_mine
+            tile -= shares.whole
+            low = tile * steps // shares.steps
+            high = ((tile + 1) * steps - 1) // shares.steps
+            own = (begin - shares.whole * steps) // shares.steps
+            # A share and the next one have one tile in common at most: a tile's and a share's numbers make a place.
+            total, is_mine = join_sums(
+                gemm, shares.sums, shares.arrivals + low, total, tile + low, tile + own, tile + high
+            )
+        begin += last - first
+    return total, is_mine, begin
 
 
 @triton.jit
@@ -379,23 +381,6 @@ def unite(left, right):  # type: ignore[no-untyped-def]
     rows: tl.constexpr = left.shape[0]
     columns: tl.constexpr = left.shape[1]
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (rows, 2 * columns))
-
-
-@triton.jit
-def prefetch_rows(gemm, weight, column):  # type: ignore[no-untyped-def]
-    """Have the first part of `block_n` rows of weight [n, k], from row `column` on, come into the L2 cache (sm_90)."""
-    if not INTERPRETED:
-        size: tl.constexpr = _PREFETCHED // gemm.block_n
-        row = tl.arange(0, gemm.block_n)
-        inside = (column + row < gemm.n) & (gemm.k * (weight.dtype.element_ty.primitive_bitwidth // 8) >= size)
-        tl.inline_asm_elementwise(
-            "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p cp.async.bulk.prefetch.L2.global [$1], $3;\nmov.b32 $0, 0;\n}",
-            "=r,l,r,r",
-            [(weight + (column + row).to(tl.int64) * gemm.k).to(tl.int64), inside.to(tl.int32), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit

@@ -17,14 +17,13 @@ from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.gemm import (
     Blocks,
-    count_units,
     describe_gemm,
-    find_tile,
+    find_share,
     halve,
     load_bias,
-    multiply_unit,
+    multiply_part,
     order_tiles,
-    share_tail,
+    share_tiles,
 )
 from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
@@ -155,12 +154,12 @@ def launch(
         channel = block_channel.enter("matmul_reduce_scatter", "p2p")
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     count = tiles.count_tiles(partials)
-    tail = share_tail(count, x.shape[1], blocks, workspace.arrivals)
-    gemm_reduce_scatter[(min(blocks.programs, tail.units(count)),)](
+    shares, units = share_tiles(count, x.shape[1], blocks, workspace.arrivals)
+    gemm_reduce_scatter[(min(blocks.programs, units),)](
         channel,
         partials,
         gemm,
-        tail,
+        shares,
         a,
         b,
         block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype),
@@ -177,13 +176,13 @@ def launch(
 
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
-    channel, partials, gemm, tail, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr, DEFERS: tl.constexpr
+    channel, partials, gemm, shares, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr, DEFERS: tl.constexpr
 ):
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
     once; who has time claims the next. The others' sums of an own tile are added to it while it is in registers. The
-    last tiles may be shared (`tail`): whoever completes one goes on with it.
+    last tiles may be cut into shares: whoever completes one goes on with it.
     Signals: a tile that was stored into its owner's staging, at its channel there ("p2p"). DEFERS: when the program's
     next tile is multiplied: by then the stores have arrived, and nobody waits for them. With few tiles a program its
     owner would wait for that, which takes longer than the stores.
@@ -198,9 +197,9 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     if channel.inside:
         staging += tiles.call_slot(channel).to(tl.int64) * half
     stored = -1  # the tile that is stored and not signalled
-    unit = tiles.claim(channel)
-    while unit < count_units(tail, count * channel.world):
-        index = find_tile(tail, unit)
+    begin, end = find_share(gemm, shares, tiles.claim(channel), count * channel.world)
+    while begin < end:
+        index = begin // tl.cdiv(gemm.k, gemm.block_k)
         owner = index // count
         if SHIFTED:
             owner = (channel.rank + 1 + owner) % channel.world
@@ -209,7 +208,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         tile = index % count
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-        total, is_complete = multiply_unit(gemm, tail, a, b, owner * rows + row, column, 0, unit)
+        total, is_complete, begin = multiply_part(gemm, shares, a, b, owner * rows + row, column, 0, begin, end)
         if DEFERS and stored >= 0:
             tiles.producer_tile_notify(channel, partials, stored, "p2p")
             stored = -1
@@ -221,7 +220,8 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
             stored = owner * count + tile
             if not DEFERS:
                 tiles.producer_tile_notify(channel, partials, stored, "p2p")
-        unit = tiles.claim(channel)
+        if begin >= end:
+            begin, end = find_share(gemm, shares, tiles.claim(channel), count * channel.world)
     if DEFERS and stored >= 0:
         tiles.producer_tile_notify(channel, partials, stored, "p2p")
     if channel.inside:

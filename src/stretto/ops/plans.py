@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stretto.ops.gemm import Blocks, count_share, look_up_blocks
+from stretto.ops.gemm import Blocks, count_rounds, look_up_blocks
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
 TRANSFERS = ("copies", "programs")
@@ -191,10 +191,9 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
 
 
 def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
-    """How long the call's tiles take, in products of one number: as many rounds of tiles as programs need."""
+    """How long the call's tiles take, in elements of one round of them."""
     count = shards * triton.cdiv(call.m // shards, blocks.m) * triton.cdiv(call.n, blocks.n)
-    rounds, rest = divmod(count, blocks.programs)
-    return (rounds + (count_share(count, call.k, blocks) if rest else 0)) * blocks.m * blocks.n
+    return count_rounds(count, call.k, blocks) * blocks.m * blocks.n
 
 
 def few_row_blocks(m: int, n: int, is_fp32: bool, processors: int) -> Blocks:
