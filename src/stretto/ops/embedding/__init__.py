@@ -7,6 +7,7 @@ from stretto.ops.embedding.operator import (
     embedding_all_to_all_update,
     tune_embedding,
 )
+from stretto.ops.embedding.put import embedding_all_to_all_put
 from stretto.ops.embedding.updating import TableUpdate, embedding_all_to_all_updating
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "TableUpdate",
     "check_indices",
     "embedding_all_to_all",
+    "embedding_all_to_all_put",
     "embedding_all_to_all_update",
     "embedding_all_to_all_updating",
     "tune_embedding",

@@ -17,6 +17,7 @@ from stretto.ops.embedding.backward import (
 )
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
+from stretto.ops.embedding.put import find_put_slots
 from stretto.ops.embedding.ring import find_rings
 from stretto.ops.embedding.tuned import measure_ways
 from stretto.ops.embedding.ways import Way, choose_way, list_ways
@@ -315,6 +316,9 @@ def check_indices(group: dist.ProcessGroup | None = None) -> None:
             torch.cuda.synchronize(ring.channel.device)
         ring.faults.check()
         ring.channel.check()
+    for slots in find_put_slots(find_name(group)):
+        torch.cuda.synchronize(slots.device)
+        slots.check()
 
 
 def _find_again(

@@ -1,0 +1,307 @@
+"""`embedding_all_to_all_put`: look-ups for ranks whose memory this GPU cannot map too, by NVSHMEM's puts."""
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.memory import PeerError
+from stretto.ops.checks import find_name
+from stretto.ops.embedding.faults import Faults
+from stretto.ops.embedding.forward import count_programs, find_way
+from stretto.ops.embedding.placement import Placement, find_placement, require_input
+from stretto.ops.embedding.ring import CHANNELS, round_size
+from stretto.ops.embedding.ways import Way, describe_pooling, describe_tables, keep_words
+from stretto.ops.workspace import find_group, find_kept, list_kept
+from stretto.tiles import INTERPRETED, Channel
+from stretto.tiles.channel import DEFAULT_TIMEOUT
+from stretto.tiles.signals import HEADER, OF_BEGIN, REPORT_WORDS
+
+NAME = "embedding_all_to_all_put"
+STAGING_BYTES = 16 << 20
+"""For tiles on their way: a tile a program, and as many programs as it holds. A tile has up to 64 KB."""
+
+_ALIGNMENT = 128
+
+
+def embedding_all_to_all_put(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    batch: int | None = None,
+    name: str = "",
+    checks: bool = True,
+    reach: Sequence[bool] | None = None,
+) -> Tensor:
+    """`embedding_all_to_all`, forward alone, on GPUs that need not reach each other's memory by loads and stores.
+
+    Arguments, result and its bits are that operator's, and so is what it raises. Vectors for a rank in reach are stored
+    into its memory; for another one they are staged in this rank's, and put from there through NVSHMEM. reach: for each
+    rank, whether it is stored to; default: what NVSHMEM could map. A rank that is in reach may be put to all the same.
+
+    NVSHMEM is chosen for the whole process, before torch's symmetric memory is first used:
+    torch.distributed._symmetric_memory.set_backend("NVSHMEM"). Stretto's other kernels on GPUs take the backend "CUDA"
+    and refuse that one. The group is of all ranks. The first call of a size allocates memory for two outputs, which is
+    never given back; the result is a copy. It is no torch.library operator: torch.compile breaks its graph here.
+
+    RuntimeError where NVSHMEM is missing; ValueError for tensors that are not on GPUs, for another backend, a group of
+    some ranks only, a rank that is said to be in reach and is not, tables that need gradients, and in a CUDA graph.
+    Paper 002, section 3.
+    """
+    group_name = find_name(group)
+    world = dist.get_world_size(group)
+    count = require_input(indices, offsets, tables, weights, mode, batch, world)
+    device = offsets.device
+    require_nvshmem(device)
+    _require_call(group_name, tables, reach, world)
+    dims = tuple(table.shape[1] for table in tables)
+    dtype = tables[0].dtype if tables else None
+    placement = find_placement(group_name, device, name, dims, dtype, count, needs_grad=False)
+    size = placement.local_batch * placement.width * placement.dtype.itemsize
+    if size == 0:
+        return torch.empty(placement.local_batch, placement.width, dtype=placement.dtype, device=device)
+    slots = PutSlots.find(group_name, device, size)
+    slots.check()
+    reached = slots.find_reach(reach)
+    way = find_way(placement, tables, indices.numel(), device)
+    return _launch(slots, indices, offsets, tables, weights, placement, group_name, mode, checks, reached, way.check())
+
+
+def _launch(
+    slots: "PutSlots",
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    weights: Tensor | None,
+    placement: Placement,
+    group: str,
+    mode: str,
+    checks: bool,
+    reach: tuple[bool, ...],
+    way: Way,
+) -> Tensor:
+    begin_putting, pool_and_put = _load_kernels()
+    device = offsets.device
+    counts = find_kept(group, device, ("embedding put counts", placement), lambda: _count(placement, device))
+    lookup = describe_tables(
+        tables,
+        placement.first_column(placement.rank),
+        placement.local_batch,
+        placement.width,
+        indices.numel(),
+        device,
+    )
+    programs = count_programs(way, placement, len(tables), device)
+    if not all(reach):
+        programs = min(programs, STAGING_BYTES // (way.bags * lookup.block.value * placement.dtype.itemsize))
+        if programs == 0:
+            raise ValueError(f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a way with {way.bags} bags")
+    exchange = slots.describe(placement.dtype, reach)
+    begin_putting[(1,)](
+        slots.channel,
+        exchange,
+        counts,
+        placement.fingerprint,
+        BLOCK=triton.next_power_of_2(counts.numel()),
+        num_warps=1,
+    )
+    out = slots.take((placement.local_batch, placement.width), placement.dtype)
+    pool_and_put[(programs,)](
+        slots.channel,
+        exchange,
+        lookup,
+        describe_pooling(way, mode, checks),
+        indices,
+        offsets,
+        weights,
+        out,
+        placement.fingerprint,
+        slots.faults.report(),
+        ORDER=way.order,
+        num_warps=way.num_warps,
+        num_stages=1,
+    )
+    return out.clone()
+
+
+class PutSlots:
+    """Two outputs, places for staging and signals, in NVSHMEM's symmetric memory on all ranks; made by `find`.
+
+    channel: what kernels wait and report by; its counters are not used, since NVSHMEM's signals have 64 bits. Its
+    addresses are the distances to other ranks' memory, 0 for those out of reach.
+    """
+
+    def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
+        world, device = len(addresses), storage.device
+        self.rank, self.device, self.timeout = rank, device, timeout
+        self.faults = Faults(rank, device)
+        self.mapped = tuple(bool(address) for address in addresses)
+        own = addresses[rank]
+        distances = [address - own if address else 0 for address in addresses]
+        if any(distance % 16 for distance in distances):
+            raise ValueError("the ranks' memories lie at distances that are no multiples of 16 bytes")
+        words = storage[: _head_bytes(world)].view(torch.int64)
+        self._signals = words[: world * CHANNELS]
+        self._begun = words[world * CHANNELS : world * (CHANNELS + 2)]
+        self._slots = storage[_head_bytes(world) :][: 2 * slot_bytes].view(2, slot_bytes)
+        self._staging = storage[_head_bytes(world) + 2 * slot_bytes :]
+        self._targets = torch.zeros(world * CHANNELS, dtype=torch.int64, device=device)
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
+        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._calls = 0
+        state = torch.zeros(HEADER.value, dtype=torch.int32, device=device)
+        self.channel = Channel(
+            rank,
+            tl.constexpr(world),
+            tl.constexpr(CHANNELS),
+            tl.constexpr(0),
+            tl.constexpr("p2p"),
+            0,
+            state,
+            torch.tensor([0] * world + distances, dtype=torch.int64, device=device),
+            state,
+            torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=device),
+            self._report,
+        )
+
+    @classmethod
+    def find(cls, group: str, device: torch.device, size: int) -> "PutSlots":
+        """The group's, for outputs of `size` bytes or a few more; all ranks call it with the same size."""
+        slot_bytes = round_size(size)
+        return find_kept(
+            group, device, ("embedding puts", slot_bytes), lambda: cls._allocate(group, device, slot_bytes)
+        )
+
+    @classmethod
+    def _allocate(cls, group: str, device: torch.device, slot_bytes: int) -> "PutSlots":
+        import torch.distributed._symmetric_memory as symmetric
+
+        process_group = find_group(group)
+        total = _head_bytes(process_group.size()) + 2 * slot_bytes + STAGING_BYTES
+        storage = symmetric._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
+        # All ranks free it together, or wait for those that do not: so none does, not even at Python's end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage))
+        storage.zero_()
+        torch.cuda.synchronize(device)
+        addresses = symmetric.rendezvous(storage, process_group).buffer_ptrs
+        dist.barrier(group=process_group, device_ids=[device.index])
+        torch.cuda.synchronize(device)
+        return cls(storage, addresses, process_group.rank(), slot_bytes, DEFAULT_TIMEOUT)
+
+    def find_reach(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
+        """Whether each rank is stored to: what was asked for, or all that can be. ValueError for one that cannot be."""
+        if asked is None:
+            return self.mapped
+        for peer, (wanted, can) in enumerate(zip(asked, self.mapped, strict=True)):
+            if wanted and not can:
+                raise ValueError(
+                    f"{NAME}: rank {self.rank} cannot store into rank {peer}'s memory: give False for it in reach"
+                )
+        return tuple(peer == self.rank or bool(wanted) for peer, wanted in enumerate(asked))
+
+    def describe(self, dtype: torch.dtype, reach: tuple[bool, ...]) -> Any:
+        """What kernels are given, for tables of a dtype."""
+        from stretto.ops.embedding.put_kernel import Exchange
+
+        words = keep_words((tuple(int(is_near) for is_near in reach),), self.device).view(-1)
+        return Exchange(words, self._signals, self._begun, self._staging.view(dtype), self._targets, self._tickets)
+
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The next call's output. It is written over two calls later, so it is copied in stream order."""
+        self._calls += 1
+        memory = self._slots[self._calls % 2]
+        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def check(self) -> None:
+        """Raise what kernels have found wrong, or waited for in vain; synchronize first to be sure of what has run."""
+        self.faults.check()
+        words = self._report.numpy()
+        if not words[0]:
+            return
+        kind, _, call, _, channel, peer, seen, target = (int(word) for word in words[:8])
+        what = "the beginning of the call" if kind == OF_BEGIN.value else f"channel {channel}"
+        raise PeerError(
+            f"rank {self.rank} of {len(self.mapped)}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, "
+            f"{self.timeout:g} s: its signal is at {seen}, the target is {target}. The group's calls are broken from "
+            "here on"
+        )
+
+
+def find_put_slots(group: str) -> list[PutSlots]:
+    """All slots of a group."""
+    return [kept for kept in list_kept(group) if isinstance(kept, PutSlots)]
+
+
+def require_nvshmem(device: torch.device) -> None:
+    """RuntimeError or ValueError, which say what is missing, unless this process can put through NVSHMEM."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    if device.type != "cuda" or INTERPRETED.value:
+        raise ValueError(
+            f"{NAME} puts between GPUs, by compiled kernels, and these tensors are on {device}"
+            f"{' with TRITON_INTERPRET set' if INTERPRETED.value else ''}: take embedding_all_to_all on CPUs"
+        )
+    if not symmetric.is_nvshmem_available():
+        raise RuntimeError(
+            f"{NAME}: torch found no NVSHMEM. It comes with torch's CUDA builds, as the package nvidia-nvshmem-cu13 or "
+            "-cu12: install one of those builds"
+        )
+    backend = symmetric.get_backend(device)
+    if backend != "NVSHMEM":
+        raise ValueError(
+            f"{NAME}: the backend of torch's symmetric memory is {backend!r}: call "
+            'torch.distributed._symmetric_memory.set_backend("NVSHMEM") before anything symmetric is allocated'
+        )
+    _load_kernels()
+
+
+@functools.cache
+def _load_kernels() -> tuple[Any, Any]:
+    """`begin_putting` and `pool_and_put`, with NVSHMEM's device library. RuntimeError where it is not found."""
+    from torch.distributed._symmetric_memory import _nvshmem_triton as nvshmem
+
+    if not hasattr(nvshmem, "putmem_signal_block"):
+        raise RuntimeError(
+            f"{NAME}: torch has no bindings of NVSHMEM for Triton here: it found no GPU that Triton knows"
+        )
+    from stretto.ops.embedding import put_kernel
+
+    begin_putting, pool_and_put = put_kernel.begin_putting, put_kernel.pool_and_put
+    return nvshmem.requires_nvshmem(begin_putting), nvshmem.requires_nvshmem(pool_and_put)
+
+
+def _require_call(group: str, tables: Sequence[Tensor], reach: Sequence[bool] | None, world: int) -> None:
+    if dist.get_process_group_ranks(find_group(group)) != list(range(dist.get_world_size())):
+        raise ValueError(f"{NAME}: NVSHMEM allocates on all ranks together: the group has all, in their order")
+    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
+        raise ValueError(f"{NAME} has no gradients: call it under torch.no_grad, or take embedding_all_to_all")
+    if reach is not None and len(reach) != world:
+        raise ValueError(f"{NAME}: reach says of {len(reach)} ranks what there are {world} of")
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(f"{NAME}: a CUDA graph would give all its replays one of the two outputs: call it outside")
+
+
+def _count(placement: Placement, device: torch.device) -> Tensor:
+    """int64 [world x CHANNELS]: the vectors that each source sends to this rank in a call, channel by channel."""
+    counts = torch.zeros(placement.world_size, CHANNELS, dtype=torch.int64)
+    for source, dims in enumerate(placement.dims):
+        if source != placement.rank:
+            for table in range(len(dims)):
+                counts[source, table % CHANNELS] += placement.local_batch
+    return counts.view(-1).to(device)
+
+
+def _head_bytes(world: int) -> int:
+    """Of signals and `begun`."""
+    return -(-8 * world * (CHANNELS + 2) // _ALIGNMENT) * _ALIGNMENT
