@@ -122,6 +122,25 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
 
 
+def fill_the_gpu(folder: Path) -> None:
+    """Kernels that leave no multiprocessor to copies, with rows that tiles do and do not divide, and shared tiles."""
+    device = Grid(data=RANKS, device="cuda").device
+    rank, (n, k) = dist.get_rank(), (8192, 4096)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    plan, wrong = ops.Plan(blocks=ops.Blocks(128, 256, 64, 8, 8, 4, processors)), []
+    for rows in (1000, 1024, 1100, 2048):
+        x, weight = torch.randn(rows, k, device=device).bfloat16(), torch.randn(n, k, device=device).bfloat16()
+        for _ in range(3):
+            out = ops.all_gather_matmul(x, weight, implementation=plan)
+        every = gather(x)
+        summed = ops.matmul_reduce_scatter(every, weight, implementation=plan)
+        product = every.float() @ weight.float().T
+        wrong += [[rows, "gather"]] * (not error(out, product) < 2**-7)
+        wrong += [[rows, "scatter"]] * (not error(summed, scatter(product)) < 2**-6)
+    dist.barrier()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+
+
 def replay(folder: Path) -> None:
     Grid(data=RANKS, device="cuda")
     rank, rows, n, k = dist.get_rank(), 256, 1024, 512
@@ -189,6 +208,11 @@ def read(folder: Path) -> list[object]:
 def test_random_shapes_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, multiply_in_random_shapes, tmp_path, SEED, 20, timeout=200.0)  # it compiles much
     assert read(tmp_path) == [[]] * RANKS, SEED
+
+
+def test_kernels_that_fill_the_gpu_starve_no_copy(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, fill_the_gpu, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS
 
 
 def test_a_captured_graph_replays_both_operators(run_ranks: Run, tmp_path: Path) -> None:

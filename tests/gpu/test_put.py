@@ -142,18 +142,18 @@ def refuse(device: torch.device, seed: int) -> list[object]:
     if (f"rank {rank}: indices[3] is 1000, but table 0" in said) != (rank == RANKS - 1):
         wrong.append(said)
     own.indices[3] = kept
-    own.tables[0].requires_grad_()
-    for attempt, message in (
-        (lambda: call(case, way, None), "requires_grad"),
-        (lambda: ops.embedding_all_to_all(own.indices, own.offsets, own.tables), "NVSHMEM"),
+    for attempt, message, needs_gradients in (
+        (lambda: call(case, way, None), "requires_grad", bool(own.tables)),
+        (lambda: ops.embedding_all_to_all(own.indices, own.offsets, own.tables), "NVSHMEM", False),
     ):
+        for table in own.tables:
+            table.requires_grad_(needs_gradients)
         try:
             attempt()
             wrong.append(f"{message} was taken")
         except ValueError as error:
             if message not in str(error):
                 wrong.append(str(error))
-    own.tables[0].requires_grad_(False)
     return wrong
 
 

@@ -109,7 +109,7 @@ def exchange_arguments(
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     rows = rows if form == "scatter" else WORLD * rows
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int32)
-    dealt = Shares(0, 16, torch.empty(1) if shares else None, WORDS)
+    dealt = Shares(0, 16, 16, torch.empty(1) if shares else None, WORDS)
     return inside("p2p"), gemm, dealt, a, b, staging, out, bias, rows, 1 << 20, form, 256, n % 8 == 0
 
 
@@ -119,7 +119,7 @@ KERNELS = {
     "exchange": (gemm_exchange, exchange_arguments),
 }
 LARGE = ["gather", "scatter"]
-SHARED = Shares(132, 9, torch.empty(1), WORDS)  # of the last round, of 16 steps a tile
+SHARED = Shares(132, 16, 8, torch.empty(1), WORDS)  # of the last round's tiles, in halves
 LOOPS = {"gather": 2, "scatter": 1, "exchange": 1}  # loops over k: a gather's over own rows, and over those that come
 
 

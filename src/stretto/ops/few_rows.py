@@ -74,7 +74,7 @@ def launch(
     gemm_exchange[(programs,)](
         channel,
         gemm,
-        Shares(0, share, sums, workspace.arrivals),
+        Shares(0, triton.cdiv(k, blocks.k), share, sums, workspace.arrivals),
         a,
         b,
         staging,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import (
+    count_steps,
     describe_gemm,
     describe_rows,
     find_share,
@@ -26,6 +27,7 @@ from stretto.ops.workspace import PEER_TILES, Workspace
 
 _MOST_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
+_SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
 
 
@@ -81,8 +83,12 @@ def launch(
         channel = block_channel.enter("all_gather_matmul", mode)
     else:
         channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast")
+        if not direct:
+            # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and there is none free
+            # once the kernel runs.
+            tiles.rank_copy_data(gathered[block_channel.rank * rows : (block_channel.rank + 1) * rows], x)
         with tiles.copy_engine(block_channel):
-            _push(block_channel, producer, x, direct)
+            _push(block_channel, producer, x)
             if returned is not None:
                 _copy_gathered(block_channel, producer, x, returned)
     try:
@@ -113,20 +119,18 @@ def launch(
             tiles.join_copies(block_channel)
 
 
-def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, direct: bool) -> None:
+def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor) -> None:
     """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
 
-    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in. Its own come
-    first, or, where tiles take them from x, are signalled alone.
+    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in.
     """
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
-    for distance in range(world):
+    for distance in range(1, world):
         peer = (rank - distance) % world
         there = block_channel.tensor((world, rows, k), x.dtype, rank=peer)[rank]
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
             part = slice(start, start + producer.channel_rows)
-            if not (direct and peer == rank):
-                tiles.rank_copy_data(there[part], x[part])
+            tiles.rank_copy_data(there[part], x[part])
             tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
 
 
@@ -157,7 +161,8 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     Order: tiles of this rank's rows first (DIRECT: from x itself, where no tile has others' rows too), then the next
     rank's and so on, as rows come; or, not SHIFTED, rank 0's first on all ranks. The last may be cut into shares.
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
-    (or pull) rows before they multiply.
+    (or pull) rows before they multiply. Copies within a GPU may need a multiprocessor, so of a rank's own rows, which
+    are in place when the kernel begins, programs tell in any case.
     Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
     programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
     Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
@@ -180,6 +185,13 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
     first += direct_tiles
     if MOVES == "":
+        # Own rows are where they are read from. The first programs say so, which run when any do.
+        signalling = tl.minimum(tl.num_programs(0), _SIGNALLING)
+        if tl.program_id(0) < signalling:
+            own_tiles = tiles.rank_tiles(producer)
+            for tile in range(tl.program_id(0), own_tiles, signalling):
+                own_tile = channel.rank * own_tiles + tile
+                tiles.producer_tile_notify(channel, producer, own_tile, "broadcast", rank=channel.rank)
         if DIRECT:  # flattened, so that a tile's stores go on beside the next one's loads; no loop that waits can be
             for tile in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
                 row, column = _locate(gemm, direct_tiles, tile)
@@ -199,8 +211,8 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     else:  # programs that have moved rows come later, and do fewer
         begin, end = find_share(gemm, shares, tiles.claim(channel), count)
         if DIRECT:
-            while begin < direct * tl.cdiv(gemm.k, gemm.block_k):
-                row, column = _locate(gemm, direct_tiles, begin // tl.cdiv(gemm.k, gemm.block_k))
+            while begin < direct * count_steps(gemm, shares):
+                row, column = _locate(gemm, direct_tiles, begin // count_steps(gemm, shares))
                 total, is_complete, begin = multiply_part(gemm, shares, own, weight, row, column, 0, begin, end)
                 if is_complete:
                     _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
@@ -233,7 +245,7 @@ def _multiply_gathered(  # type: ignore[no-untyped-def]
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    tile = begin // tl.cdiv(gemm.k, gemm.block_k) - direct_tiles * column_tiles
+    tile = begin // count_steps(gemm, shares) - direct_tiles * column_tiles
     row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
     row_tile = (row_tile + first) % row_tiles
     row, column = row_tile * gemm.block_m, column_tile * gemm.block_n

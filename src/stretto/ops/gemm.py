@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
 _JOIN_STEPS = 20  # over k that a program could do while it joins its part of a tile with others'
-_MOST_PARTS = 4  # that a tile of a last round is cut into
+_MOST_PARTS = 4  # that a tile of the last round is cut into
 
 
 class Blocks(NamedTuple):
@@ -63,17 +63,19 @@ class Gemm(NamedTuple):
 class Shares(NamedTuple):
     """How work is dealt out: the first `whole` tiles one by one, of the rest the steps over k in equal shares.
 
-    Whole tiles in the last round would leave many programs without work. Steps are counted through all tiles; a share
-    is `steps` of them, of one tile or of two. sums, arrivals: see `join_sums`; sums is None where all tiles are whole.
+    Whole tiles in the last round would leave many programs without work. Steps are counted through all tiles, each of
+    which has `tile` of them, the last ones of which may be none; a share is `steps`. sums, arrivals: see `join_sums`;
+    sums is None where all tiles are whole.
     """
 
     whole: Any
+    tile: Any
     steps: Any
     sums: Any
     arrivals: Any
 
 
-WHOLE = Shares(0, 0, None, None)
+WHOLE = Shares(0, 0, 0, None, None)
 
 
 class Operands(NamedTuple):
@@ -157,32 +159,34 @@ def _describe(
     )
 
 
-def find_steps(count: int, k: int, blocks: Blocks) -> int:
-    """Steps over k of a program in the last round of `count` tiles: as many as a tile has, or an equal share."""
-    steps, rest = triton.cdiv(k, blocks.k), count % blocks.programs
-    share = max(triton.cdiv(rest * steps, blocks.programs), triton.cdiv(steps, _MOST_PARTS))
-    return share if rest and share + _JOIN_STEPS < steps else steps
+def count_parts(count: int, k: int, blocks: Blocks) -> int:
+    """Into how many parts, by steps over k, the tiles of the last round of `count` tiles are best cut; 1: into none."""
+    return min(range(1, _MOST_PARTS + 1), key=lambda parts: _count_last(count, k, blocks, parts))
 
 
 def count_rounds(count: int, k: int, blocks: Blocks) -> float:
     """How long `count` tiles take, in rounds of whole ones."""
-    steps, share = triton.cdiv(k, blocks.k), find_steps(count, k, blocks)
-    if share == steps:
-        return triton.cdiv(count, blocks.programs)
-    return count // blocks.programs + (share + _JOIN_STEPS) / steps
+    return count // blocks.programs + _count_last(count, k, blocks, count_parts(count, k, blocks))
+
+
+def _count_last(count: int, k: int, blocks: Blocks, parts: int) -> float:
+    steps, rounds = triton.cdiv(k, blocks.k), triton.cdiv(count % blocks.programs * parts, blocks.programs)
+    return rounds * triton.cdiv(steps, parts) / steps + (_JOIN_STEPS / steps if parts > 1 else 0)
 
 
 def share_tiles(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[Shares, int]:
     """How `count` tiles are dealt out, and in how many shares; the first `kept` stay whole.
 
-    The rest's sums are on the device of arrivals, int32 zeros.
+    All parts of a round begin at one of few steps, so that what tiles have in common is loaded at one time: shares that
+    follow each other without gaps were slower than whole tiles, since each loaded its columns of B by itself.
+    The sums are on the device of arrivals, int32 zeros.
     """
-    steps, share, rest = triton.cdiv(k, blocks.k), find_steps(count, k, blocks), count % blocks.programs
-    shares = triton.cdiv(rest * steps, share)
-    if share == steps or count - rest < kept or shares > arrivals.numel():
+    parts, rest = count_parts(count, k, blocks), count % blocks.programs
+    if parts == 1 or count - rest < kept or rest * parts > arrivals.numel():
         return WHOLE, count
-    sums = torch.empty((rest + shares) * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
-    return Shares(count - rest, share, sums, arrivals), count - rest + shares
+    share = triton.cdiv(triton.cdiv(k, blocks.k), parts)
+    sums = torch.empty(rest * (parts + 1) * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
+    return Shares(count - rest, parts * share, share, sums, arrivals), count - rest + rest * parts
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
@@ -269,9 +273,15 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
 
 
 @triton.jit
+def count_steps(gemm, shares):  # type: ignore[no-untyped-def]
+    """Steps over k that a tile is counted as."""
+    return tl.cdiv(gemm.k, gemm.block_k) if shares.sums is None else shares.tile
+
+
+@triton.jit
 def find_share(gemm, shares, index, count):  # type: ignore[no-untyped-def]
     """(begin, end) of the index-th share of `count` tiles' steps over k; nothing behind the last one."""
-    steps = tl.cdiv(gemm.k, gemm.block_k)
+    steps = count_steps(gemm, shares)
     begin = index * steps
     end = begin + steps
     if shares.sums is not None:
@@ -288,7 +298,7 @@ def multiply_part(gemm, shares, a, b, row, column, ready, begin, end):  # type: 
     The steps from `begin` on that are of its tile, up to `end`. Of the programs that have steps of a tile the one that
     ends last goes on with it. Nobody waits for another.
     """
-    steps = tl.cdiv(gemm.k, gemm.block_k)
+    steps = count_steps(gemm, shares)
     if shares.sums is None:
         total = multiply_tile(gemm, a, b, row, column, ready)
         is_mine = begin < end
@@ -300,13 +310,13 @@ def multiply_part(gemm, shares, a, b, row, column, ready, begin, end):  # type: 
         total = multiply_tile(gemm, a, b, row, column, ready, first, last)
         is_mine = last - first == steps
         if not is_mine:
-            tile -= shares.whole
-            low = tile * steps // shares.steps
-            high = ((tile + 1) * steps - 1) // shares.steps
+            rest = tile - shares.whole
+            low = rest * steps // shares.steps
+            high = ((rest + 1) * steps - 1) // shares.steps
             own = (begin - shares.whole * steps) // shares.steps
             # A share and the next one have one tile in common at most: a tile's and a share's numbers make a place.
             total, is_mine = join_sums(
-                gemm, shares.sums, shares.arrivals + low, total, tile + low, tile + own, tile + high
+                gemm, shares.sums, shares.arrivals + low, total, rest + low, rest + own, rest + high
             )
         begin += last - first
     return total, is_mine, begin

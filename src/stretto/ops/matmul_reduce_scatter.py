@@ -17,6 +17,7 @@ from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.gemm import (
     Blocks,
+    count_steps,
     describe_gemm,
     find_share,
     halve,
@@ -199,7 +200,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     stored = -1  # the tile that is stored and not signalled
     begin, end = find_share(gemm, shares, tiles.claim(channel), count * channel.world)
     while begin < end:
-        index = begin // tl.cdiv(gemm.k, gemm.block_k)
+        index = begin // count_steps(gemm, shares)
         owner = index // count
         if SHIFTED:
             owner = (channel.rank + 1 + owner) % channel.world

@@ -152,7 +152,9 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
         case "matmul_all_reduce":
             if call.m > FEW_ROWS:
                 return LIBRARY, f"it has more than {FEW_ROWS} rows"
-            plan = plan._replace(exchange="packets", shots=1 if call.m * call.n <= ONE_SHOT_ELEMENTS else 2)
+            sums = call.m * call.n * call.dtype.itemsize
+            more = (call.world - 1) * sums - 2 * (call.world - 1) * sums // call.world
+            plan = plan._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)
         case "matmul_reduce_scatter":
             plan = plan._replace(exchange="packets" if call.m <= FEW_ROWS else "tiles")
         case _:
@@ -166,8 +168,8 @@ GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (1024, "programs", 12), (1 << 6
 NARROW_SPEED = 0.85
 """Of tiles of 128 columns, beside those of 256: they are taken where those leave too many programs without work."""
 
-ONE_SHOT_ELEMENTS = 16 * 8192
-"""Up to so many sums an all-reduce is one shot."""
+ONE_SHOT_BYTES = 900_000
+"""What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
 
 
 def default_blocks(call: Call, machine: Machine) -> Blocks:
