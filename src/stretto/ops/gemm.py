@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
 _JOIN_STEPS = 20  # over k that a program could do while it joins its part of a tile with others'
 _MOST_PARTS = 4  # that a tile of the last round is cut into
+_LEAST_SAVED = 0.05  # of all rounds: programs without work leave their power to the others, which then are faster
 
 
 class Blocks(NamedTuple):
@@ -161,7 +162,9 @@ def _describe(
 
 def count_parts(count: int, k: int, blocks: Blocks) -> int:
     """Into how many parts, by steps over k, the tiles of the last round of `count` tiles are best cut; 1: into none."""
-    return min(range(1, _MOST_PARTS + 1), key=lambda parts: _count_last(count, k, blocks, parts))
+    parts = min(range(1, _MOST_PARTS + 1), key=lambda parts: _count_last(count, k, blocks, parts))
+    saved = _count_last(count, k, blocks, 1) - _count_last(count, k, blocks, parts)
+    return parts if saved > _LEAST_SAVED * triton.cdiv(count, blocks.programs) else 1
 
 
 def count_rounds(count: int, k: int, blocks: Blocks) -> float:
