@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from stretto.tiles.data import peer_pointer
-from stretto.tiles.intrinsics import store_relaxed, store_relaxed_pairs
 from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, call_number, watch_clock
 
 _ZERO = tl.constexpr(-(1 << 31))  # what 0 travels as
@@ -37,14 +36,18 @@ def push_packets(  # type: ignore[no-untyped-def]
         for peer in tl.static_range(channel.world):
             distances = tl.where(ranks == peer, tl.load(channel.addresses + channel.world + peer), distances)
         places = ((pointer + offsets).to(tl.int64) + distances).to(tl.pointer_type(tl.int32))
+    # By tl.store, which stores each element once: inline assembly would have every thread store that has a copy of it,
+    # and who comes second puts a packet where another was taken already.
     if in_fours:
-        place, _ = _split_pairs(_split_pairs(places.to(tl.int64))[0])
-        inside, _ = _split_pairs(_split_pairs(mask.to(tl.int32))[0])
+        place, _ = _split_pairs(places.to(tl.int64))
+        inside, _ = _split_pairs(mask.to(tl.int32))
         low, high = _split_pairs(packets)
-        first, second = _split_pairs(low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32))
-        store_relaxed_pairs(place.to(tl.pointer_type(tl.int64)), first, second, inside != 0)
+        pairs = low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
+        # Two pairs are 16 bytes, at a multiple of 16: one store.
+        place = tl.max_contiguous(tl.multiple_of(tl.ravel(place).to(tl.pointer_type(tl.int64)), 16), 2)
+        tl.store(place, tl.ravel(pairs), mask=tl.max_constancy(tl.ravel(inside) != 0, 2))
     else:
-        store_relaxed(places, packets, mask)
+        tl.store(places, packets, mask=mask)
 
 
 @triton.jit
