@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
-from stretto.ops import choosing, gather_gemm, gemm, plans, workspace
+from stretto.ops import choosing, gather_gemm, plans, shares, workspace
 from stretto.tuning import Store
 
 matmul_reduce_scatter = importlib.import_module("stretto.ops.matmul_reduce_scatter")  # `ops` has the function
@@ -102,7 +102,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], gemm.share_tiles
+    more, deal = [], shares.share_tiles
 
     def see(count, *arguments):
         dealt = deal(count, *arguments)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import Blocks, Shares, count_processors, describe_gemm, multiply_part
+from stretto.ops.gemm import Blocks, count_processors, describe_gemm
+from stretto.ops.shares import Shares, multiply_part
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 4

@@ -10,19 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import (
-    count_steps,
-    describe_gemm,
-    describe_rows,
-    find_share,
-    load_bias,
-    multiply_part,
-    multiply_tile,
-    order_tiles,
-    share_tiles,
-    store_tile,
-)
+from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
 from stretto.ops.plans import Plan
+from stretto.ops.shares import count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, Workspace
 
 _MOST_PIECES = 8

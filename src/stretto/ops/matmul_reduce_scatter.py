@@ -15,19 +15,10 @@ from stretto import tiles
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.gemm import (
-    Blocks,
-    count_steps,
-    describe_gemm,
-    find_share,
-    halve,
-    load_bias,
-    multiply_part,
-    order_tiles,
-    share_tiles,
-)
+from stretto.ops.gemm import Blocks, describe_gemm, halve, load_bias, order_tiles
 from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.shares import count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import CHANNELS, Workspace, count_bytes, find_group, find_workspace
 
 _FEW_WAVES = 4

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stretto.ops.gemm import Blocks, count_rounds, look_up_blocks
+from stretto.ops.gemm import Blocks, look_up_blocks
+from stretto.ops.shares import count_rounds
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
 TRANSFERS = ("copies", "programs")
