@@ -38,6 +38,7 @@ def error(result, expected):
 BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
 PLANS = {
     "copies": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512),
+    "shards": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512, by_shards=True),
     "pushes": ops.Plan(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
     "pulls": ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
     "unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
@@ -220,7 +221,7 @@ def call_in_many_shapes(calls, seed):
         rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
         gathers, scatters, reduces = (
             names[int(torch.randint(len(names), (1,), generator=generator))]
-            for names in (("copies", "pushes", "pulls"), ("tiles", "packets"), ("one shot", "two shots"))
+            for names in (("copies", "shards", "pushes", "pulls"), ("tiles", "packets"), ("one shot", "two shots"))
         )
         group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
         if call % 2 and group is None:

@@ -59,6 +59,7 @@ def gather_arguments(
     transfer="copies",
     direction="push",
     shares=WHOLE,
+    by_shards=False,
 ):
     gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
@@ -90,6 +91,7 @@ def gather_arguments(
         direct,
         moves,
         True,
+        by_shards,
     )
 
 
@@ -191,6 +193,27 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     zeros = [number for number in find_makers(lines, row) if re.search(ZERO, lines[number])]
     assert zeros
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
+
+
+def test_shards_that_are_awaited_whole_are_multiplied_in_flattened_loops():
+    """One loop a shard, over its tiles and over k, whose loads go on beside a tile's stores."""
+    arguments = gather_arguments(by_shards=True)
+    forms = compile_kernel(all_gather_gemm, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
+    loops, products = [], 0
+    for line in forms["ttgir"].splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and indent <= loops[-1] and line.strip():
+            loops.pop()
+        products += "warp_group_dot " in line and len(loops) == 1
+        if "scf.for" in line:
+            loops.append(indent)
+    assert products == WORLD
+    lines = to_ptx("gather", by_shards=True)
+    loads = tma_loads(lines)
+    assert len(loads) == 2 * WIDE.num_stages * WORLD
+    assert sum(guarded for _, guarded, _ in loads) == WIDE.num_stages * (WORLD - 1)
+    size = count_shared_bytes(all_gather_gemm, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
+    assert size + 1024 <= 228 << 10
 
 
 @pytest.mark.sampled(2)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 CASES = [
-    (2, (32, 64, 64), torch.bfloat16, False, True),
+    (2, (64, 64, 64), torch.bfloat16, False, True),
     (4, (37, 41, 33), torch.float32, False, False),
+    (4, (32, 72, 40), torch.bfloat16, False, False),
     (3, (5, 72, 40), torch.bfloat16, True, True),
     (2, (50, 24, 16), torch.float16, True, False),
 ]
@@ -20,7 +21,7 @@ def ran_kernels(operator, calls=3):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("plan", ["copies", "pushes", "pulls", "unshifted"])
+@pytest.mark.parametrize("plan", ["copies", "shards", "pushes", "pulls", "unshifted"])
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
     ranks, shape, dtype, *rest = case

@@ -54,6 +54,9 @@ def vary(name: str, plan: Plan) -> dict[str, Plan]:
             for size in (19, 20, 21, 22, 23, 24):
                 pieces = plan._replace(transfer="copies", direction="push", piece_bytes=1 << size)
                 plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
+            plans["copies, shards awaited whole"] = plan._replace(
+                transfer="copies", direction="push", by_shards=not plan.by_shards
+            )
         case "scatter":
             plans |= {f"sums as {how}": plan._replace(exchange=how) for how in ("tiles", "packets")}
         case _:

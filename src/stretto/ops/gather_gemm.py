@@ -65,7 +65,7 @@ def launch(
     column_tiles = -(-out.shape[1] // blocks.n)
     count = -(-out.shape[0] // blocks.m) * column_tiles
     # By copies, own tiles are multiplied in a loop that has no place for shares.
-    kept = rows // blocks.m * column_tiles if direct and not by_programs else 0
+    kept = (count if plan.by_shards else rows // blocks.m * column_tiles) if direct and not by_programs else 0
     shares, units = share_tiles(count, k, blocks, workspace.arrivals, kept)
     programs = min(blocks.programs, max(units, plan.movers if by_programs else 1))
     if by_programs:
@@ -101,6 +101,7 @@ def launch(
             DIRECT=direct,
             MOVES=plan.direction if by_programs else "",
             SHIFTED=plan.is_shifted,
+            BY_SHARDS=plan.by_shards,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -144,7 +145,7 @@ def _copy_gathered(
 @triton.jit
 def all_gather_gemm(  # type: ignore[no-untyped-def]
     channel, producer, consumer, gemm, shares, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
-    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
+    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, BY_SHARDS: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
@@ -153,7 +154,8 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply. Copies within a GPU may need a multiprocessor, so of a rank's own rows, which
     are in place when the kernel begins, programs tell in any case.
-    Waits: at a tile's head, for the pieces that hold its rows. They depend on copy engines, or on the launch's first
+    Waits: at a tile's head, for the pieces that hold its rows, or, BY_SHARDS, before a shard's tiles, for all of it,
+    since a loop that waits at each tile cannot be flattened. They depend on copy engines, or on the launch's first
     programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
     Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
     slots, by the call's number; every rank waits for every rank's rows, so see `call_slot`.
@@ -187,17 +189,20 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 row, column = _locate(gemm, direct_tiles, tile)
                 total = multiply_tile(gemm, own, weight, row, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
-        index = tl.program_id(0)
-        index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
-        begin, end = find_share(gemm, shares, index, count)
-        while begin < end:
-            begin = _multiply_gathered(
-                channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first, direct_tiles,
-                begin, end
-            )  # fmt: skip
-            if begin >= end:
-                index += tl.num_programs(0)
-                begin, end = find_share(gemm, shares, index, count)
+        if DIRECT and BY_SHARDS:
+            _multiply_shards(channel, producer, consumer, gemm, gathered, weight, out, bias, rows)
+        else:
+            index = tl.program_id(0)
+            index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
+            begin, end = find_share(gemm, shares, index, count)
+            while begin < end:
+                begin = _multiply_gathered(
+                    channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first,
+                    direct_tiles, begin, end
+                )  # fmt: skip
+                if begin >= end:
+                    index += tl.num_programs(0)
+                    begin, end = find_share(gemm, shares, index, count)
     else:  # programs that have moved rows come later, and do fewer
         begin, end = find_share(gemm, shares, tiles.claim(channel), count)
         if DIRECT:
@@ -223,6 +228,24 @@ def _locate(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
     """Row and column where a tile begins, of so many rows of tiles."""
     row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
     return row_tile * gemm.block_m, column_tile * gemm.block_n
+
+
+@triton.jit
+def _multiply_shards(channel, producer, consumer, gemm, gathered, weight, out, bias, rows):  # type: ignore[no-untyped-def]
+    """This program's tiles of the other ranks' rows, shard after shard from the next rank's on; tiles divide shards."""
+    shard_tiles = rows // gemm.block_m
+    count = shard_tiles * tl.cdiv(gemm.n, gemm.block_n)
+    programs = tl.num_programs(0)
+    for step in tl.static_range(1, channel.world):  # a loop in a loop would not be flattened
+        source = (channel.rank + step) % channel.world
+        # Pieces come in order, so the last one stands for all.
+        last = (source + 1) * shard_tiles - 1
+        ready = tiles.consumer_tile_wait(channel, consumer, last, before_tma=gemm.by_tma, producer=producer)
+        begin = (tl.program_id(0) + programs - step * count % programs) % programs  # where the last shard's turn ended
+        for tile in tl.range(begin, count, programs, flatten=True):
+            row, column = _locate(gemm, shard_tiles, tile)
+            total = multiply_tile(gemm, gathered, weight, source * rows + row + ready, column, 0)
+            _finish_tile(channel, gemm, out, bias, total, source * rows + row, column, rows)
 
 
 @triton.jit
