@@ -123,6 +123,92 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
 
 
+def call_often(folder: Path, seed: int, calls: int, device: str) -> None:
+    """A few shapes over and over, plan after plan, past stragglers and poison, alone and in graphs: known bits.
+
+    x is scaled by powers of two, call by call and in all-gathers rank by rank, which scales sums without rounding.
+    """
+    Grid(data=RANKS, device=device)
+    rng, rank, is_gpu = random.Random(seed), dist.get_rank(), device == "cuda"
+    torch.manual_seed(seed + rank)
+    makes = [make_case(rng, device) for _ in range(5 if is_gpu else 2)]
+    busy = torch.randn(2048, 2048, device=device) if is_gpu else None
+    side, wrong = torch.cuda.Stream() if is_gpu else None, []
+
+    def draw() -> tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+        name, x, expected, run = rng.choice(rng.choice(makes))
+        powers = [2.0 ** rng.randint(-3, 3) for _ in range(RANKS)]
+        if name == "gather":
+            scales = torch.tensor(powers, device=device).repeat_interleave(x.shape[0])[:, None]
+            return name, x * powers[rank], run, expected * scales.to(expected.dtype)
+        return name, x * powers[0], run, expected * powers[0]
+
+    call = 0
+    while call < calls:
+        if call % 100 == 0:
+            poison()
+        late, cycles = rng.randrange(RANKS), rng.choice([0, 0, 50_000, 1_000_000])
+        drawn = [draw() for _ in range(10)]
+        call += len(drawn)
+        if is_gpu and late == rank:
+            torch.cuda._sleep(cycles)
+        if side is not None and busy is not None and rng.random() < 0.3:  # every rank draws, so that all draw alike
+            with torch.cuda.stream(side):
+                torch.mm(busy, busy)
+        if is_gpu and call % 200 == 0:
+            inputs = [x.clone() for _, x, _, _ in drawn]
+            torch.cuda.synchronize()
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs = [run(x) for (_, _, run, _), x in zip(drawn, inputs, strict=True)]
+            for _ in range(10):
+                for out in outs:
+                    out.fill_(float("nan"))
+                graph.replay()
+                call += len(drawn)
+        else:
+            outs = [run(x) for _, x, run, _ in drawn]
+        for (name, _, _, expected), out in zip(drawn, outs, strict=True):
+            if not torch.equal(out, expected):
+                wrong.append((call, name, list(out.shape), error(out, expected.double())))
+    if is_gpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+
+
+def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, torch.Tensor, Any]]:
+    """Of one shape, for each operator: its name, x, what it gives (checked against fp64), and the call."""
+    most = 1500 if device == "cuda" else 60
+    rows, n, k = rng.randint(1, most // 2), rng.randint(1, most), rng.randint(1, most)
+    if rng.random() < 0.7:
+        rows, n, k = rows + -rows % 8, n + -n % 8, k + -k % 8
+    rank, dtype = dist.get_rank(), rng.choice([torch.bfloat16, torch.float32])
+    x, whole = torch.randn(rows, k, device=device).to(dtype), torch.randn(rows * RANKS, k, device=device).to(dtype)
+    weight = (torch.randn(n, k, device=device) * (1 + rank)).to(dtype)
+    made = []
+    for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):
+        plan = rng.choice(PLANS[name])
+        if isinstance(plan, ops.Plan) and plan.exchange == "packets" and operand.shape[0] > 256:
+            plan = "kernel"
+        if device == "cpu":
+            plan = "kernel"
+
+        def run(x: torch.Tensor, name: str = name, plan: Any = plan) -> torch.Tensor:
+            return OPERATORS[name](x, weight, implementation=plan)
+
+        out = run(operand)
+        product = (gather(x) if name == "gather" else operand).double() @ weight.double().T
+        if name == "scatter":
+            product = scatter(product)
+        elif name == "reduce":
+            dist.all_reduce(product)
+        assert error(out, product) <= ROUNDING[dtype], (name, plan, rows, n, k, dtype)
+        made.append((name, operand, out, run))
+    return made
+
+
 def fill_the_gpu(folder: Path) -> None:
     """Kernels that leave no multiprocessor to copies, with rows that tiles do and do not divide, and shared tiles."""
     device = Grid(data=RANKS, device="cuda").device
@@ -207,8 +293,15 @@ def read(folder: Path) -> list[object]:
     return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_random_shapes_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, multiply_in_random_shapes, tmp_path, SEED, 20, timeout=200.0)  # it compiles much
+@pytest.mark.parametrize("calls", [8, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_random_shapes_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path, calls: int) -> None:
+    run_ranks(RANKS, multiply_in_random_shapes, tmp_path, SEED, calls, timeout=100.0 + 5 * calls)  # it compiles much
+    assert read(tmp_path) == [[]] * RANKS, SEED
+
+
+@pytest.mark.parametrize("calls", [300, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_thousands_of_calls_have_the_bits_of_the_first(run_ranks: Run, tmp_path: Path, calls: int) -> None:
+    run_ranks(RANKS, call_often, tmp_path, SEED, calls, "cuda", timeout=200.0)
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
