@@ -33,9 +33,16 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         ops.Plan(transfer="programs", movers=8, blocks=BLOCKS),
         ops.Plan(transfer="programs", direction="pull", movers=16),
         ops.Plan(transfer="copies", piece_bytes=1 << 16),
-        ops.Plan(transfer="copies", blocks=BLOCKS, by_shards=True),
+        ops.Plan(transfer="copies", blocks=BLOCKS, is_flattened=True),
     ],
-    "scatter": ["auto", "kernel", ops.Plan(exchange="packets"), ops.Plan(blocks=BLOCKS), ops.Plan(is_shifted=False)],
+    "scatter": [
+        "auto",
+        "kernel",
+        ops.Plan(exchange="packets"),
+        ops.Plan(blocks=BLOCKS),
+        ops.Plan(is_shifted=False),
+        ops.Plan(blocks=BLOCKS, is_flattened=True),
+    ],
     "reduce": ["auto", "kernel", ops.Plan(exchange="packets", shots=1), ops.Plan(exchange="packets", shots=2)],
 }
 OPERATORS = {
@@ -219,12 +226,13 @@ def fill_the_gpu(folder: Path) -> None:
         x, weight = torch.randn(rows, k, device=device).bfloat16(), torch.randn(n, k, device=device).bfloat16()
         for _ in range(3):
             out = ops.all_gather_matmul(x, weight, implementation=plan)
-            same = ops.all_gather_matmul(x, weight, implementation=plan._replace(by_shards=True))
+            same = ops.all_gather_matmul(x, weight, implementation=plan._replace(is_flattened=True))
         every = gather(x)
         summed = ops.matmul_reduce_scatter(every, weight, implementation=plan)
+        alike = ops.matmul_reduce_scatter(every, weight, implementation=plan._replace(is_flattened=True))
         product = every.float() @ weight.float().T
         wrong += [[rows, "gather"]] * (not error(out, product) < 2**-7 or not torch.equal(out, same))
-        wrong += [[rows, "scatter"]] * (not error(summed, scatter(product)) < 2**-6)
+        wrong += [[rows, "scatter"]] * (not error(summed, scatter(product)) < 2**-6 or not torch.equal(summed, alike))
     dist.barrier()
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
 

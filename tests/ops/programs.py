@@ -38,11 +38,12 @@ def error(result, expected):
 BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
 PLANS = {
     "copies": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512),
-    "shards": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512, by_shards=True),
+    "shards": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512, is_flattened=True),
     "pushes": ops.Plan(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
     "pulls": ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
     "unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
     "tiles": ops.Plan(blocks=BLOCKS, exchange="tiles"),
+    "tiles, flattened": ops.Plan(blocks=BLOCKS, exchange="tiles", is_flattened=True),
     "tiles, unshifted": ops.Plan(blocks=BLOCKS, exchange="tiles", is_shifted=False),
     "packets": ops.Plan(blocks=BLOCKS, exchange="packets"),
     "one shot": ops.Plan(blocks=BLOCKS, exchange="packets", shots=1),
@@ -221,7 +222,11 @@ def call_in_many_shapes(calls, seed):
         rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
         gathers, scatters, reduces = (
             names[int(torch.randint(len(names), (1,), generator=generator))]
-            for names in (("copies", "shards", "pushes", "pulls"), ("tiles", "packets"), ("one shot", "two shots"))
+            for names in (
+                ("copies", "shards", "pushes", "pulls"),
+                ("tiles", "tiles, flattened", "packets"),
+                ("one shot", "two shots"),
+            )
         )
         group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
         if call % 2 and group is None:

@@ -59,7 +59,7 @@ def gather_arguments(
     transfer="copies",
     direction="push",
     shares=WHOLE,
-    by_shards=False,
+    is_flattened=False,
 ):
     gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
@@ -91,18 +91,26 @@ def gather_arguments(
         direct,
         moves,
         True,
-        by_shards,
+        is_flattened,
     )
 
 
 def scatter_arguments(
-    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, defers=True, shares=WHOLE
+    blocks=WIDE,
+    rows=ROWS,
+    n=N,
+    k=K,
+    transposed=False,
+    dtype=torch.bfloat16,
+    defers=True,
+    shares=WHOLE,
+    is_flattened=False,
 ):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=dtype)
     mapping = map_tiles(rows, n, WORLD, blocks)
-    return inside("p2p"), mapping, gemm, shares, a, b, staging, out, bias, rows, 1 << 20, True, defers
+    return inside("p2p"), mapping, gemm, shares, a, b, staging, out, bias, rows, 1 << 20, True, is_flattened, defers
 
 
 def exchange_arguments(
@@ -195,10 +203,11 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
 
 
-def test_shards_that_are_awaited_whole_are_multiplied_in_flattened_loops():
-    """One loop a shard, over its tiles and over k, whose loads go on beside a tile's stores."""
-    arguments = gather_arguments(by_shards=True)
-    forms = compile_kernel(all_gather_gemm, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
+@pytest.mark.parametrize(("name", "flattened", "whiles"), [("gather", WORLD, 0), ("scatter", 1, 1)])
+def test_flattened_loops_are_over_tiles_and_k_and_are_pipelined(name, flattened, whiles):
+    """A gather's: one a shard. A scatter's: of each run; own tiles are multiplied in loops over k, tile by tile."""
+    kernel, arguments = KERNELS[name][0], KERNELS[name][1](is_flattened=True)
+    forms = compile_kernel(kernel, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
     loops, products = [], 0
     for line in forms["ttgir"].splitlines():
         indent = len(line) - len(line.lstrip())
@@ -207,12 +216,11 @@ def test_shards_that_are_awaited_whole_are_multiplied_in_flattened_loops():
         products += "warp_group_dot " in line and len(loops) == 1
         if "scf.for" in line:
             loops.append(indent)
-    assert products == WORLD
-    lines = to_ptx("gather", by_shards=True)
-    loads = tma_loads(lines)
-    assert len(loads) == 2 * WIDE.num_stages * WORLD
-    assert sum(guarded for _, guarded, _ in loads) == WIDE.num_stages * (WORLD - 1)
-    size = count_shared_bytes(all_gather_gemm, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
+    assert products == flattened + whiles
+    loads = tma_loads(to_ptx(name, is_flattened=True))
+    assert len(loads) == 2 * WIDE.num_stages * (flattened + whiles)
+    assert sum(guarded for _, guarded, _ in loads) == (WIDE.num_stages * (WORLD - 1) if name == "gather" else 0)
+    size = count_shared_bytes(kernel, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
     assert size + 1024 <= 228 << 10
 
 

@@ -55,7 +55,7 @@ def vary(name: str, plan: Plan) -> dict[str, Plan]:
                 pieces = plan._replace(transfer="copies", direction="push", piece_bytes=1 << size)
                 plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
             plans["copies, shards awaited whole"] = plan._replace(
-                transfer="copies", direction="push", by_shards=not plan.by_shards
+                transfer="copies", direction="push", is_flattened=not plan.is_flattened
             )
         case "scatter":
             plans |= {f"sums as {how}": plan._replace(exchange=how) for how in ("tiles", "packets")}

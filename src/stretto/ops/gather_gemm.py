@@ -65,7 +65,7 @@ def launch(
     column_tiles = -(-out.shape[1] // blocks.n)
     count = -(-out.shape[0] // blocks.m) * column_tiles
     # By copies, own tiles are multiplied in a loop that has no place for shares.
-    kept = (count if plan.by_shards else rows // blocks.m * column_tiles) if direct and not by_programs else 0
+    kept = (count if plan.is_flattened else rows // blocks.m * column_tiles) if direct and not by_programs else 0
     shares, units = share_tiles(count, k, blocks, workspace.arrivals, kept)
     programs = min(blocks.programs, max(units, plan.movers if by_programs else 1))
     if by_programs:
@@ -101,7 +101,7 @@ def launch(
             DIRECT=direct,
             MOVES=plan.direction if by_programs else "",
             SHIFTED=plan.is_shifted,
-            BY_SHARDS=plan.by_shards,
+            FLATTENED=plan.is_flattened,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -145,7 +145,7 @@ def _copy_gathered(
 @triton.jit
 def all_gather_gemm(  # type: ignore[no-untyped-def]
     channel, producer, consumer, gemm, shares, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
-    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, BY_SHARDS: tl.constexpr,
+    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, FLATTENED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
@@ -154,7 +154,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply. Copies within a GPU may need a multiprocessor, so of a rank's own rows, which
     are in place when the kernel begins, programs tell in any case.
-    Waits: at a tile's head, for the pieces that hold its rows, or, BY_SHARDS, before a shard's tiles, for all of it,
+    Waits: at a tile's head, for the pieces that hold its rows, or, FLATTENED, before a shard's tiles, for all of it,
     since a loop that waits at each tile cannot be flattened. They depend on copy engines, or on the launch's first
     programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
     Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
@@ -189,7 +189,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 row, column = _locate(gemm, direct_tiles, tile)
                 total = multiply_tile(gemm, own, weight, row, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
-        if DIRECT and BY_SHARDS:
+        if DIRECT and FLATTENED:
             _multiply_shards(channel, producer, consumer, gemm, gathered, weight, out, bias, rows)
         else:
             index = tl.program_id(0)

@@ -15,10 +15,10 @@ from stretto import tiles
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.gemm import Blocks, describe_gemm, halve, load_bias, order_tiles
+from stretto.ops.gemm import Blocks, describe_gemm, halve, load_bias, multiply_tile, order_tiles
 from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
-from stretto.ops.shares import count_steps, find_share, multiply_part, share_tiles
+from stretto.ops.shares import WHOLE, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import CHANNELS, Workspace, count_bytes, find_group, find_workspace
 
 _FEW_WAVES = 4
@@ -160,6 +160,7 @@ def launch(
         out.shape[0],
         workspace.words(1, dtype),
         SHIFTED=plan.is_shifted,
+        FLATTENED=plan.is_flattened and shares is WHOLE,
         DEFERS=count > _FEW_WAVES * blocks.programs,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
@@ -168,38 +169,45 @@ def launch(
 
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
-    channel, partials, gemm, shares, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr, DEFERS: tl.constexpr
-):
+    channel, partials, gemm, shares, a, b, staging, out, bias, rows, half, SHIFTED: tl.constexpr,
+    FLATTENED: tl.constexpr, DEFERS: tl.constexpr,
+):  # fmt: skip
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
     once; who has time claims the next. The others' sums of an own tile are added to it while it is in registers. The
-    last tiles may be cut into shares: whoever completes one goes on with it.
+    last tiles may be cut into shares: whoever completes one goes on with it. FLATTENED: others' tiles are claimed in
+    runs, half of what is left to a program at a time, and multiplied in a flattened loop, whose loads go on beside the
+    stores; it may hold no signal.
     Signals: a tile that was stored into its owner's staging, at its channel there ("p2p"). DEFERS: when the program's
     next tile is multiplied: by then the stores have arrived, and nobody waits for them. With few tiles a program its
-    owner would wait for that, which takes longer than the stores.
+    owner would wait for that, which takes longer than the stores. Of a run: at its end.
     Waits: for the others' sums of an own tile. Tiles of other ranks come before own ones in every rank's order, no
     program waits before it has signalled its own, and claimed tiles are held by programs that run: no cycle.
     Reuse: two slots, by the call's number; every rank waits for every other rank's tiles, so see `call_slot`. Or one
     slot, which is written over only when all ranks have begun the call, and so ended the one before.
     """
-    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    row_tiles = tl.cdiv(rows, gemm.block_m)
-    count = row_tiles * column_tiles
+    count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
     if channel.inside:
         staging += tiles.call_slot(channel).to(tl.int64) * half
+    others = count * (channel.world - 1)
     stored = -1  # the tile that is stored and not signalled
-    begin, end = find_share(gemm, shares, tiles.claim(channel), count * channel.world)
+    first, size = _claim_run(channel, others, FLATTENED)
+    if FLATTENED:
+        programs = tl.num_programs(0)
+        while first < others:
+            for index in tl.range(first, first + size * programs, programs, flatten=True):
+                owner, tile, row, column = _locate(channel, gemm, rows, index, SHIFTED)
+                total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
+                _push_tile(channel, gemm, staging, channel.rank * count + tile, total, owner, rows - row)
+            for index in range(first, first + size * programs, programs):
+                owner, tile, _, _ = _locate(channel, gemm, rows, index, SHIFTED)
+                tiles.producer_tile_notify(channel, partials, owner * count + tile, "p2p")
+            first, size = _claim_run(channel, others, FLATTENED)
+    begin, end = find_share(gemm, shares, first, others + count)
     while begin < end:
         index = begin // count_steps(gemm, shares)
-        owner = index // count
-        if SHIFTED:
-            owner = (channel.rank + 1 + owner) % channel.world
-        else:  # rank 0's rows first on all ranks, but own ones last
-            owner = tl.where(owner == channel.world - 1, channel.rank, owner + (owner >= channel.rank).to(tl.int32))
-        tile = index % count
-        row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
-        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+        owner, tile, row, column = _locate(channel, gemm, rows, index, SHIFTED)
         total, is_complete, begin = multiply_part(gemm, shares, a, b, owner * rows + row, column, 0, begin, end)
         if DEFERS and stored >= 0:
             tiles.producer_tile_notify(channel, partials, stored, "p2p")
@@ -213,11 +221,52 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
             if not DEFERS:
                 tiles.producer_tile_notify(channel, partials, stored, "p2p")
         if begin >= end:
-            begin, end = find_share(gemm, shares, tiles.claim(channel), count * channel.world)
+            first, _ = _claim_run(channel, others, FLATTENED)
+            begin, end = find_share(gemm, shares, first, others + count)
     if DEFERS and stored >= 0:
         tiles.producer_tile_notify(channel, partials, stored, "p2p")
     if channel.inside:
         tiles.end_call(channel, partials)
+
+
+@triton.jit
+def _claim_run(channel, others, FLATTENED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(first, how many) of the tiles that this program does next, each so many after the last as there are programs.
+
+    FLATTENED: of the first `others` tiles half of what is left to a program at a time. No run has tiles of both kinds,
+    so that no program holds another rank's tiles while it waits for its own.
+    """
+    first = tiles.claim(channel)
+    size = 1
+    if FLATTENED:
+        programs = tl.num_programs(0)
+        turn = first // programs
+        left = others // programs
+        size = (left + 1) // 2
+        start = 0
+        while (turn > 0) & (left > 0):
+            start += size
+            left -= size
+            size = (left + 1) // 2
+            turn -= 1
+        # What does not come out even follows one by one, and so do own tiles.
+        first = (start + turn) * programs + first % programs
+        size = tl.maximum(size, 1)
+    return first, size
+
+
+@triton.jit
+def _locate(channel, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(owner, tile, row, column) of the index-th tile: whose it is, which of its tiles, and where in its rows."""
+    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
+    owner = index // (row_tiles * column_tiles)
+    if SHIFTED:
+        owner = (channel.rank + 1 + owner) % channel.world
+    else:  # rank 0's rows first on all ranks, but own ones last
+        owner = tl.where(owner == channel.world - 1, channel.rank, owner + (owner >= channel.rank).to(tl.int32))
+    tile = index % (row_tiles * column_tiles)
+    row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
+    return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n
 
 
 @triton.jit

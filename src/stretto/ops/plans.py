@@ -58,8 +58,8 @@ class Plan(NamedTuple):
     ("programs"), which push or pull them (direction). piece_bytes: what is moved before a signal. exchange: how partial
     sums go to the ranks: "tiles" with signals, or "packets", for few rows. shots: of an all-reduce: 1, all send all to
     all; 2, an owner adds up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section
-    4.1); without, all begin with rank 0's. by_shards: rows that copy engines bring are awaited a shard at a time, where
-    tiles divide shards.
+    4.1); without, all begin with rank 0's. is_flattened: loops over tiles are ones that Triton flattens: rows that copy
+    engines bring are awaited a shard at a time, where tiles divide shards, and sums are signalled some tiles at a time.
     """
 
     implementation: str = "kernel"
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     exchange: str = "tiles"
     shots: int = 1
     is_shifted: bool = True
-    by_shards: bool = False
+    is_flattened: bool = False
 
     def encode(self) -> str:
         """As text, for the operators' schemas and the store."""
@@ -113,7 +113,7 @@ def require_plan(plan: Plan) -> None:
         ("exchange", plan.exchange, EXCHANGES),
         ("shots", plan.shots, (1, 2)),
         ("is_shifted", plan.is_shifted, (False, True)),
-        ("by_shards", plan.by_shards, (False, True)),
+        ("is_flattened", plan.is_flattened, (False, True)),
     )
     for what, given, known in options:
         if given not in known:
@@ -238,10 +238,12 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
             others = [plan._replace(transfer="programs", movers=count) for count in movers]
             if call.m > FEW_ROWS:
                 others += [plan._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
-                others.append(plan._replace(transfer="copies", by_shards=True))
+                others.append(plan._replace(transfer="copies", is_flattened=True))
         case "matmul_reduce_scatter":
             if call.m <= 4 * FEW_ROWS:
                 others = [plan._replace(exchange=exchange) for exchange in EXCHANGES]
+            else:
+                others = [plan._replace(is_flattened=not plan.is_flattened)]
     yield from (other for other in others if other != plan)
 
 
