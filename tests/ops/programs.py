@@ -12,10 +12,8 @@ import torch.distributed as dist
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
-from stretto.ops import choosing, gather_gemm, plans, shares, workspace
+from stretto.ops import choosing, gather_gemm, gemm_scatter, plans, shares, workspace
 from stretto.tuning import Store
-
-matmul_reduce_scatter = importlib.import_module("stretto.ops.matmul_reduce_scatter")  # `ops` has the function
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
 
@@ -113,7 +111,7 @@ def share(what, shape, plan):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather_gemm, "share_tiles", see)
-        patch.setattr(matmul_reduce_scatter, "share_tiles", see)
+        patch.setattr(gemm_scatter, "share_tiles", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
     return max(more), *result
 

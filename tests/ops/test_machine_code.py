@@ -23,7 +23,7 @@ from tests.tiles.machine_code import (
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, describe_gemm, describe_rows
-from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_tiles
+from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_tiles
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
 from stretto.ops.shares import WHOLE, Shares
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes

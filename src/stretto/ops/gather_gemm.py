@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
+from stretto.ops.moved_rows import pull_rows, push_rows
 from stretto.ops.plans import Plan
 from stretto.ops.shares import count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, Workspace
@@ -18,7 +19,6 @@ from stretto.ops.workspace import PEER_TILES, Workspace
 _MOST_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
-_MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
 
 
 @lru_cache(maxsize=4096)
@@ -169,9 +169,9 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
         if tl.program_id(0) < movers:
             place = landing + tl.cast(base, tl.int64) * gemm.k
             if MOVES == "push":
-                _push_rows(channel, producer, gemm, x, place, movers, DIRECT)
+                push_rows(channel, producer, gemm, x, place, movers, DIRECT)
             else:
-                _pull_rows(channel, producer, gemm, x, place, movers)
+                pull_rows(channel, producer, gemm, x, place, movers)
     direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
     direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
@@ -275,46 +275,3 @@ def _finish_tile(channel, gemm, out, bias, total, row, column, rows):  # type: i
     if bias is not None:
         total += load_bias(bias, column, gemm.n, gemm.block_n)
     store_tile(gemm, out, total, row, column, rows * channel.world)
-
-
-@triton.jit
-def _push_rows(channel, producer, gemm, x, landing, movers, DIRECT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's pieces of x to all ranks: to the one before this first, to this one last, if tiles need it."""
-    pieces = tiles.rank_tiles(producer)
-    for job in range(tl.program_id(0), pieces * channel.world, movers):
-        peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
-        tile = channel.rank * pieces + job % pieces
-        if peer != channel.rank or not DIRECT:
-            there = tiles.peer_pointer(channel, landing, peer)
-            _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, there, 0)
-        tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
-
-
-@triton.jit
-def _pull_rows(channel, producer, gemm, x, landing, movers):  # type: ignore[no-untyped-def]
-    """Offer this program's pieces of x to the others, from their place in this rank's memory; then pull theirs."""
-    pieces = tiles.rank_tiles(producer)
-    for piece in range(tl.program_id(0), pieces, movers):
-        tile = channel.rank * pieces + piece
-        _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, landing, 0)
-        tiles.producer_tile_notify(channel, producer, tile, "local")
-        tiles.peer_tile_notify(channel, piece, mode="broadcast")
-    for job in range(tl.program_id(0), pieces * (channel.world - 1), movers):
-        peer = (channel.rank + 1 + job // pieces) % channel.world
-        tile = peer * pieces + job % pieces
-        ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
-        _copy_rows(producer, gemm, tile, tiles.peer_pointer(channel, landing, peer), 0, landing, ready)
-        tiles.producer_tile_notify(channel, producer, tile, "local")
-
-
-@triton.jit
-def _copy_rows(producer, gemm, tile, source, first, destination, ready):  # type: ignore[no-untyped-def]
-    """Copy a tile's rows of k elements; `source` begins with row `first`, `destination` with row 0."""
-    low, high = tiles.tile_rows(producer, tile)
-    source += tl.cast(low - first, tl.int64) * gemm.k + ready
-    destination += tl.cast(low, tl.int64) * gemm.k
-    size = (high - low) * gemm.k
-    for start in range(0, size, _MOVED_AT_ONCE):
-        offsets = start + tl.arange(0, _MOVED_AT_ONCE)
-        value = tl.load(source + offsets, mask=offsets < size)
-        tl.store(destination + offsets, value, mask=offsets < size)

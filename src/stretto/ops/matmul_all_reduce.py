@@ -7,8 +7,8 @@ from torch import Tensor
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
-from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.plans import LIBRARY, Plan
 from stretto.ops.workspace import find_group, find_workspace
 
