@@ -110,6 +110,7 @@ def share(what, shape, plan):
         return dealt
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "_JOIN_STEPS", 1)  # so that it is worth it for few steps
         patch.setattr(gather_gemm, "share_tiles", see)
         patch.setattr(gemm_scatter, "share_tiles", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
