@@ -1,5 +1,7 @@
 """The primitives between real processes, whose kernels are interpreted: what is there when a wait returns."""
 
+import re
+
 import pytest
 
 
@@ -47,17 +49,17 @@ def test_two_groups_have_calls_under_way_at_once(interpret):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("begin", "rank 1, the beginning of the call"),
-        ("producer", "rank 1, tile 3 (channel 3)"),
-        ("peer", "rank 1, tile 0 between peers"),
-        ("host", "rank 1, channel 3 (rank_wait)"),
+        ("begin", r"rank 1, the beginning of the call"),
+        ("producer", r"rank 1, tile (2 \(channel 2|3 \(channel 3)\)"),  # whichever program's time is over first
+        ("peer", r"rank 1, tile 0 between peers"),
+        ("host", r"rank 1, channel 3 \(rank_wait\)"),
     ],
 )
 def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, what, words):
     outcomes = interpret(3, "lose", what, 1)
     for rank in (0, 2):
         first, second = outcomes[rank]
-        assert first.startswith(f"rank {rank} of 3: first, call 1: waited in vain for {words}, 3 s: its signal is at ")
+        assert re.match(f"rank {rank} of 3: first, call 1: waited in vain for {words}, 3 s: its signal is at ", first)
         assert second == first  # the channel is broken
 
 
