@@ -13,7 +13,7 @@ from stretto import tiles
 from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
 from stretto.ops.moved_rows import pull_rows, push_rows
 from stretto.ops.plans import Plan
-from stretto.ops.shares import count_steps, find_share, multiply_part, share_tiles
+from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, Workspace
 
 _MOST_PIECES = 8
@@ -194,15 +194,13 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
         else:
             index = tl.program_id(0)
             index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
-            begin, end = find_share(gemm, shares, index, count)
-            while begin < end:
-                begin = _multiply_gathered(
+            # A `for`, in which Triton has a tile's stores go on beside the next one's loads; a share is of one tile.
+            for share in range(index, count_shares(shares, count), tl.num_programs(0)):
+                begin, end = find_share(gemm, shares, share, count)
+                _multiply_gathered(
                     channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first,
                     direct_tiles, begin, end
                 )  # fmt: skip
-                if begin >= end:
-                    index += tl.num_programs(0)
-                    begin, end = find_share(gemm, shares, index, count)
     else:  # programs that have moved rows come later, and do fewer
         begin, end = find_share(gemm, shares, tiles.claim(channel), count)
         if DIRECT:

@@ -75,6 +75,12 @@ def count_steps(gemm, shares):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def count_shares(shares, count):  # type: ignore[no-untyped-def]
+    """In how many shares `share_tiles` deals out `count` tiles."""
+    return count if shares.sums is None else shares.whole + (count - shares.whole) * (shares.tile // shares.steps)
+
+
+@triton.jit
 def find_share(gemm, shares, index, count):  # type: ignore[no-untyped-def]
     """(begin, end) of the index-th share of `count` tiles' steps over k; nothing behind the last one."""
     steps = count_steps(gemm, shares)
