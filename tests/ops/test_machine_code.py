@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.tiles.machine_code import (
     ACQUIRE,
     RELEASE,
@@ -22,13 +23,14 @@ from tests.tiles.machine_code import (
 
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
-from stretto.ops.gemm import Blocks, describe_gemm, describe_rows
-from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_tiles
+from stretto.ops.gemm import Blocks, count_store_parts, describe_gemm, describe_rows
+from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_lanes
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
 from stretto.ops.shares import WHOLE, Shares
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 
 WIDE = Blocks(128, 256, 64, 2, 8, 4, 132)
+PUSHED = WIDE._replace(num_stages=3)
 NARROW = Blocks(128, 128, 64, 2, 4, 3, 264)
 DEEP = Blocks(128, 128, 128, 2, 8, 3, 132)
 BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
@@ -96,21 +98,17 @@ def gather_arguments(
 
 
 def scatter_arguments(
-    blocks=WIDE,
-    rows=ROWS,
-    n=N,
-    k=K,
-    transposed=False,
-    dtype=torch.bfloat16,
-    defers=True,
-    shares=WHOLE,
-    is_flattened=False,
+    blocks=PUSHED, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, shares=WHOLE, by_tma=True
 ):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=dtype)
-    mapping = map_tiles(rows, n, WORLD, blocks)
-    return inside("p2p"), mapping, gemm, shares, a, b, staging, out, bias, rows, 1 << 20, True, is_flattened, defers
+    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, blocks.n, dtype=dtype)
+    pushed, parts = None, count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
+    if by_tma and gemm.by_tma.value and parts:
+        gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
+        pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
+    lanes = map_lanes(WORLD, blocks.programs)
+    return inside("p2p"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, True
 
 
 def exchange_arguments(

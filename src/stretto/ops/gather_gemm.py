@@ -16,6 +16,9 @@ from stretto.ops.plans import Plan
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, Workspace
 
+import os
+from stretto.tiles.signals import consumer_tile_poll
+POLLS = tl.constexpr(bool(os.environ.get("POLLS")))
 _MOST_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
@@ -189,7 +192,18 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 row, column = _locate(gemm, direct_tiles, tile)
                 total = multiply_tile(gemm, own, weight, row, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
-        if DIRECT and FLATTENED:
+        if DIRECT and FLATTENED and POLLS:
+            shard_tiles = rows // gemm.block_m
+            begin = tl.program_id(0)
+            begin += tl.cdiv(tl.maximum(direct - begin, 0), tl.num_programs(0)) * tl.num_programs(0) - direct
+            for tile in tl.range(begin, count - direct, tl.num_programs(0), flatten=True):
+                row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
+                row_tile = (row_tile + first) % row_tiles
+                row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+                ready = consumer_tile_poll(channel, consumer, row_tile)
+                total = multiply_tile(gemm, gathered, weight, row + ready, column, 0)
+                _finish_tile(channel, gemm, out, bias, total, row, column, rows)
+        elif DIRECT and FLATTENED:
             _multiply_shards(channel, producer, consumer, gemm, gathered, weight, out, bias, rows)
         else:
             index = tl.program_id(0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+_SHARED_BYTES = 225 << 10  # that a block may have on sm_90, less what barriers take
 
 
 class Blocks(NamedTuple):
@@ -137,6 +138,18 @@ def _describe(
         precision=tl.constexpr("ieee" if exact else "tf32"),
         grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
     )
+
+
+def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
+    """In how many parts of its columns a tile is stored by TMA, so that it fits beside the loads' stages; 0: in none.
+
+    The next part waits until the one before is read, so one is the best. Sizes are an element's, in bytes.
+    """
+    loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
+    for parts in (1, 2):
+        if loads + blocks.m * blocks.n * stored_size // parts <= _SHARED_BYTES:
+            return parts
+    return 0
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:

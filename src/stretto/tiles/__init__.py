@@ -6,7 +6,7 @@ that share memory. docs/tiles.md goes through it all.
 """
 
 from stretto.tiles.channel import BlockChannel, Channel
-from stretto.tiles.data import peer_pointer, tile_pull_data, tile_push_data
+from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_push_data
 from stretto.tiles.host import (
     copy_engine,
     join_copies,
@@ -65,6 +65,7 @@ __all__ = [
     "look_up_tiles",
     "pack",
     "peer_pointer",
+    "peer_rows",
     "peer_tile_notify",
     "peer_tile_wait",
     "producer_tile_notify",

@@ -50,6 +50,8 @@ class BlockChannel:
     """Signals and a buffer on every rank of a group, for kernels whose tiles wait for each other.
 
     Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
+
+    distances: bytes from this rank's buffer to each rank's, as they are mapped here.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -65,6 +67,7 @@ class BlockChannel:
         distances = [address - first[self.rank] for address in first]
         if any(distance % 16 for distance in distances):
             raise ValueError("the ranks' buffers lie at distances that are no multiples of 16 bytes")
+        self.distances = tuple(distances)
         self._signals = [region[: self._signal_bytes].view(torch.int32) for region in regions]
         counters = self.world_size * channels
         self._addresses = torch.tensor(first + distances, dtype=torch.int64, device=self.device)

@@ -22,6 +22,16 @@ def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def peer_rows(channel, pointer, width, rank):  # type: ignore[no-untyped-def]
+    """int32: how many rows of `width` numbers of the pointer's type `rank`'s memory is from this rank's.
+
+    For a descriptor that holds all ranks' memory, where a tile is at another row for each.
+    """
+    row_bytes = width * (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    return (tl.load(channel.addresses + channel.world + rank) // row_bytes).to(tl.int32)
+
+
+@triton.jit
 def tile_push_data(  # type: ignore[no-untyped-def]
     channel, pointer, offsets, value, rank=None, mask=None, mode: tl.constexpr = P2P
 ):

@@ -176,6 +176,37 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
 
 
 @triton.jit
+def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
+    """EXPERIMENT: wait without a barrier, each thread by itself, in a loop that is flattened."""
+    _, last = tile_channels(mapping, tile)
+    index = last - 1
+    counter = index // mapping.channels * channel.capacity + index
+    target = tl.load(channel.state + HEADER + counter)
+    pointer = channel.signals + counter
+    zero = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred before;
+        .reg .b32 left;
+        again:
+        ld.acquire.sys.global.b32 $0, [$1];
+        sub.s32 left, $0, $2;
+        setp.lt.s32 before, left, 0;
+        @before bra again;
+        fence.proxy.async;
+        and.b32 $0, $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointer.to(tl.int64), target],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return zero
+
+
+@triton.jit
 def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """Tell `rank` ("p2p") or all other ranks ("broadcast") that this rank is done with the tile in this call.
 
