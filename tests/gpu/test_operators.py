@@ -33,7 +33,7 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         ops.Plan(transfer="programs", movers=8, blocks=BLOCKS),
         ops.Plan(transfer="programs", direction="pull", movers=16),
         ops.Plan(transfer="copies", piece_bytes=1 << 16),
-        ops.Plan(transfer="copies", blocks=BLOCKS, is_flattened=True),
+        ops.Plan(transfer="copies", blocks=BLOCKS),
     ],
     "scatter": [
         "auto",
@@ -41,7 +41,7 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         ops.Plan(exchange="packets"),
         ops.Plan(blocks=BLOCKS),
         ops.Plan(is_shifted=False),
-        ops.Plan(blocks=BLOCKS, is_flattened=True),
+        ops.Plan(blocks=BLOCKS._replace(m=128, n=256, num_warps=8)),
     ],
     "reduce": ["auto", "kernel", ops.Plan(exchange="packets", shots=1), ops.Plan(exchange="packets", shots=2)],
 }
@@ -226,13 +226,15 @@ def fill_the_gpu(folder: Path) -> None:
         x, weight = torch.randn(rows, k, device=device).bfloat16(), torch.randn(n, k, device=device).bfloat16()
         for _ in range(3):
             out = ops.all_gather_matmul(x, weight, implementation=plan)
-            same = ops.all_gather_matmul(x, weight, implementation=plan._replace(is_flattened=True))
+            same = ops.all_gather_matmul(x, weight, implementation=plan._replace(is_shifted=False))
         every = gather(x)
         summed = ops.matmul_reduce_scatter(every, weight, implementation=plan)
-        alike = ops.matmul_reduce_scatter(every, weight, implementation=plan._replace(is_flattened=True))
+        alike = ops.matmul_reduce_scatter(every, weight, implementation=plan._replace(is_shifted=False))
         product = every.float() @ weight.float().T
-        wrong += [[rows, "gather"]] * (not error(out, product) < 2**-7 or not torch.equal(out, same))
-        wrong += [[rows, "scatter"]] * (not error(summed, scatter(product)) < 2**-6 or not torch.equal(summed, alike))
+        wrong += [[rows, "gather"]] * (not max(error(out, product), error(same, product)) < 2**-7)
+        wrong += [[rows, "scatter"]] * (
+            not max(error(summed, scatter(product)), error(alike, scatter(product))) < 2**-6
+        )
     dist.barrier()
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
 

@@ -36,12 +36,10 @@ def error(result, expected):
 BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
 PLANS = {
     "copies": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512),
-    "shards": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512, is_flattened=True),
     "pushes": ops.Plan(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
     "pulls": ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
     "unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
     "tiles": ops.Plan(blocks=BLOCKS, exchange="tiles"),
-    "tiles, flattened": ops.Plan(blocks=BLOCKS, exchange="tiles", is_flattened=True),
     "tiles, unshifted": ops.Plan(blocks=BLOCKS, exchange="tiles", is_shifted=False),
     "packets": ops.Plan(blocks=BLOCKS, exchange="packets"),
     "one shot": ops.Plan(blocks=BLOCKS, exchange="packets", shots=1),
@@ -222,8 +220,8 @@ def call_in_many_shapes(calls, seed):
         gathers, scatters, reduces = (
             names[int(torch.randint(len(names), (1,), generator=generator))]
             for names in (
-                ("copies", "shards", "pushes", "pulls"),
-                ("tiles", "tiles, flattened", "packets"),
+                ("copies", "pushes", "pulls"),
+                ("tiles", "packets"),
                 ("one shot", "two shots"),
             )
         )

@@ -40,7 +40,7 @@ def test_ablations_vary_one_choice_at_a_time(interpret, tmp_path):
         base = Plan()
         for plan in vary(name, base).values():
             changed = {field for field in Plan._fields if getattr(plan, field) != getattr(base, field)}
-            travel = {"transfer", "direction", "movers", "piece_bytes", "exchange", "shots", "is_flattened"}
+            travel = {"transfer", "direction", "movers", "piece_bytes", "exchange", "shots"}
             assert changed <= {"is_shifted"} or changed <= travel
 
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.tiles.machine_code import (
     ACQUIRE,
     RELEASE,
@@ -20,6 +19,7 @@ from tests.tiles.machine_code import (
     follows_acquire,
     make_channel,
 )
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
@@ -61,7 +61,6 @@ def gather_arguments(
     transfer="copies",
     direction="push",
     shares=WHOLE,
-    is_flattened=False,
 ):
     gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
@@ -93,7 +92,6 @@ def gather_arguments(
         direct,
         moves,
         True,
-        is_flattened,
     )
 
 
@@ -108,7 +106,7 @@ def scatter_arguments(
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
     lanes = map_lanes(WORLD, blocks.programs)
-    return inside("p2p"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, True
+    return inside("broadcast"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, True
 
 
 def exchange_arguments(
@@ -185,9 +183,10 @@ def test_smaller_tiles_load_by_tma_too(name, blocks):
     assert len(tma_loads(to_ptx(name, blocks=blocks))) == 2 * blocks.num_stages * LOOPS[name]
 
 
+@pytest.mark.parametrize("transfer", ["copies", "programs"])  # polls, and waits
 @pytest.mark.parametrize("target", NVIDIA)
-def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_made(target):
-    lines = to_ptx("gather", target)
+def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_made(target, transfer):
+    lines = to_ptx("gather", target, transfer=transfer)
     loads = tma_loads(lines)
     waited = {descriptor for _, guarded, descriptor in loads if guarded}
     assert len(waited) == 1  # the gathered rows' descriptor
@@ -201,32 +200,43 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
 
 
-@pytest.mark.parametrize(("name", "flattened", "whiles"), [("gather", WORLD, 0), ("scatter", 1, 1)])
-def test_flattened_loops_are_over_tiles_and_k_and_are_pipelined(name, flattened, whiles):
-    """A gather's: one a shard. A scatter's: of each run; own tiles are multiplied in loops over k, tile by tile."""
-    kernel, arguments = KERNELS[name][0], KERNELS[name][1](is_flattened=True)
-    forms = compile_kernel(kernel, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
-    loops, products = [], 0
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("gather", WIDE), ("gather", NARROW), ("scatter", WIDE), ("scatter", PUSHED)]
+)
+def test_loops_over_whole_tiles_are_flattened_and_pipelined(name, blocks):
+    kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    forms = compile_kernel(kernel, arguments, options, "sm_90")
+    loops, depths = [], []
     for line in forms["ttgir"].splitlines():
         indent = len(line) - len(line.lstrip())
         while loops and indent <= loops[-1] and line.strip():
             loops.pop()
-        products += "warp_group_dot " in line and len(loops) == 1
+        if "warp_group_dot " in line:
+            depths.append(len(loops))
         if "scf.for" in line:
             loops.append(indent)
-    assert products == flattened + whiles
-    loads = tma_loads(to_ptx(name, is_flattened=True))
-    assert len(loads) == 2 * WIDE.num_stages * (flattened + whiles)
-    assert sum(guarded for _, guarded, _ in loads) == (WIDE.num_stages * (WORLD - 1) if name == "gather" else 0)
-    size = count_shared_bytes(kernel, arguments, {"num_warps": 8, "num_stages": 4}, "sm_90")
-    assert size + 1024 <= 228 << 10
+    assert depths == [1] * LOOPS[name]
+    loads = tma_loads(to_ptx(name, blocks=blocks))
+    assert len(loads) == 2 * blocks.num_stages * LOOPS[name]
+    assert sum(guarded for _, guarded, _ in loads) == (blocks.num_stages if name == "gather" else 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("blocks", "parts"), [(PUSHED, 1), (WIDE, 2), (NARROW, 2)])
+def test_tiles_are_pushed_by_tma_and_signalled_when_the_stores_are_done(blocks, parts):
+    lines = to_ptx("scatter", blocks=blocks)
+    assert count_store_parts(blocks, 2, 2) == parts
+    assert any("cp.async.bulk.tensor.2d.global" in line for line in lines)
+    done = find(lines, r"cp\.async\.bulk\.wait_group 0")
+    release = find(lines, RELEASE)
+    assert done < find(lines, r"bar\.sync", done) < release
+    assert not any("cp.async.bulk" in line or "st.global" in line for line in lines[done + 1 : release])
+
+
+@pytest.mark.parametrize("by_tma", [False, True])
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("defers", [False, True])
-def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(defers, target):
-    lines = to_ptx("scatter", target, defers=defers)
+def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(target, by_tma):
+    lines = to_ptx("scatter", target, by_tma=by_tma)
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
     assert releases
     for release in releases:
@@ -272,12 +282,9 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
     assert before[-1].startswith("bar.sync")
 
 
-@pytest.mark.parametrize("defers", [False, True])
-@pytest.mark.parametrize("name", LARGE)
-def test_tiles_that_programs_share_are_joined_and_cost_the_loop_nothing(name, defers, tmp_path):
-    sizes = {"shares": SHARED} | (
-        {"defers": defers} if name == "scatter" else {"transfer": "programs"} if defers else {}
-    )
+@pytest.mark.parametrize(("name", "sizes"), [("gather", {}), ("gather", {"transfer": "programs"}), ("scatter", {})])
+def test_tiles_that_programs_share_are_joined_and_cost_the_loop_nothing(name, sizes, tmp_path):
+    sizes = sizes | {"shares": SHARED}
     lines = to_ptx(name, **sizes)
     assert len(tma_loads(lines)) == 2 * WIDE.num_stages * LOOPS[name]
     joins = [number for number, line in enumerate(lines) if re.search(r"atom\.\S*acq_rel\S*\.add", line)]

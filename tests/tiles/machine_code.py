@@ -14,7 +14,7 @@ from stretto.tiles.compile_only import compile_kernel
 WORLD = 4
 PRODUCER = tiles.shard_tiles(1024, WORLD, 128, channels=2)
 CONSUMER = tiles.whole_tiles(1024, WORLD, 128, columns=8, channels=2, channel_rows=512)
-ACQUIRE = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
+ACQUIRE = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)|ld\.acquire\.sys\.global"
 RELEASE = r"(atom|red)\.global\.(sys\.release|release\.sys)"
 ZERO = r"and\.b32 +%r\d+, %r\d+, 0;"
 
@@ -88,9 +88,14 @@ def find_makers(lines, register):
 
 
 def follows_acquire(lines, zero):
-    """Whether all that this line makes its zero of one thread has read with acquire, the others after a barrier."""
+    """Whether all that this line makes its zero of each thread has read with acquire, or one, the others after a barrier."""
     register = re.search(r"and\.b32 +%r\d+, (%r\d+), 0", lines[zero])[1]
-    reads = [number for number in find_makers(lines, register) if lines[number].startswith("ld.shared")]
+    makers = find_makers(lines, register)
+    if any(lines[number].startswith("ld.acquire") for number in makers):
+        return all(
+            re.match(r"ld\.acquire|and\.b32", lines[number]) for number in makers if f" {register}," in lines[number]
+        )
+    reads = [number for number in makers if lines[number].startswith("ld.shared")]
     return bool(reads) and all(
         re.search(rf"{ACQUIRE}.*bar\.sync", " ".join(lines[max(read - 15, 0) : read])) for read in reads
     )

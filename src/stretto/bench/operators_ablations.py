@@ -54,9 +54,6 @@ def vary(name: str, plan: Plan) -> dict[str, Plan]:
             for size in (19, 20, 21, 22, 23, 24):
                 pieces = plan._replace(transfer="copies", direction="push", piece_bytes=1 << size)
                 plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
-            plans["copies, shards awaited whole"] = plan._replace(
-                transfer="copies", direction="push", is_flattened=not plan.is_flattened
-            )
         case "scatter":
             plans |= {f"sums as {how}": plan._replace(exchange=how) for how in ("tiles", "packets")}
         case _:

@@ -16,9 +16,6 @@ from stretto.ops.plans import Plan
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, Workspace
 
-import os
-from stretto.tiles.signals import consumer_tile_poll
-POLLS = tl.constexpr(bool(os.environ.get("POLLS")))
 _MOST_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
@@ -68,7 +65,7 @@ def launch(
     column_tiles = -(-out.shape[1] // blocks.n)
     count = -(-out.shape[0] // blocks.m) * column_tiles
     # By copies, own tiles are multiplied in a loop that has no place for shares.
-    kept = (count if plan.is_flattened else rows // blocks.m * column_tiles) if direct and not by_programs else 0
+    kept = rows // blocks.m * column_tiles if direct and not by_programs else 0
     shares, units = share_tiles(count, k, blocks, workspace.arrivals, kept)
     programs = min(blocks.programs, max(units, plan.movers if by_programs else 1))
     if by_programs:
@@ -104,7 +101,6 @@ def launch(
             DIRECT=direct,
             MOVES=plan.direction if by_programs else "",
             SHIFTED=plan.is_shifted,
-            FLATTENED=plan.is_flattened,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -148,7 +144,7 @@ def _copy_gathered(
 @triton.jit
 def all_gather_gemm(  # type: ignore[no-untyped-def]
     channel, producer, consumer, gemm, shares, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
-    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, FLATTENED: tl.constexpr,
+    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
@@ -157,9 +153,10 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     Signals: after each piece of a shard, a copy engine's on its stream, or a program's: the first `movers` of them push
     (or pull) rows before they multiply. Copies within a GPU may need a multiprocessor, so of a rank's own rows, which
     are in place when the kernel begins, programs tell in any case.
-    Waits: at a tile's head, for the pieces that hold its rows, or, FLATTENED, before a shard's tiles, for all of it,
-    since a loop that waits at each tile cannot be flattened. They depend on copy engines, or on the launch's first
-    programs on each rank, which run when any do, and wait for nothing (who pulls: for pieces that those have offered).
+    Waits: for the pieces that hold a tile's rows, at its head, or by polls, while the tile before it is multiplied:
+    loops over whole tiles are flattened, and a tile's stores and waits go on beside other tiles' products. They depend
+    on copy engines, or on the launch's first programs on each rank, which run when any do, and wait for nothing (who
+    pulls: for pieces that those have offered).
     Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
     slots, by the call's number; every rank waits for every rank's rows, so see `call_slot`.
     """
@@ -187,27 +184,21 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
             for tile in range(tl.program_id(0), own_tiles, signalling):
                 own_tile = channel.rank * own_tiles + tile
                 tiles.producer_tile_notify(channel, producer, own_tile, "broadcast", rank=channel.rank)
-        if DIRECT:  # flattened, so that a tile's stores go on beside the next one's loads; no loop that waits can be
+        if DIRECT:
             for tile in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
                 row, column = _locate(gemm, direct_tiles, tile)
                 total = multiply_tile(gemm, own, weight, row, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
-        if DIRECT and FLATTENED and POLLS:
-            shard_tiles = rows // gemm.block_m
-            begin = tl.program_id(0)
-            begin += tl.cdiv(tl.maximum(direct - begin, 0), tl.num_programs(0)) * tl.num_programs(0) - direct
-            for tile in tl.range(begin, count - direct, tl.num_programs(0), flatten=True):
-                row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
-                row_tile = (row_tile + first) % row_tiles
-                row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-                ready = consumer_tile_poll(channel, consumer, row_tile)
+        index = tl.program_id(0)
+        index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
+        if DIRECT and gemm.by_tma and shares.sums is None:
+            for tile in tl.range(index, count, tl.num_programs(0), flatten=True):
+                row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
+                ready = tiles.consumer_tile_poll(channel, consumer, row_tile)
                 total = multiply_tile(gemm, gathered, weight, row + ready, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, row, column, rows)
-        elif DIRECT and FLATTENED:
-            _multiply_shards(channel, producer, consumer, gemm, gathered, weight, out, bias, rows)
+            tiles.finish_polls(channel, consumer, rows)
         else:
-            index = tl.program_id(0)
-            index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
             # A `for`, in which Triton has a tile's stores go on beside the next one's loads; a share is of one tile.
             for share in range(index, count_shares(shares, count), tl.num_programs(0)):
                 begin, end = find_share(gemm, shares, share, count)
@@ -243,21 +234,12 @@ def _locate(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _multiply_shards(channel, producer, consumer, gemm, gathered, weight, out, bias, rows):  # type: ignore[no-untyped-def]
-    """This program's tiles of the other ranks' rows, shard after shard from the next rank's on; tiles divide shards."""
-    shard_tiles = rows // gemm.block_m
-    count = shard_tiles * tl.cdiv(gemm.n, gemm.block_n)
-    programs = tl.num_programs(0)
-    for step in tl.static_range(1, channel.world):  # a loop in a loop would not be flattened
-        source = (channel.rank + step) % channel.world
-        # Pieces come in order, so the last one stands for all.
-        last = (source + 1) * shard_tiles - 1
-        ready = tiles.consumer_tile_wait(channel, consumer, last, before_tma=gemm.by_tma, producer=producer)
-        begin = (tl.program_id(0) + programs - step * count % programs) % programs  # where the last shard's turn ended
-        for tile in tl.range(begin, count, programs, flatten=True):
-            row, column = _locate(gemm, shard_tiles, tile)
-            total = multiply_tile(gemm, gathered, weight, source * rows + row + ready, column, 0)
-            _finish_tile(channel, gemm, out, bias, total, source * rows + row, column, rows)
+def _locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
+    """(row of tiles, row, column) of the tile-th tile, the direct ones counted; first: the row of tiles after those."""
+    tile -= direct_tiles * tl.cdiv(gemm.n, gemm.block_n)
+    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    row_tile = (row_tile + first) % row_tiles
+    return row_tile, row_tile * gemm.block_m, column_tile * gemm.block_n
 
 
 @triton.jit
@@ -269,11 +251,8 @@ def _multiply_gathered(  # type: ignore[no-untyped-def]
     first: the row of tiles that comes first.
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
-    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    tile = begin // count_steps(gemm, shares) - direct_tiles * column_tiles
-    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
-    row_tile = (row_tile + first) % row_tiles
-    row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+    tile = begin // count_steps(gemm, shares)
+    row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
     ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
     total, is_complete, begin = multiply_part(gemm, shares, gathered, weight, base + row + ready, column, 0, begin, end)
     if is_complete:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
-_SHARED_BYTES = 225 << 10  # that a block may have on sm_90, less what barriers take
+_SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 
 
 class Blocks(NamedTuple):
@@ -143,11 +143,13 @@ def _describe(
 def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
     """In how many parts of its columns a tile is stored by TMA, so that it fits beside the loads' stages; 0: in none.
 
-    The next part waits until the one before is read, so one is the best. Sizes are an element's, in bytes.
+    The next part waits until the one before is read, so one is the best. Sizes are an element's, in bytes. Blocks of up
+    to four warps are made for two programs on a multiprocessor.
     """
+    held = _SHARED_BYTES if blocks.num_warps > 4 else _SHARED_BYTES // 2
     loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
     for parts in (1, 2):
-        if loads + blocks.m * blocks.n * stored_size // parts <= _SHARED_BYTES:
+        if loads + blocks.m * blocks.n * stored_size // parts <= held:
             return parts
     return 0
 

@@ -15,18 +15,18 @@ from stretto import tiles
 from stretto.ops import few_rows
 from stretto.ops.gemm import Blocks, Gemm, count_store_parts, describe_gemm, load_bias, order_tiles, store_tile
 from stretto.ops.plans import Plan
-from stretto.ops.shares import WHOLE, count_shares, count_steps, find_share, multiply_part, share_tiles
+from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import Workspace, count_bytes, find_group, find_workspace
 
 _TWO_SLOTS_BYTES = 64 << 20
 """Calls with more to send use one slot and meet first, which then takes less time than memory."""
 
-_ADDED_ELEMENTS = tl.constexpr(4096)  # of each rank's sums, that a program loads at once
+_ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
 
 
 @lru_cache(maxsize=4096)
 def map_lanes(world: int, programs: int) -> tiles.StaticMapping:
-    """A signal of each lane of tiles to each owner, when all of the lane's are stored."""
+    """Each rank's lanes of tiles, which are signalled when all of a lane's tiles are stored."""
     return tiles.shard_tiles(programs, world, 1)
 
 
@@ -64,9 +64,9 @@ def launch(
     programs = min(blocks.programs, units)
     lanes = map_lanes(block_channel.world_size, programs)
     if workspace.slots == 1:
-        channel = block_channel.begin("matmul_reduce_scatter", lanes, lanes, "p2p")
+        channel = block_channel.begin("matmul_reduce_scatter", lanes, lanes, "broadcast")
     else:
-        channel = block_channel.enter("matmul_reduce_scatter", "p2p")
+        channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     staging = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
     gemm, pushed, origin = describe_push(block_channel, gemm, blocks, x.element_size(), staging)
@@ -123,7 +123,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
     once, and what travels does so while later tiles are multiplied. The last tiles may be cut into shares: whoever
     completes one stores it. The loop over a lane is flattened: a tile's stores go on beside the next one's loads.
-    Signals: of a lane to each owner, once all its tiles are stored ("p2p"): earlier ones could not be used, and a
+    Signals: of a lane to all ranks, once all its tiles are stored ("broadcast"): nobody could use earlier ones, and a
     barrier in the loop would take its pipeline.
     Waits: for all lanes of all ranks, before the first sum. No program waits before all lanes are claimed by programs
     that run, so nothing waits for one that has no place on the GPU: no cycle.
@@ -145,11 +145,12 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
             total, is_complete, _ = multiply_part(gemm, shares, a, b, owner * rows + row, column, 0, begin, end)
             if is_complete:
                 _push_tile(channel, gemm, staging, pushed, origin, channel.rank * count + tile, total, owner)
-        for distance in tl.static_range(1, channel.world + 1):
-            owner = (channel.rank + distance) % channel.world
-            tiles.producer_tile_notify(channel, lanes, owner * programs + lane, "p2p", after_tma=pushed is not None)
+        done = channel.rank * programs + lane
+        tiles.producer_tile_notify(channel, lanes, done, "broadcast", after_tma=gemm.stores_by_tma)
         lane = tiles.claim(channel)
-    ready = tiles.consumer_tile_wait(channel, lanes, channel.rank * programs, producer=lanes)
+    ready = lane * 0
+    for source in tl.static_range(channel.world):
+        ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)
     _add_partials(channel, gemm, staging + ready, out, bias, count, rows)
     if channel.inside:
         tiles.end_call(channel, lanes)

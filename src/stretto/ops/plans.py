@@ -58,8 +58,7 @@ class Plan(NamedTuple):
     ("programs"), which push or pull them (direction). piece_bytes: what is moved before a signal. exchange: how partial
     sums go to the ranks: "tiles" with signals, or "packets", for few rows. shots: of an all-reduce: 1, all send all to
     all; 2, an owner adds up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section
-    4.1); without, all begin with rank 0's. is_flattened: loops over tiles are ones that Triton flattens: rows that copy
-    engines bring are awaited a shard at a time, where tiles divide shards, and sums are signalled some tiles at a time.
+    4.1); without, all begin with rank 0's.
     """
 
     implementation: str = "kernel"
@@ -71,7 +70,6 @@ class Plan(NamedTuple):
     exchange: str = "tiles"
     shots: int = 1
     is_shifted: bool = True
-    is_flattened: bool = False
 
     def encode(self) -> str:
         """As text, for the operators' schemas and the store."""
@@ -113,7 +111,6 @@ def require_plan(plan: Plan) -> None:
         ("exchange", plan.exchange, EXCHANGES),
         ("shots", plan.shots, (1, 2)),
         ("is_shifted", plan.is_shifted, (False, True)),
-        ("is_flattened", plan.is_flattened, (False, True)),
     )
     for what, given, known in options:
         if given not in known:
@@ -168,7 +165,10 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
 
 
 # (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
-GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
+GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (512, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
+MOST_GATHERED_ROWS = 4
+"""Of tiles that are gone through together, where copy engines bring rows."""
+
 NARROW_SPEED = 0.85
 """Of tiles of 128 columns, beside those of 256: they are taken where those leave too many programs without work."""
 
@@ -192,7 +192,8 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         narrow_takes = _estimate(call, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         # Rows of tiles that are gone through together are of one rank, or the first tiles would wait for all ranks.
-        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, call.m // call.world // blocks.m)))
+        most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" else blocks.group_rows
+        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, call.m // call.world // blocks.m)))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
 
 
@@ -238,12 +239,9 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
             others = [plan._replace(transfer="programs", movers=count) for count in movers]
             if call.m > FEW_ROWS:
                 others += [plan._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
-                others.append(plan._replace(transfer="copies", is_flattened=True))
         case "matmul_reduce_scatter":
             if call.m <= 4 * FEW_ROWS:
                 others = [plan._replace(exchange=exchange) for exchange in EXCHANGES]
-            else:
-                others = [plan._replace(is_flattened=not plan.is_flattened)]
     yield from (other for other in others if other != plan)
 
 

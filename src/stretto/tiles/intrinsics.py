@@ -90,6 +90,52 @@ def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def poll_before_tma(pointer, target, late, limit):  # type: ignore[no-untyped-def]
+    """int32: 0, made of what `pointer` holds once it has reached `target`: see `opaque_zero`, before TMA.
+
+    It gives up where the word `late` is not 0, and sets it when it has looked for `limit` nanoseconds. Each thread does
+    all of this by itself, in one instruction that compilers may move, though not above what its operands are made of:
+    said to be pure, since a loop with others is not pipelined.
+    """
+    _require_tma()
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred yes;
+        .reg .b32 left;
+        .reg .b64 began, time;
+        ld.acquire.sys.global.b32 $0, [$1];
+        sub.s32 left, $0, $2;
+        setp.ge.s32 yes, left, 0;
+        @yes bra there;
+        mov.u64 began, %globaltimer;
+        look:
+        ld.acquire.sys.global.b32 $0, [$1];
+        sub.s32 left, $0, $2;
+        setp.ge.s32 yes, left, 0;
+        @yes bra there;
+        ld.relaxed.gpu.global.b32 left, [$3];
+        setp.ne.s32 yes, left, 0;
+        @yes bra there;
+        mov.u64 time, %globaltimer;
+        sub.u64 time, time, began;
+        setp.lt.u64 yes, time, $4;
+        @yes bra look;
+        st.relaxed.gpu.global.b32 [$3], 1;
+        there:
+        fence.proxy.async;
+        and.b32 $0, $0, 0;
+        }
+        """,
+        "=&r,l,r,l,l",
+        [pointer.to(tl.int64), target, late.to(tl.int64), limit],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def finish_tma_stores():  # type: ignore[no-untyped-def]
     """Wait until this thread's TMA stores are done, not only read, and put them before what it does next.
 

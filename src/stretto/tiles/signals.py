@@ -16,7 +16,7 @@ kernel come to its end; interpreted kernels raise at once.
 import triton
 import triton.language as tl
 
-from stretto.tiles.intrinsics import INTERPRETED, finish_tma_stores, give_up, now, opaque_zero
+from stretto.tiles.intrinsics import INTERPRETED, finish_tma_stores, give_up, now, opaque_zero, poll_before_tma
 from stretto.tiles.mapping import tile_channels, tile_rank
 
 # Triton 3.6 takes no plain string as a default.
@@ -27,7 +27,8 @@ EPOCH = tl.constexpr(0)
 BROKEN = tl.constexpr(1)
 ENDED = tl.constexpr(2)  # programs that have ended the call
 CLAIMED = tl.constexpr(3)  # work that programs have claimed in the call
-HEADER = tl.constexpr(4)
+LATE = tl.constexpr(4)  # whether a poll has given up in the call
+HEADER = tl.constexpr(5)
 LATEST = tl.constexpr(0)
 LIMIT = tl.constexpr(1)
 REPORT_WORDS = 10
@@ -177,33 +178,32 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
 
 @triton.jit
 def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
-    """EXPERIMENT: wait without a barrier, each thread by itself, in a loop that is flattened."""
+    """As `consumer_tile_wait` before TMA, without a barrier: a loop over tiles that has it can be flattened, and then
+    waits for the next tile while it multiplies this one.
+
+    For calls that `begin` has begun, tiles that have rows of one rank, and a rank's channels signalled in their order:
+    it looks at the tile's last channel only. Each thread looks by itself. After the time limit it gives up, and so do
+    all polls of the call: `finish_polls` reports it.
+    """
     _, last = tile_channels(mapping, tile)
-    index = last - 1
-    counter = index // mapping.channels * channel.capacity + index
-    target = tl.load(channel.state + HEADER + counter)
-    pointer = channel.signals + counter
-    zero = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred before;
-        .reg .b32 left;
-        again:
-        ld.acquire.sys.global.b32 $0, [$1];
-        sub.s32 left, $0, $2;
-        setp.lt.s32 before, left, 0;
-        @before bra again;
-        fence.proxy.async;
-        and.b32 $0, $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [pointer.to(tl.int64), target],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return zero
+    if INTERPRETED:
+        ready = consumer_tile_wait(channel, mapping, tile, before_tma=True)
+    else:
+        counter = (last - 1) // mapping.channels * channel.capacity + last - 1
+        target = tl.load(channel.state + HEADER + counter)
+        ready = poll_before_tma(channel.signals + counter, target, channel.state + LATE, tl.load(channel.clock + LIMIT))
+    return ready * _ALIGNED
+
+
+@triton.jit
+def finish_polls(channel, mapping, rows):  # type: ignore[no-untyped-def]
+    """After the last `consumer_tile_poll`: if one has given up, wait for what it waited for, and report that.
+
+    rows: of a rank.
+    """
+    if tl.atomic_add(channel.state + LATE, 0, sem="relaxed", scope="gpu") != 0:
+        for source in range(channel.world):
+            consumer_tile_wait(channel, mapping, ((source + 1) * rows - 1) // mapping.tile_rows)
 
 
 @triton.jit
@@ -427,6 +427,7 @@ def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constex
     tl.debug_barrier()
     tl.store(channel.state + EPOCH, epoch)
     tl.store(channel.state + CLAIMED, 0)
+    tl.store(channel.state + LATE, 0)
     if MEETS:
         for distance in tl.static_range(1, channel.world):
             set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
