@@ -1,5 +1,6 @@
 """What ranks run that look up embeddings with interpreted kernels. Only they import this: see conftest."""
 
+import contextlib
 import os
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.jagged import is_close, make_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
@@ -331,6 +333,92 @@ def compile_a_look_up():
         out.square().sum().backward()
         outcomes.append([out, *(leaf.grad for leaf in leaves)])
     return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
+
+
+def change_tables_between_calls():
+    """What is looked up in tables that others replace, or that are moved, filled and resized in place."""
+    indices, offsets = torch.tensor([0, 1]), torch.arange(3)
+
+    def look_up(table):
+        return ops.embedding_all_to_all(indices, offsets, [table]).unique().tolist()
+
+    found = [look_up(torch.full((2, 4), value)) for value in (1.0, 2.0, 3.0)]  # which may be at one address
+    table = torch.full((2, 4), 4.0)
+    found.append(look_up(table))
+    table.data = torch.full((2, 4), 5.0)
+    found.append(look_up(table))
+    table.fill_(6.0)
+    found.append(look_up(table))
+    table.resize_(1, 4)
+    with pytest.raises(ValueError, match="is 1, but table 0 of this rank has 1 rows"):
+        look_up(table)
+    table.data = torch.ones(4, 2).t()
+    with pytest.raises(ValueError, match="table 0 is no contiguous tensor"):
+        look_up(table)
+    return found
+
+
+def look_up_in_all_modes_of_autograd():
+    """What an output knows of gradients, mode by mode; and what may be done with it."""
+    world = dist.get_world_size()
+    indices, offsets = torch.zeros(world, dtype=torch.int64), torch.arange(world + 1)
+    table = torch.ones(2, 4, requires_grad=True)
+
+    def look_up():
+        return ops.embedding_all_to_all(indices, offsets, [table])
+
+    assert look_up().requires_grad
+    with torch.no_grad():
+        assert not look_up().requires_grad
+    with torch.inference_mode():
+        assert look_up().is_inference()
+    table.requires_grad_(False)
+    assert not look_up().requires_grad
+    table.requires_grad_()
+    out = look_up()
+    out += 1.0  # no view of anything: it may be changed in place
+    out.relu_().sum().backward()
+    assert table.grad.tolist() == [[world] * 4, [0.0] * 4]
+    (grad,) = torch.autograd.grad(look_up().square().sum(), [table], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+class Watch(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.seen.append(str(operator))
+        return operator(*args, **kwargs or {})
+
+
+def watch_operators():
+    """Torch's modes, and export, see the operators that eager calls do without; the bits are the same."""
+    world = dist.get_world_size()
+    indices, offsets = torch.zeros(world, dtype=torch.int64), torch.arange(world + 1)
+    settings, grad = torch.tensor([1.0, 0.0]), torch.ones(1, 4 * world)
+    outcomes = []
+    for mode in (contextlib.nullcontext(), watch := Watch()):
+        table = torch.full((2, 4), 8.0, requires_grad=True)
+        with mode:
+            out = ops.embedding_all_to_all(indices, offsets, [table])
+            out.backward(grad)
+            version = table._version
+            ops.embedding_all_to_all_update(grad, indices, offsets, [table], optimizer="sgd", settings=settings)
+        outcomes.append((out.tolist(), table.grad.tolist(), table.tolist(), table._version - version))
+    seen = [name for name in watch.seen if name.startswith("stretto")]
+
+    class Model(torch.nn.Module):
+        def forward(self, indices, offsets, table):
+            return ops.embedding_all_to_all(indices, offsets, [table])
+
+    exported = torch.export.export(Model(), (indices, offsets, torch.ones(2, 4)))
+    called = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    return outcomes[0] == outcomes[1], outcomes[0][3], seen, called
 
 
 def tune(folder):

@@ -77,5 +77,19 @@ def test_torch_compile_takes_a_look_up_without_a_graph_break(interpret):
     assert interpret(2, "compile_a_look_up", module=MODULE, timeout=200.0) == [[True] * 3] * 2
 
 
+def test_tables_that_change_between_calls_are_seen_as_they_are(interpret):
+    assert interpret(1, "change_tables_between_calls", module=MODULE) == [[[float(n)] for n in range(1, 7)]]
+
+
+def test_an_output_needs_gradients_as_its_tables_do_and_may_be_changed_in_place(interpret):
+    interpret(2, "look_up_in_all_modes_of_autograd", module=MODULE)
+
+
+def test_torch_sees_the_operators_where_it_watches_or_exports(interpret):
+    name = "stretto.embedding_all_to_all"
+    seen = [f"{name}.default", f"{name}_gradients.default", f"{name}_update.default"]
+    assert interpret(2, "watch_operators", module=MODULE) == [(True, 1, seen, seen[:1])] * 2
+
+
 def test_the_fastest_way_is_measured_and_kept(interpret, tmp_path):
     assert interpret(2, "tune", str(tmp_path), module=MODULE) == [(True, True, True)] * 2

@@ -19,6 +19,7 @@ from stretto.bench.interleaved import Effort, time_interleaved
 from stretto.ops.embedding.forward import count_trace, find_way, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
 from stretto.ops.embedding.placement import find_placement
+from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.embedding.ways import Way
 from stretto.parallel import Grid
 
@@ -262,7 +263,7 @@ def study_ways(case: Case, batch: Batch, setting: Setting, study: str) -> list[d
     orders: which slices come first. slices: samples of a task. occupancy: programs on a multiprocessor.
     """
     placement, device = batch.placement, batch.offsets.device
-    chosen = find_way(placement, batch.tables, batch.indices.numel(), device)
+    chosen = find_way(placement, len(batch.tables), batch.indices.numel(), device)
     ways: dict[str, Way]
     match study:
         case "orders":
@@ -290,8 +291,9 @@ def study_ways(case: Case, batch: Batch, setting: Setting, study: str) -> list[d
 def _launch(batch: Batch, way: Way, trace: Tensor | None = None) -> Tensor:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
+    tables = find_tables(batch.tables, batch.offsets.device)
     return look_up_and_send(
-        batch.indices, batch.offsets, batch.tables, None, batch.placement, name, "sum", way=way, trace=trace
+        batch.indices, batch.offsets, tables, None, batch.placement, name, "sum", way=way, trace=trace
     )
 
 
@@ -317,7 +319,7 @@ def _time_each_rank(run: Callable[[], Any], device: torch.device, repeats: int =
 def trace_programs(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
     """Rank 0's first programs on a time axis (figure 9): their slices for others and own ones, and how they wait."""
     placement, device = batch.placement, batch.offsets.device
-    way = find_way(placement, batch.tables, batch.indices.numel(), device)
+    way = find_way(placement, len(batch.tables), batch.indices.numel(), device)
     size = count_trace(way, placement, len(batch.tables), device)
     trace = torch.zeros(size, TRACE_WORDS, dtype=torch.int64, device=device)
     for _ in range(3):

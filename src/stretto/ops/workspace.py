@@ -92,12 +92,18 @@ def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]
 
     All ranks call it with the same keys, and `make` may meet them.
     """
-    cache = _find_cache(name)
-    if (device, key) not in cache.kept:
+    kept = find_known(name, device, key, make)
+    _follow_calls(_find_cache(name), device)
+    return kept
+
+
+def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
+    """As `find_kept`, for what the host knows and no kernel works in: no stream waits for another."""
+    kept = _find_cache(name).kept
+    if (device, key) not in kept:
         require_no_capture(device)
-        cache.kept[device, key] = make()
-    _follow_calls(cache, device)
-    return cache.kept[device, key]
+        kept[device, key] = make()
+    return kept[device, key]
 
 
 def list_kept(name: str) -> list[Any]:

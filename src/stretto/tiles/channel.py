@@ -75,7 +75,7 @@ class BlockChannel:
         self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._operators: list[str] = []
-        self._entered: dict[tuple[str, str], Channel] = {}
+        self._described: dict[tuple[str, str, bool], Channel] = {}
         self._current: Channel | None = None
         self._side: torch.cuda.Stream | None = None
         reports.register(self._report.data_ptr(), self)
@@ -178,19 +178,19 @@ class BlockChannel:
         peers lies in one of two slots, by the call's number: see `call_slot`. PeerError as `begin`.
         """
         self.check()
-        known = self._entered.get((operator, mode))
-        if known is None:
-            known = self._entered[operator, mode] = self.describe(operator, mode, inside=True)
-        return known
+        return self.describe(operator, mode, inside=True)
 
     def describe(self, operator: str, mode: str = "p2p", *, inside: bool = False) -> Channel:
         """What kernels are given that begin no call: they count by themselves in the slots between peers.
 
         inside: of a call that its kernel begins and ends; see `enter`.
         """
+        known = self._described.get((operator, mode, inside))
+        if known is not None:  # also since Triton compares the constants of one object faster than those of equal ones
+            return known
         if operator not in self._operators:
             self._operators.append(operator)
-        return Channel(
+        made = self._described[operator, mode, inside] = Channel(
             self.rank,
             tl.constexpr(self.world_size),
             tl.constexpr(self.channels),
@@ -204,6 +204,7 @@ class BlockChannel:
             self._report,
             tl.constexpr(inside),
         )
+        return made
 
     def slot_word(self, rank: int, tile: int) -> Tensor:
         """int32 [1]: where that rank has what this one has last said of a tile between peers."""
@@ -258,6 +259,7 @@ class BlockChannel:
     def close(self) -> None:
         """Give the memory back; nothing of this channel may run any more."""
         self._signals = []
+        self._described.clear()
         self._memory.close()
 
     def __enter__(self) -> "BlockChannel":

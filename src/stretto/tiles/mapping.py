@@ -8,6 +8,7 @@ channels (f_C). The same functions serve both kinds of mapping; which kind it is
 Both are tuples that kernels take as they are.
 """
 
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import triton
@@ -112,6 +113,7 @@ def look_up_tiles(
     return DynamicMapping(tl.constexpr("dynamic"), columns, *tables.values())
 
 
+@functools.lru_cache(maxsize=1024)
 def _static(
     rows: int,
     world: int,

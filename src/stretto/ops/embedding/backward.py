@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,13 +22,22 @@ from stretto.ops.embedding.backward_kernel import (
     reduce_chunks,
 )
 from stretto.ops.embedding.faults import Faults
-from stretto.ops.embedding.lookup import Pooling
+from stretto.ops.embedding.lookup import Lookup
 from stretto.ops.embedding.placement import Placement, common_multiple
 from stretto.ops.embedding.ring import round_size
-from stretto.ops.embedding.ways import count_multiprocessors, describe_shapes, keep_words, send_words
+from stretto.ops.embedding.ways import (
+    Way,
+    count_multiprocessors,
+    describe_pooling,
+    describe_shapes,
+    keep_words,
+    round_up_to_power,
+    send_words,
+)
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient
+_KEYS = Way(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
 
 class BackwardWay(NamedTuple):
@@ -69,6 +77,39 @@ class Staged(NamedTuple):
     way: BackwardWay
 
 
+class _Staging(NamedTuple):
+    """Where the gradients of a placement's tables lie, and what brings them there: for the global batch, own columns.
+
+    everyones: as wide as the widest rank's; own: this rank's. columns: int64 [world + 1], where each rank's begin.
+    """
+
+    channel: tiles.BlockChannel
+    everyones: Tensor
+    own: Tensor
+    columns: Tensor
+    faults: Faults
+
+    @classmethod
+    def find(cls, group: str, device: torch.device, placement: Placement) -> "_Staging":
+        """The group's; all ranks call it."""
+        widest, own = max(placement.widths), placement.widths[placement.rank]
+        size = round_size(placement.batch * widest * placement.dtype.itemsize)
+
+        def make() -> _Staging:
+            channel = find_kept(group, device, ("embedding gradients", size), lambda: _allocate(group, device, size))
+            columns = tuple((column,) for column in itertools.accumulate(placement.widths, initial=0))
+            return cls(
+                channel,
+                channel.tensor((placement.batch, widest), placement.dtype),  # an empty one, as own, has no address
+                channel.tensor((placement.batch, own), placement.dtype),
+                keep_words(columns, device),
+                Faults(placement.rank, device),
+            )
+
+        return find_kept(group, device, ("embedding staging", placement), make)
+
+
+@functools.lru_cache
 def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
     """A table, not a measurement, for rows of so many bytes."""
     if device.type == "cpu":
@@ -89,23 +130,16 @@ def stage_gradients(
         return None
     grad = grad.contiguous()
     device = grad.device
-    block = triton.next_power_of_2(max(lookups.dims, default=4))
+    block = round_up_to_power(max(lookups.dims, default=4))
     way = way or choose_backward_way(block * placement.dtype.itemsize, device)
-    largest = placement.batch * max(placement.widths) * placement.dtype.itemsize
-    channel = find_kept(
-        group, device, ("embedding gradients", round_size(largest)), lambda: _allocate(group, device, largest)
-    )
-    everyones = channel.tensor((placement.batch, max(placement.widths)), placement.dtype)  # an empty one has no address
-    staging = channel.tensor((placement.batch, placement.widths[placement.rank]), placement.dtype)
-    columns = keep_words(tuple((c,) for c in itertools.accumulate(placement.widths, initial=0)), device)
-    with tiles.copy_engine(channel):
-        _push(channel, grad, columns, everyones, placement, way)
+    staging = _Staging.find(group, device, placement)
+    with tiles.copy_engine(staging.channel):
+        _push(staging, grad, placement, way)
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has said what is wrong with the input: what this one finds is nobody's.
-        faults = find_kept(group, device, "embedding gradients' faults", lambda: Faults(placement.rank, device))
-        staged = sort_lookups(lookups, placement, staging, way, faults)
-    tiles.join_copies(channel)
+        staged = sort_lookups(lookups, placement, staging.own, way, staging.faults)
+    tiles.join_copies(staging.channel)
     return staged
 
 
@@ -114,60 +148,60 @@ def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel
     return tiles.BlockChannel.allocate(
         process_group,
         channels=_CHANNELS * process_group.size(),
-        data_bytes=round_size(size),
+        data_bytes=size,
         backend="cuda" if device.type == "cuda" else "host",
     )
 
 
-def _push(
-    channel: tiles.BlockChannel,
-    grad: Tensor,
-    columns: Tensor,
-    staging: Tensor,
-    placement: Placement,
-    way: BackwardWay,
-) -> None:
+def _push(staging: _Staging, grad: Tensor, placement: Placement, way: BackwardWay) -> None:
     rows = 4
-    groups = triton.cdiv(placement.local_batch, rows)
+    groups = -(-placement.local_batch // rows)
     mapping = tiles.shard_tiles(groups, placement.world_size, 1, channels=min(_CHANNELS, groups))
-    begun = channel.begin("embedding_all_to_all's gradient", mapping, mapping, "p2p")
+    begun = staging.channel.begin("embedding_all_to_all's gradient", mapping, mapping, "p2p")
     push_gradients[(way.pushes,)](
         begun,
         mapping,
         grad,
-        columns,
-        staging,
+        staging.columns,
+        staging.everyones,
         placement.local_batch,
         placement.width,
         ROWS=rows,
-        BLOCK=min(triton.next_power_of_2(max(placement.widths)), 2048),
+        BLOCK=min(round_up_to_power(max(placement.widths)), 2048),
         num_warps=8,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _describe_rows(
+    rows: tuple[int, ...], dims: tuple[int, ...], itemsize: int, device: torch.device
+) -> tuple[Lookup, tuple[int, ...], Tensor]:
+    """Tables without addresses; and where the rows of each begin among those of all, and all end: here, and there."""
+    bases = tuple(itertools.accumulate(rows, initial=0))
+    shapes = [(0, *shape) for shape in zip(rows, dims, strict=True)]
+    lookup = describe_shapes(shapes, itemsize, 0, device)
+    return lookup, bases, keep_words(tuple((base,) for base in bases), device)
 
 
 def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: BackwardWay, faults: Faults) -> Staged:
     """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later."""
     device, total = staging.device, lookups.indices.numel()
-    bases = tuple(itertools.accumulate(lookups.rows, initial=0))
+    lookup, bases, first_rows = _describe_rows(lookups.rows, lookups.dims, staging.element_size(), device)
     rows = bases[-1]
     # The keys' largest number is that of a lookup without a row.
     keys = torch.full((total,), rows, dtype=torch.int32 if rows < 2**31 - 1 else torch.int64, device=device)
     places = torch.zeros(total, dtype=torch.int32, device=device)
     is_scaled = lookups.weights is not None or lookups.mode == "mean"
     scales = torch.empty(total, dtype=torch.float32, device=device) if is_scaled else None
-    shapes = [(0, *shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
-    itemsize = staging.element_size()
-    lookup = describe_shapes(shapes, itemsize, 0, placement.local_batch, staging.shape[1], total, device)
-    constants = (tl.constexpr(value) for value in (8, 1, 8, lookups.mode == "mean", True))
-    groups = len(lookups.dims) * triton.cdiv(placement.batch, 8)
-    programs = 2 if device.type == "cpu" else min(16 * count_multiprocessors(device), groups)
+    groups = len(lookups.dims) * -(-placement.batch // _KEYS.bags)
+    programs = 2 if device.type == "cpu" else min(_KEYS.programs * count_multiprocessors(device), groups)
     find_keys[(programs,)](
-        lookup,
-        Pooling(*constants),
+        lookup._replace(batch=placement.local_batch, width=staging.shape[1], total=total),
+        describe_pooling(_KEYS, lookups.mode, True),
         lookups.indices,
         lookups.offsets,
         lookups.weights,
-        keep_words(tuple((base,) for base in bases), device),
+        first_rows,
         keys,
         places,
         scales,
@@ -175,10 +209,10 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
         rows,
         faults.report(),
         STEPS=8 if device.type == "cpu" else 32,
-        num_warps=2,
+        num_warps=_KEYS.num_warps,
     )
     keys, order = torch.sort(keys, stable=True)
-    blocks = triton.cdiv(total, way.block)
+    blocks = -(-total // way.block)
     counts = torch.empty(blocks, 2, dtype=torch.int64, device=device)
     count_chunks[(blocks,)](keys, counts, total, rows, LIMIT=way.limit, BLOCK=way.block, num_warps=4)
     sums = counts.cumsum(0)
@@ -212,16 +246,10 @@ def reduce_rows(
     segments, way, gradients = staged.segments, staged.way, staged.gradients
     device = gradients.device
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
-    block = triton.next_power_of_2(max(dims))
-    target = Target(
-        keep_words(words, device) if is_kept else send_words(words, device),
-        _find_tables_of(tuple(dims), device),
-        settings,
-        tl.constexpr(action),
-        tl.constexpr(by_number),
-        tl.constexpr(block),
-        tl.constexpr(common_multiple(tuple(dims), gradients.element_size())),
-    )
+    meta = keep_words(words, device) if is_kept else send_words(words, device)
+    target = _describe_target(tuple(dims), gradients.element_size(), action, by_number, device)
+    target = target._replace(meta=meta, settings=settings)
+    block = target.block.value
     cuts = (segments.total - 1) // way.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
     reduce_chunks[(way.programs * count_multiprocessors(device),)](
@@ -242,15 +270,49 @@ def reduce_rows(
 
 
 @functools.lru_cache(maxsize=64)
+def _describe_target(
+    dims: tuple[int, ...], itemsize: int, action: str, by_number: bool, device: torch.device
+) -> Target:
+    """A target without addresses and settings."""
+    constants = (action, by_number, round_up_to_power(max(dims)), common_multiple(dims, itemsize))
+    return Target(None, _find_tables_of(dims, device), None, *(tl.constexpr(value) for value in constants))
+
+
+@functools.lru_cache(maxsize=64)
 def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
     """The table of each `QUANTUM` of columns."""
     repeats = torch.tensor([dim // QUANTUM.value for dim in dims])
     return torch.arange(len(dims), dtype=torch.int32).repeat_interleave(repeats).to(device)
 
 
+def find_gradients(grad: Tensor, lookups: Lookups, placement: Placement, group: str, *, sparse: bool) -> list[Tensor]:
+    """Each table's gradient, from that of the output; all ranks call it."""
+    staged = stage_gradients(grad, lookups, placement, group)
+    return (sparse_gradients if sparse else dense_gradients)(staged, lookups.rows, lookups.dims, grad)
+
+
+def update_tables(
+    grad: Tensor,
+    lookups: Lookups,
+    placement: Placement,
+    group: str,
+    addresses: Sequence[int],
+    states: Sequence[Tensor],
+    optimizer: str,
+    settings: Tensor,
+) -> None:
+    """See `embedding_all_to_all_update`; addresses: of this rank's tables."""
+    staged = stage_gradients(grad, lookups, placement, group)
+    if staged is not None:
+        lasts = [state.data_ptr() for state in states] if states else [0] * len(addresses)
+        reduce_rows(staged, lookups.dims, addresses, lasts, optimizer, settings, is_kept=True)
+
+
 def dense_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[int], like: Tensor) -> list[Tensor]:
     """Each table's gradient [rows, dim], zeros where no index was."""
-    grads = [like.new_zeros(shape) for shape in zip(rows, dims, strict=True)]
+    grads = [like.new_empty(shape) for shape in zip(rows, dims, strict=True)]
+    if grads:
+        torch._foreach_zero_(grads)  # in one launch
     if staged is not None:
         reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads), "store")
     return grads

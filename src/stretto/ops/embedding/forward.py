@@ -2,9 +2,9 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from stretto import tiles
@@ -12,6 +12,7 @@ from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward_kernel import UNIT, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.placement import Placement
 from stretto.ops.embedding.ring import CHANNELS, OutputRing
+from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.embedding.tuned import find_tuned
 from stretto.ops.embedding.ways import (
     Shape,
@@ -20,14 +21,39 @@ from stretto.ops.embedding.ways import (
     count_multiprocessors,
     describe_pooling,
     describe_tables,
+    round_up_to_power,
 )
 from stretto.ops.workspace import find_kept
+
+
+class _Launch(NamedTuple):
+    """What all calls of a placement are launched with. counts, unused: see `_count`. mapping: of the signals."""
+
+    ring: OutputRing
+    slots: Tensor
+    counts: Tensor
+    unused: tiles.DynamicMapping
+    mapping: tiles.StaticMapping
+    first_column: int
+
+    @classmethod
+    def find(cls, group: str, device: torch.device, placement: Placement) -> "_Launch":
+        """The group's. Its ring is that of all placements whose outputs have about this size."""
+
+        def make() -> _Launch:
+            ring = OutputRing.find(group, device, placement.local_batch * placement.width * placement.dtype.itemsize)
+            channels = count_channels(placement)
+            mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
+            slots = ring.slots.view(placement.dtype)
+            return cls(ring, slots, *_count(placement, device), mapping, placement.first_column(placement.rank))
+
+        return find_kept(group, device, ("embedding launch", placement), make)
 
 
 def look_up_and_send(
     indices: Tensor,
     offsets: Tensor,
-    tables: Sequence[Tensor],
+    tables: TableSet,
     weights: Tensor | None,
     placement: Placement,
     group: str,
@@ -43,46 +69,39 @@ def look_up_and_send(
     benches.
     """
     device = offsets.device
-    rank = placement.rank
     shape = (placement.local_batch, placement.width)
-    size = shape[0] * shape[1] * placement.dtype.itemsize
-    if size == 0:
+    if shape[0] * shape[1] == 0:
         return torch.empty(shape, dtype=placement.dtype, device=device)
-    ring = OutputRing.find(group, device, size)
+    launch = _Launch.find(group, device, placement)
+    ring = launch.ring
     ring.faults.check()
-    way = find_way(placement, tables, indices.numel(), device) if way is None else way.check()
-    channels = count_channels(placement)
-    mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
-    key = ("embedding counts", placement)
-    counts, unused = find_kept(group, device, key, lambda: _count(placement, device))
+    count, total = len(tables.dims), indices.shape[0]
+    way = find_way(placement, count, total, device) if way is None else way.check()
     channel = ring.channel.begin(
-        "embedding_all_to_all", unused, unused, "p2p", counts=counts, meets=False, launches=False
+        "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
     )
     offset, finish = ring.take(shape, placement.dtype)
-    block = triton.next_power_of_2(ring.channel.channels)
     begin_pooling[(1,)](
         channel,
-        unused,
-        counts,
+        launch.unused,
+        launch.counts,
         ring.destinations,
         ring.tickets,
         offset // UNIT.value,
         placement.fingerprint,
-        BLOCK=block,
+        BLOCK=round_up_to_power(ring.channel.channels),
         num_warps=4,
     )
-    lookup = describe_tables(
-        tables, placement.first_column(rank), placement.local_batch, placement.width, indices.numel(), device
-    )
-    pool_and_send[(count_programs(way, placement, len(tables), device),)](
+    lookup = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
+    pool_and_send[(count_programs(way, placement, count, device),)](
         channel,
-        mapping,
+        launch.mapping,
         lookup,
         describe_pooling(way, mode, checks),
         indices,
         offsets,
         weights,
-        ring.slots.view(placement.dtype),
+        launch.slots,
         ring.destinations,
         ring.tickets,
         placement.fingerprint,
@@ -100,33 +119,33 @@ def look_up_and_send(
 
 def find_shape(placement: Placement, tables: int, total: int) -> Shape:
     """The shape of this rank's look-ups in so many tables, with so many indices."""
-    block = triton.next_power_of_2(placement.longest)
+    block = round_up_to_power(placement.longest)
     return Shape(placement.world_size, block * placement.dtype.itemsize, max(tables, 1), placement.batch, total)
 
 
-def find_way(placement: Placement, tables: Sequence[Tensor], total: int, device: torch.device) -> Way:
-    """The way of this rank's tables: the fastest that `tune_embedding` has measured, else by `choose_way`."""
-    shape = find_shape(placement, len(tables), total)
+def find_way(placement: Placement, tables: int, total: int, device: torch.device) -> Way:
+    """The way of this rank's so many tables: the fastest that `tune_embedding` has measured, else by `choose_way`."""
+    shape = find_shape(placement, tables, total)
     return find_tuned(shape, device) or choose_way(shape, device)
 
 
 def count_programs(way: Way, placement: Placement, tables: int, device: torch.device) -> int:
     """No more than there are tasks, and enough to wait for all other ranks' channels if there are none."""
-    tasks = placement.world_size * tables * triton.cdiv(placement.local_batch, way.slice)
+    tasks = placement.world_size * tables * -(-placement.local_batch // way.slice)
     waits = (placement.world_size - 1) * count_channels(placement)
     return max(min(way.programs * count_multiprocessors(device), max(tasks, waits)), 1)
 
 
 def count_trace(way: Way, placement: Placement, tables: int, device: torch.device) -> int:
     """Rows of a trace: of tasks, then of programs."""
-    tasks = placement.world_size * tables * triton.cdiv(placement.local_batch, way.slice)
+    tasks = placement.world_size * tables * -(-placement.local_batch // way.slice)
     return tasks + count_programs(way, placement, tables, device)
 
 
 @functools.lru_cache(maxsize=256)
 def count_channels(placement: Placement) -> int:
     """Groups of tables that a rank signals to another one by one."""
-    return min(triton.next_power_of_2(max(len(dims) for dims in placement.dims)), CHANNELS)
+    return min(round_up_to_power(max(len(dims) for dims in placement.dims)), CHANNELS)
 
 
 def _count(placement: Placement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
@@ -158,12 +177,12 @@ def look_up_alone(
     """The same look-up with no exchange: out [world, batch / world, sum of the tables' dims], in one launch."""
     device = offsets.device
     _, local_batch, width = out.shape
-    lookup = describe_tables(tables, 0, local_batch, width, indices.numel(), device)
+    lookup = describe_tables(find_tables(tables, device), 0, local_batch, width, indices.numel())
     if way is None:
         block_bytes = lookup.block.value * tables[0].element_size()
         shape = Shape(world, block_bytes, len(tables), world * local_batch, indices.numel())
         way = find_tuned(shape, device) or choose_way(shape, device)
-    tasks = world * len(tables) * triton.cdiv(local_batch, way.slice)
+    tasks = world * len(tables) * -(-local_batch // way.slice)
     programs = max(min(way.programs * count_multiprocessors(device), tasks), 1)
     pool_alone[(programs,)](
         lookup,

@@ -1,24 +1,20 @@
 """`embedding_all_to_all`, its torch.library operators and gradients."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from stretto.ops.checks import find_name
-from stretto.ops.embedding.backward import (
-    Lookups,
-    dense_gradients,
-    reduce_rows,
-    sparse_gradients,
-    stage_gradients,
-)
+from stretto.ops.embedding.backward import Lookups, find_gradients, update_tables
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
 from stretto.ops.embedding.put import find_put_slots
 from stretto.ops.embedding.ring import find_rings
+from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables, is_traced
 from stretto.ops.embedding.tuned import measure_ways
 from stretto.ops.embedding.ways import Way, choose_way, list_ways
 from stretto.ops.workspace import find_group
@@ -61,24 +57,29 @@ def embedding_all_to_all(
     does not divide, tables that disagree between ranks, ...), and for a rank outside of the group; PeerError for a rank
     that does not come. Paper 002, section 3.
     """
-    group_name = find_name(group)
-    count = require_input(indices, offsets, tables, weights, mode, batch, dist.get_world_size(group))
-    width, dtype, needs_grad = _agree(
-        group_name,
-        offsets.device,
-        name,
-        tuple(table.shape[1] for table in tables),
-        tables[0].dtype if tables else None,
-        count,
-        bool(tables) and tables[0].requires_grad,
-    )
-    # A rank without tables takes part in the backward pass too: its output needs a gradient for something.
-    anchor = None
-    if not tables and needs_grad and torch.is_grad_enabled():
-        anchor = torch.empty(0, device=offsets.device, requires_grad=True)
-    return torch.ops.stretto.embedding_all_to_all(
-        indices, offsets, list(tables), weights, anchor, mode, count, width, dtype, checks, sparse, name, group_name
-    )
+    group_name, device = find_name(group), offsets.device
+    traces = is_traced(indices, offsets, weights, *tables)
+    known = (accept_tables if traces else find_tables)(tables, device)
+    count = require_input(indices, offsets, len(tables), weights, mode, batch, dist.get_world_size(group))
+    agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad()
+    if traces:
+        width, dtype, needs_grad = _agree(*agreed)
+        anchor = _make_anchor(known, needs_grad)
+        return torch.ops.stretto.embedding_all_to_all(
+            indices, offsets, list(tables), weights, anchor, mode, count, width, dtype, checks, sparse, name, group_name
+        )
+    call = _Call(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
+    anchor = _make_anchor(known, call.placement.needs_grad)
+    if torch.is_grad_enabled() and (anchor is not None or known.needs_grad()):
+        return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
+    return look_up_and_send(indices, offsets, known, weights, call.placement, group_name, mode, checks=checks)
+
+
+def _make_anchor(tables: TableSet, needs_grad: bool) -> Tensor | None:
+    """A rank without tables takes part in the backward pass too: its output needs a gradient for something."""
+    if tables.dims or not needs_grad or not torch.is_grad_enabled():
+        return None
+    return torch.empty(0, device=tables.device, requires_grad=True)
 
 
 @torch.compiler.assume_constant_result
@@ -111,8 +112,9 @@ def _embedding_all_to_all(
     name: str,
     group: str,
 ) -> Tensor:
-    placement = _find_again(group, offsets.device, [table.shape[1] for table in tables], dtype, batch, name)
-    return look_up_and_send(indices, offsets, tables, weights, placement, group, mode, checks=checks)
+    known = find_tables(tables, offsets.device)
+    placement = _find_again(group, offsets.device, known.dims, dtype, batch, name)
+    return look_up_and_send(indices, offsets, known, weights, placement, group, mode, checks=checks)
 
 
 @_embedding_all_to_all.register_fake
@@ -149,8 +151,8 @@ def _embedding_all_to_all_gradients(
 ) -> list[Tensor]:
     """The dense gradients of this rank's tables."""
     lookups = Lookups(indices, offsets, weights, mode, tuple(rows), tuple(dims))
-    placement = _find_again(group, offsets.device, dims, grad.dtype, batch, name)
-    return dense_gradients(stage_gradients(grad, lookups, placement, group), rows, dims, grad)
+    placement = _find_again(group, offsets.device, lookups.dims, grad.dtype, batch, name)
+    return find_gradients(grad, lookups, placement, group, sparse=False)
 
 
 @_embedding_all_to_all_gradients.register_fake
@@ -179,18 +181,64 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     indices, offsets, weights = ctx.saved_tensors
     rows, dims = ctx.shapes
+    lookups = Lookups(indices, offsets, weights, ctx.mode, tuple(rows), tuple(dims))
     if ctx.sparse:
-        lookups = Lookups(indices, offsets, weights, ctx.mode, tuple(rows), tuple(dims))
-        placement = _find_again(ctx.group, offsets.device, dims, grad.dtype, ctx.batch, ctx.name)
-        grads = sparse_gradients(stage_gradients(grad, lookups, placement, ctx.group), rows, dims, grad)
+        placement = _find_again(ctx.group, offsets.device, lookups.dims, grad.dtype, ctx.batch, ctx.name)
+        grads = find_gradients(grad, lookups, placement, ctx.group, sparse=True)
     else:
-        grads = torch.ops.stretto.embedding_all_to_all_gradients(
-            grad, indices, offsets, weights, ctx.mode, ctx.batch, rows, dims, ctx.name, ctx.group
-        )
+        grads = _call_gradients(grad, lookups, ctx.batch, ctx.name, ctx.group)
     return None, None, grads, *[None] * 10
 
 
+def _call_gradients(grad: Tensor, lookups: Lookups, batch: int, name: str, group: str) -> list[Tensor]:
+    return torch.ops.stretto.embedding_all_to_all_gradients(grad, *lookups[:4], batch, *lookups[4:], name, group)
+
+
 _embedding_all_to_all.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Call(NamedTuple):
+    """An eager call, but for its tensors."""
+
+    tables: TableSet
+    placement: Placement
+    name: str
+    group: str
+    mode: str
+    checks: bool
+    sparse: bool
+
+
+class _LookUp(torch.autograd.Function):
+    """The operator where torch does no more than run it: a torch.library one takes longer for its many tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        anchor: Tensor | None,
+        *tables: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(indices, offsets, weights)
+        ctx.call = call
+        return look_up_and_send(
+            indices, offsets, call.tables, weights, call.placement, call.group, call.mode, checks=call.checks
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        indices, offsets, weights = ctx.saved_tensors
+        lookups = Lookups(indices, offsets, weights, call.mode, call.tables.rows, call.tables.dims)
+        if is_traced(grad) and not call.sparse:
+            grads = _call_gradients(grad, lookups, call.placement.batch, call.name, call.group)
+        else:
+            grads = find_gradients(grad, lookups, call.placement, call.group, sparse=call.sparse)
+        return *[None] * 5, *grads
 
 
 @torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states"))
@@ -209,13 +257,10 @@ def _embedding_all_to_all_update(
     group: str,
 ) -> None:
     # pooling: the mode, by which name torch's functionalization calls something else.
-    dims = [table.shape[1] for table in tables]
-    lookups = Lookups(indices, offsets, weights, pooling, tuple(table.shape[0] for table in tables), tuple(dims))
-    placement = _find_again(group, offsets.device, dims, grad.dtype, batch, name)
-    staged = stage_gradients(grad, lookups, placement, group)
-    if staged is not None:
-        lasts = [state.data_ptr() for state in states] if states else [0] * len(dims)
-        reduce_rows(staged, dims, [table.data_ptr() for table in tables], lasts, optimizer, settings, is_kept=True)
+    known = find_tables(tables, offsets.device)
+    placement = _find_again(group, offsets.device, known.dims, grad.dtype, batch, name)
+    lookups = Lookups(indices, offsets, weights, pooling, known.rows, known.dims)
+    update_tables(grad, lookups, placement, group, known.addresses, states, optimizer, settings)
 
 
 def embedding_all_to_all_update(
@@ -242,24 +287,32 @@ def embedding_all_to_all_update(
     rounded to the table's dtype. All ranks call it, also those without tables. ValueError for other input.
     """
     group_name = find_name(group)
-    detached = [table.detach() for table in tables]
-    count = require_input(indices, offsets, detached, weights, mode, batch, world := dist.get_world_size(group))
-    dims = tuple(table.shape[1] for table in detached)
-    table_dtype = detached[0].dtype if detached else None
-    width, dtype, _ = _agree(group_name, offsets.device, name, dims, table_dtype, count, False)
-    if grad.shape != (count // world, width) or grad.dtype != dtype or grad.device != offsets.device:
+    device, world = offsets.device, dist.get_world_size(group)
+    traces = is_traced(grad, indices, offsets, weights, settings, *tables, *states)
+    known = (accept_tables if traces else find_tables)(tables, device)
+    count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
+    width, dtype, _ = _agree(group_name, device, name, known.dims, known.dtype, count, False)
+    if grad.shape != (count // world, width) or grad.dtype != dtype or grad.device != device:
         raise ValueError(
             f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
-            f"{offsets.device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
+            f"{device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
         )
-    require_optimizer(optimizer, settings, detached, states)
-    torch.ops.stretto.embedding_all_to_all_update(
-        grad, indices, offsets, detached, list(states), settings, weights, optimizer, mode, count, name, group_name
-    )
+    require_optimizer(optimizer, settings, known.rows, states)
+    if traces:
+        detached = [table.detach() for table in tables]
+        torch.ops.stretto.embedding_all_to_all_update(
+            grad, indices, offsets, detached, list(states), settings, weights, optimizer, mode, count, name, group_name
+        )
+        return
+    lookups = Lookups(indices, offsets, weights, mode, known.rows, known.dims)
+    placement = _find_again(group_name, device, known.dims, dtype, count, name)
+    with torch.no_grad():
+        update_tables(grad, lookups, placement, group_name, known.addresses, states, optimizer, settings)
+    torch.autograd.graph.increment_version([*tables, *states])
 
 
-def require_optimizer(optimizer: str, settings: Tensor, tables: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-    """ValueError for what is no optimizer, or not what one takes."""
+def require_optimizer(optimizer: str, settings: Tensor, rows: Sequence[int], states: Sequence[Tensor]) -> None:
+    """ValueError for what is no optimizer, or not what one of tables with so many rows takes."""
     name = "embedding_all_to_all_update"
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"{name}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
@@ -267,13 +320,13 @@ def require_optimizer(optimizer: str, settings: Tensor, tables: Sequence[Tensor]
         raise ValueError(
             f"{name}: settings are fp32 [2], learning rate and epsilon, not {settings.dtype} {list(settings.shape)}"
         )
-    expected = len(tables) if optimizer == "adagrad" else 0
+    expected = len(rows) if optimizer == "adagrad" else 0
     if len(states) != expected:
-        raise ValueError(f"{name}: {optimizer} of {len(tables)} tables has {expected} states, not {len(states)}")
-    for place, (state, table) in enumerate(zip(states, tables, strict=False)):
-        if state.shape != table.shape[:1] or state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(f"{name}: {optimizer} of {len(rows)} tables has {expected} states, not {len(states)}")
+    for place, (state, count) in enumerate(zip(states, rows, strict=False)):
+        if state.shape != (count,) or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(
-                f"{name}: the state of table {place} is fp32 [{table.shape[0]}], contiguous, not {state.dtype} "
+                f"{name}: the state of table {place} is fp32 [{count}], contiguous, not {state.dtype} "
                 f"{list(state.shape)}"
             )
 
@@ -296,15 +349,14 @@ def tune_embedding(
     takes about 30 x 9 calls. Returns this rank's way.
     """
     group_name = find_name(group)
-    count = require_input(indices, offsets, tables, weights, mode, batch, dist.get_world_size(group))
-    dims = [table.shape[1] for table in tables]
-    dtype = tables[0].dtype if tables else None
     device = offsets.device
-    placement = find_placement(group_name, device, name, tuple(dims), dtype, count, needs_grad=False)
+    known = find_tables(tables, device)
+    count = require_input(indices, offsets, len(tables), weights, mode, batch, dist.get_world_size(group))
+    placement = find_placement(group_name, device, name, known.dims, known.dtype, count, needs_grad=False)
     shape = find_shape(placement, len(tables), indices.numel())
 
     def run(way: Way) -> Tensor:
-        return look_up_and_send(indices, offsets, tables, weights, placement, group_name, mode, way=way)
+        return look_up_and_send(indices, offsets, known, weights, placement, group_name, mode, way=way)
 
     return measure_ways(list_ways(choose_way(shape, device), device), run, shape, find_group(group_name), device)
 
@@ -322,7 +374,7 @@ def check_indices(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _find_again(
-    group: str, device: torch.device, dims: Sequence[int], dtype: torch.dtype, batch: int, name: str
+    group: str, device: torch.device, dims: tuple[int, ...], dtype: torch.dtype, batch: int, name: str
 ) -> Placement:
     """The placement that the call has agreed on before; where torch calls an operator itself, it is agreed on now."""
-    return find_placement(group, device, name, tuple(dims), dtype if dims else None, batch, needs_grad=False)
+    return find_placement(group, device, name, dims, dtype if dims else None, batch, needs_grad=False)

@@ -3,7 +3,6 @@
 import functools
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from stretto.memory import exchange
 from stretto.ops.checks import DTYPES
-from stretto.ops.workspace import find_group, find_kept
+from stretto.ops.embedding.table_set import name_dtypes
+from stretto.ops.workspace import find_group, find_known
 
 MODES = ("sum", "mean")
-MAX_DIM = 2048
 _TIMEOUT = 60.0
 
 
@@ -74,13 +73,13 @@ class Placement:
 def require_input(
     indices: Tensor,
     offsets: Tensor,
-    tables: Sequence[Tensor],
+    tables: int,
     weights: Tensor | None,
     mode: str,
     batch: int | None,
     world: int,
 ) -> int:
-    """The global batch. ValueError for what cannot be looked up; no element is read."""
+    """The global batch. ValueError for what cannot be looked up in so many tables; no element is read."""
     name = "embedding_all_to_all"
     if mode not in MODES:
         raise ValueError(f"{name}: mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -90,7 +89,6 @@ def require_input(
                 f"{name} takes {what} as a contiguous tensor of one dim, int32 or int64, not {tensor.dtype} "
                 f"{list(tensor.shape)} with strides {tensor.stride()}"
             )
-    _require_tables(name, tables, offsets)
     if indices.device != offsets.device:
         raise ValueError(f"{name}: offsets are on {offsets.device} and indices on {indices.device}: move one of them")
     if weights is not None:
@@ -100,10 +98,10 @@ def require_input(
                 f"not {list(weights.shape)} on {weights.device}"
             )
         if weights.dtype not in DTYPES:
-            raise ValueError(f"{name} takes weights of {_name_dtypes()}, not {weights.dtype}")
+            raise ValueError(f"{name} takes weights of {name_dtypes()}, not {weights.dtype}")
         if weights.requires_grad:
             raise ValueError(f"{name} gives per-sample weights no gradient: detach() them")
-    count = _find_batch(name, offsets, len(tables), batch)
+    count = _find_batch(name, offsets, tables, batch)
     if count % world:
         raise ValueError(
             f"{name}: {world} ranks do not divide the global batch of {count}: {-(-count // world) * world} will do"
@@ -132,57 +130,6 @@ def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> i
     return bags // tables
 
 
-_accepted: dict[tuple[object, ...], None] = {}
-_MOST_ACCEPTED = 256
-
-
-def _require_tables(name: str, tables: Sequence[Tensor], offsets: Tensor) -> None:
-    """What was accepted before is, at a glance: hundreds of tables would take longer to check than to look up."""
-    is_traced = torch.compiler.is_compiling()
-    looks: tuple[object, ...] = ()
-    if not is_traced:
-        looks = (
-            offsets.device,
-            *[(table.shape, table.stride(), table.dtype, table.device, table.requires_grad) for table in tables],
-        )
-        if looks in _accepted:
-            return
-    for place, table in enumerate(tables):
-        _require_table(name, place, table, tables[0], offsets)
-    if not is_traced:
-        if len(_accepted) >= _MOST_ACCEPTED:
-            _accepted.clear()
-        _accepted[looks] = None
-
-
-def _require_table(name: str, place: int, table: Tensor, first: Tensor, offsets: Tensor) -> None:
-    if table.dim() != 2 or not table.is_contiguous():
-        raise ValueError(
-            f"{name}: table {place} is no contiguous tensor [rows, dim]: it is {list(table.shape)} with strides "
-            f"{table.stride()}"
-        )
-    rows, dim = table.shape
-    if rows < 1:
-        raise ValueError(f"{name}: table {place} has no rows")
-    if dim < 4 or dim % 4 or dim > MAX_DIM:
-        nearest = min(max(-(-dim // 4) * 4, 4), MAX_DIM)
-        raise ValueError(
-            f"{name}: a table's dim is a multiple of 4 up to {MAX_DIM}, and table {place} has {dim}: {nearest} will do"
-        )
-    if table.dtype not in DTYPES:
-        raise ValueError(f"{name} takes tables of {_name_dtypes()}, and table {place} is {table.dtype}")
-    if table.dtype != first.dtype:
-        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
-    if table.device != offsets.device:
-        raise ValueError(
-            f"{name}: table {place} is on {table.device} and offsets on {offsets.device}: move one of them"
-        )
-    if table.requires_grad != first.requires_grad:
-        raise ValueError(
-            f"{name}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
-        )
-
-
 def _require_device(name: str, offsets: Tensor) -> None:
     if offsets.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} takes tensors on devices of type cpu or cuda, not {offsets.device}")
@@ -191,10 +138,6 @@ def _require_device(name: str, offsets: Tensor) -> None:
             f"{name}: offsets are on {offsets.device}, and this rank's current GPU is {torch.cuda.current_device()}: "
             "call torch.cuda.set_device first"
         )
-
-
-def _name_dtypes() -> str:
-    return ", ".join(str(dtype) for dtype in DTYPES)
 
 
 class _Told(NamedTuple):
@@ -220,11 +163,12 @@ def find_placement(
     dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in
     what must be the same.
     """
-    told = _Told(
-        dims, None if dtype is None else str(dtype).removeprefix("torch."), batch, needs_grad if dims else None
-    )
-    key = ("embedding placement", name, told._replace(needs_grad=None))
-    return find_kept(group, device, key, lambda: _agree(group, device, told))
+
+    def make() -> Placement:
+        named = None if dtype is None else str(dtype).removeprefix("torch.")
+        return _agree(group, device, _Told(dims, named, batch, needs_grad if dims else None))
+
+    return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
 
 
 def _agree(group: str, device: torch.device, told: _Told) -> Placement:

@@ -18,6 +18,7 @@ from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward import count_programs, find_way
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
 from stretto.ops.embedding.ring import CHANNELS, round_size
+from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.embedding.ways import Way, describe_pooling, describe_tables, keep_words
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
@@ -61,28 +62,27 @@ def embedding_all_to_all_put(
     """
     group_name = find_name(group)
     world = dist.get_world_size(group)
-    count = require_input(indices, offsets, tables, weights, mode, batch, world)
     device = offsets.device
+    known = find_tables(tables, device)
+    count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     require_nvshmem(device)
-    _require_call(group_name, tables, reach, world)
-    dims = tuple(table.shape[1] for table in tables)
-    dtype = tables[0].dtype if tables else None
-    placement = find_placement(group_name, device, name, dims, dtype, count, needs_grad=False)
+    _require_call(group_name, known, reach, world)
+    placement = find_placement(group_name, device, name, known.dims, known.dtype, count, needs_grad=False)
     size = placement.local_batch * placement.width * placement.dtype.itemsize
     if size == 0:
         return torch.empty(placement.local_batch, placement.width, dtype=placement.dtype, device=device)
     slots = PutSlots.find(group_name, device, size)
     slots.check()
     reached = slots.find_reach(reach)
-    way = find_way(placement, tables, indices.numel(), device)
-    return _launch(slots, indices, offsets, tables, weights, placement, group_name, mode, checks, reached, way.check())
+    way = find_way(placement, len(tables), indices.numel(), device)
+    return _launch(slots, indices, offsets, known, weights, placement, group_name, mode, checks, reached, way.check())
 
 
 def _launch(
     slots: "PutSlots",
     indices: Tensor,
     offsets: Tensor,
-    tables: Sequence[Tensor],
+    tables: TableSet,
     weights: Tensor | None,
     placement: Placement,
     group: str,
@@ -94,15 +94,9 @@ def _launch(
     begin_putting, pool_and_put = _load_kernels()
     device = offsets.device
     counts = find_kept(group, device, ("embedding put counts", placement), lambda: _count(placement, device))
-    lookup = describe_tables(
-        tables,
-        placement.first_column(placement.rank),
-        placement.local_batch,
-        placement.width,
-        indices.numel(),
-        device,
-    )
-    programs = count_programs(way, placement, len(tables), device)
+    first_column = placement.first_column(placement.rank)
+    lookup = describe_tables(tables, first_column, placement.local_batch, placement.width, indices.numel())
+    programs = count_programs(way, placement, len(tables.dims), device)
     if not all(reach):
         programs = min(programs, STAGING_BYTES // (way.bags * lookup.block.value * placement.dtype.itemsize))
         if programs == 0:
@@ -281,10 +275,10 @@ def _load_kernels() -> tuple[Any, Any]:
     return nvshmem.requires_nvshmem(begin_putting), nvshmem.requires_nvshmem(pool_and_put)
 
 
-def _require_call(group: str, tables: Sequence[Tensor], reach: Sequence[bool] | None, world: int) -> None:
+def _require_call(group: str, tables: TableSet, reach: Sequence[bool] | None, world: int) -> None:
     if dist.get_process_group_ranks(find_group(group)) != list(range(dist.get_world_size())):
         raise ValueError(f"{NAME}: NVSHMEM allocates on all ranks together: the group has all, in their order")
-    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
+    if torch.is_grad_enabled() and tables.needs_grad():
         raise ValueError(f"{NAME} has no gradients: call it under torch.no_grad, or take embedding_all_to_all")
     if reach is not None and len(reach) != world:
         raise ValueError(f"{NAME}: reach says of {len(reach)} ranks what there are {world} of")

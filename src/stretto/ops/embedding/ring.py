@@ -45,6 +45,8 @@ class OutputRing:
         self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
         self.faults = Faults(channel.rank, channel.device)
+        self._parts = self.slots[: slot_bytes * outputs].chunk(outputs)
+        self._spare = self.slots[slot_bytes * outputs :]
         self._leases: list[weakref.ref[object] | None] = [None] * outputs
         self._captures: list[int | None] = [None] * outputs
 
@@ -80,12 +82,11 @@ class OutputRing:
             if is_free and self._captures[slot] in (None, capture):
                 self._captures[slot] = capture
                 return slot * self.slot_bytes, partial(self._lease, slot, shape, dtype)
-        spare = self.outputs * self.slot_bytes
-        return spare, lambda: self._view(self.slots[spare:], shape, dtype).clone()
+        return self.outputs * self.slot_bytes, lambda: _view(self._spare, shape, dtype).clone()
 
     def _lease(self, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The slot as a tensor of a storage of its own, which this ring sees the end of."""
-        memory = self.slots[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        memory = self._parts[slot]
         owner: object
         if memory.device.type == "cpu":
             owner = memory.numpy()
@@ -94,11 +95,13 @@ class OutputRing:
             owner = _CudaMemory(memory)
             storage = torch.as_tensor(owner, device=memory.device)
         self._leases[slot] = weakref.ref(owner)
-        return self._view(storage, shape, dtype)
+        return _view(storage, shape, dtype)
 
-    @staticmethod
-    def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return memory[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+
+def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The beginning of the memory as a tensor that is no view to torch: one of an operator's output may be changed."""
+    place = memory.storage_offset() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), place, shape, (shape[1], 1))
 
 
 def find_rings(group: str) -> list[OutputRing]:

@@ -1,17 +1,19 @@
 """How a look-up is launched: sizes of tiles and slices, order, and how many programs."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.lookup import Lookup, Pooling
 from stretto.ops.embedding.placement import common_multiple
+from stretto.ops.embedding.table_set import TableSet
 
 _LONG_BAGS = 16  # average indices of a bag from which on one bag fills a tile
 _MOST_TABLES_KEPT = 256
@@ -78,7 +80,7 @@ def choose_way(shape: Shape, device: torch.device) -> Way:
     programs = max(16 // num_warps, 2)
     count = programs * count_multiprocessors(device)
     if is_long:
-        return Way(1, 8, min(triton.next_power_of_2(triton.cdiv(shape.batch, count)), 32), num_warps, programs, order)
+        return Way(1, 8, min(round_up_to_power(-(-shape.batch // count)), 32), num_warps, programs, order)
     size = 1 << (max(shape.tables * shape.batch // (4 * count), 1).bit_length() - 1)
     return Way(8, 1, min(max(size, 8), 32), num_warps, programs, order)
 
@@ -100,6 +102,11 @@ def list_ways(chosen: Way, device: torch.device) -> list[Way]:
     return ways
 
 
+def round_up_to_power(number: int) -> int:
+    """Of two. Triton's own function may be called in kernels too, for which its host waits microseconds."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 @functools.lru_cache
 def count_multiprocessors(device: torch.device) -> int:
     """Of a GPU; 1 for a CPU."""
@@ -107,7 +114,6 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 _kept: dict[tuple[object, ...], Tensor] = {}
-_described: dict[tuple[object, ...], Lookup] = {}
 _captured: list[Tensor] = []  # what replays of CUDA graphs copy from
 
 
@@ -128,40 +134,31 @@ def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
 
 def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """int64 numbers in device memory, for one call. The host does not wait, and a CUDA graph repeats the copy."""
+    staged = torch.from_numpy(np.fromiter(itertools.chain.from_iterable(words), np.int64))
     if device.type == "cpu":
-        return torch.tensor(words, dtype=torch.int64)
-    staged = torch.tensor(words, dtype=torch.int64).pin_memory()
+        return staged
+    staged = staged.pin_memory()
     if torch.cuda.is_current_stream_capturing():
         _captured.append(staged)
     return staged.to(device, non_blocking=True)
 
 
-def describe_tables(
-    tables: Sequence[Tensor], first_column: int, batch: int, width: int, total: int, device: torch.device
-) -> Lookup:
+def describe_tables(tables: TableSet, first_column: int, batch: int, width: int, total: int) -> Lookup:
     """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
-    itemsize = tables[0].element_size() if tables else 4
-    looks = (device, itemsize, first_column, *[(table.data_ptr(), table.shape) for table in tables])
-    lookup = _described.get(looks)
-    if lookup is None:
-        shapes = [(table.data_ptr(), table.shape[0], table.shape[1]) for table in tables]
-        lookup = describe_shapes(shapes, itemsize, first_column, batch, width, total, device)
-        if len(_described) >= _MOST_TABLES_KEPT:
-            _described.clear()
-        _described[looks] = lookup
-    return lookup._replace(batch=batch, width=width, total=total)
+    return _describe_tables(tables, first_column)._replace(batch=batch, width=width, total=total)
+
+
+@functools.lru_cache(maxsize=_MOST_TABLES_KEPT)
+def _describe_tables(tables: TableSet, first_column: int) -> Lookup:
+    shapes = tuple(zip(tables.addresses, tables.rows, tables.dims, strict=True))
+    itemsize = tables.dtype.itemsize if tables.dtype else 4
+    return describe_shapes(shapes, itemsize, first_column, tables.device)
 
 
 def describe_shapes(
-    shapes: Sequence[tuple[int, int, int]],
-    itemsize: int,
-    first_column: int,
-    batch: int,
-    width: int,
-    total: int,
-    device: torch.device,
+    shapes: Sequence[tuple[int, int, int]], itemsize: int, first_column: int, device: torch.device
 ) -> Lookup:
-    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes."""
+    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes; the call's sizes are 0."""
     dims = tuple(dim for _, _, dim in shapes)
     words, column = [], first_column
     for address, rows, dim in shapes:
@@ -170,15 +167,16 @@ def describe_shapes(
     return Lookup(
         keep_words(tuple(words) or ((0, 0, 0, 0),), device),
         len(dims),
-        batch,
-        width,
-        total,
+        0,
+        0,
+        0,
         tl.constexpr(dims[0] if len(set(dims)) == 1 else 0),
-        tl.constexpr(triton.next_power_of_2(max(dims, default=4))),
+        tl.constexpr(round_up_to_power(max(dims, default=4))),
         tl.constexpr(common_multiple(dims, itemsize) if dims else 4),
     )
 
 
+@functools.lru_cache
 def describe_pooling(way: Way, mode: str, checks: bool) -> Pooling:
     """What kernels take of a way."""
     constants = (way.bags, way.rows, way.slice, mode == "mean", checks)

@@ -1,0 +1,112 @@
+"""This rank's tables as calls know them: what is refused, and what follows from how they look, found once."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from stretto.ops.checks import DTYPES
+
+MAX_DIM = 2048
+_MOST_KEPT = 256
+_OPERATOR = "embedding_all_to_all"
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+@dataclass(frozen=True, eq=False)
+class TableSet:
+    """Tables that kernels take. Hundreds are read quickly, but not hashed: two of these are equal if they are one.
+
+    addresses: of each table's first element; none where there is none, since torch traces. dtype: None without tables.
+    """
+
+    device: torch.device
+    addresses: tuple[int, ...]
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+    dtype: torch.dtype | None
+    have_gradients: tuple[bool, ...]
+
+    def needs_grad(self) -> bool:
+        """Whether the tables need gradients. ValueError where some do and others do not."""
+        if len(set(self.have_gradients)) > 1:
+            place = self.have_gradients.index(not self.have_gradients[0])
+            raise ValueError(
+                f"{_OPERATOR}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
+            )
+        return any(self.have_gradients)
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether torch does more with a call than run it: traces, transforms or watches it, or has classes of its own."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+_looks_of = operator.attrgetter("shape", "dtype", "device", "requires_grad")
+_found: dict[tuple[object, ...], TableSet] = {}
+
+
+def find_tables(tables: Sequence[Tensor], device: torch.device) -> TableSet:
+    """The set of these tables. ValueError for what no kernel takes; device: of the offsets, and so of all.
+
+    Tables that look as others did are not looked at one by one: that would take longer than a look-up.
+    """
+    addresses = tuple(map(Tensor.data_ptr, tables))
+    looks = (device, addresses, tuple(map(_looks_of, tables)), tuple(map(Tensor.is_contiguous, tables)))
+    found = _found.get(looks)
+    if found is None:
+        found = accept_tables(tables, device, addresses)
+        if len(_found) >= _MOST_KEPT:
+            _found.clear()
+        _found[looks] = found
+    return found
+
+
+def accept_tables(tables: Sequence[Tensor], device: torch.device, addresses: tuple[int, ...] = ()) -> TableSet:
+    """As `find_tables`, looking at one after another; no address is read."""
+    for place, table in enumerate(tables):
+        _require_table(place, table, tables[0], device)
+    return TableSet(
+        device,
+        addresses,
+        tuple(table.shape[0] for table in tables),
+        tuple(table.shape[1] for table in tables),
+        tables[0].dtype if tables else None,
+        tuple(table.requires_grad for table in tables),
+    )
+
+
+def _require_table(place: int, table: Tensor, first: Tensor, device: torch.device) -> None:
+    name = _OPERATOR
+    if table.dim() != 2 or not table.is_contiguous():
+        raise ValueError(
+            f"{name}: table {place} is no contiguous tensor [rows, dim]: it is {list(table.shape)} with strides "
+            f"{table.stride()}"
+        )
+    rows, dim = table.shape
+    if rows < 1:
+        raise ValueError(f"{name}: table {place} has no rows")
+    if dim < 4 or dim % 4 or dim > MAX_DIM:
+        nearest = min(max(-(-dim // 4) * 4, 4), MAX_DIM)
+        raise ValueError(
+            f"{name}: a table's dim is a multiple of 4 up to {MAX_DIM}, and table {place} has {dim}: {nearest} will do"
+        )
+    if table.dtype not in DTYPES:
+        raise ValueError(f"{name} takes tables of {name_dtypes()}, and table {place} is {table.dtype}")
+    if table.dtype != first.dtype:
+        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
+    if table.device != device:
+        raise ValueError(f"{name}: table {place} is on {table.device} and offsets on {device}: move one of them")
+
+
+def name_dtypes() -> str:
+    """What tables and weights may be of."""
+    return ", ".join(str(dtype) for dtype in DTYPES)
