@@ -102,8 +102,8 @@ def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
     more, deal = [], shares.share_tiles
 
-    def see(count, *arguments):
-        dealt = deal(count, *arguments)
+    def see(count, *arguments, **options):
+        dealt = deal(count, *arguments, **options)
         more.append(dealt[1] - count)
         return dealt
 

@@ -283,12 +283,12 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("gather", {}), ("gather", {"transfer": "programs"}), ("scatter", {})])
-def test_tiles_that_programs_share_are_joined_and_cost_the_loop_nothing(name, sizes, tmp_path):
+def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     sizes = sizes | {"shares": SHARED}
     lines = to_ptx(name, **sizes)
     assert len(tma_loads(lines)) == 2 * WIDE.num_stages * LOOPS[name]
     joins = [number for number, line in enumerate(lines) if re.search(r"atom\.\S*acq_rel\S*\.add", line)]
-    assert joins
+    assert bool(joins) == (name == "gather")  # a scatter's parts are sums like others
     for join in joins:
         before = [line for line in lines[:join] if re.search(r"st\.global|bar\.sync", line)]
         assert before[-1].startswith("bar.sync")

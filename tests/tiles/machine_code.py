@@ -88,13 +88,12 @@ def find_makers(lines, register):
 
 
 def follows_acquire(lines, zero):
-    """Whether all that this line makes its zero of each thread has read with acquire, or one, the others after a barrier."""
+    """Whether what this line makes its zero of was read with acquire: by each thread, or by one before a barrier."""
     register = re.search(r"and\.b32 +%r\d+, (%r\d+), 0", lines[zero])[1]
     makers = find_makers(lines, register)
-    if any(lines[number].startswith("ld.acquire") for number in makers):
-        return all(
-            re.match(r"ld\.acquire|and\.b32", lines[number]) for number in makers if f" {register}," in lines[number]
-        )
+    direct = [lines[number] for number in makers if f" {register}," in lines[number]]
+    if any(line.startswith("ld.acquire") for line in direct):
+        return all(re.match(r"ld\.acquire|and\.b32", line) for line in direct)
     reads = [number for number in makers if lines[number].startswith("ld.shared")]
     return bool(reads) and all(
         re.search(rf"{ACQUIRE}.*bar\.sync", " ".join(lines[max(read - 15, 0) : read])) for read in reads

@@ -13,9 +13,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops import few_rows
-from stretto.ops.gemm import Blocks, Gemm, count_store_parts, describe_gemm, load_bias, order_tiles, store_tile
+from stretto.ops.gemm import (
+    Blocks,
+    Gemm,
+    count_store_parts,
+    describe_gemm,
+    load_bias,
+    multiply_tile,
+    order_tiles,
+    store_tile,
+)
 from stretto.ops.plans import Plan
-from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
+from stretto.ops.shares import count_parts, count_shares, count_steps, find_share, share_tiles
 from stretto.ops.workspace import Workspace, count_bytes, find_group, find_workspace
 
 _TWO_SLOTS_BYTES = 64 << 20
@@ -42,7 +51,8 @@ def launch_scatter(
         few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks)
         return
     count = world * triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
-    size = count_bytes(count, blocks.m, blocks.n, dtype=dtype)
+    parts = world * (count_parts(count, x.shape[1], blocks) - 1) * (count % blocks.programs)
+    size = count_bytes(count + parts, blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= _TWO_SLOTS_BYTES else "met")
     launch(workspace, plan, count, x, weight, bias, out, dtype)
 
@@ -60,7 +70,7 @@ def launch(
     """Begin the call and launch the kernel of `count` tiles, on no more programs than there are tiles."""
     blocks, block_channel = plan.blocks, workspace.channel
     assert blocks is not None
-    shares, units = share_tiles(count, x.shape[1], blocks, workspace.arrivals)
+    shares, units = share_tiles(count, x.shape[1], blocks, workspace.arrivals, are_joined=False)
     programs = min(blocks.programs, units)
     lanes = map_lanes(block_channel.world_size, programs)
     if workspace.slots == 1:
@@ -121,8 +131,9 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     in lanes, as many as there are programs, each of every so many-th tile; who has time claims the next lane. Then the
     programs add up the owner's rows, in rank order.
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
-    once, and what travels does so while later tiles are multiplied. The last tiles may be cut into shares: whoever
-    completes one stores it. The loop over a lane is flattened: a tile's stores go on beside the next one's loads.
+    once, and what travels does so while later tiles are multiplied. The last tiles may be cut into parts, which are
+    sums like those of other ranks. A lane's loop is flattened, so that a tile's stores go on beside the next one's
+    loads.
     Signals: of a lane to all ranks, once all its tiles are stored ("broadcast"): nobody could use earlier ones, and a
     barrier in the loop would take its pipeline.
     Waits: for all lanes of all ranks, before the first sum. No program waits before all lanes are claimed by programs
@@ -131,7 +142,6 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     slot, which is written over only when all ranks have begun the call, and so ended the one before.
     """
     count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
-    whole: tl.constexpr = shares.sums is None
     if channel.inside:
         first = tiles.call_slot(channel).to(tl.int64) * half
         staging += first
@@ -139,19 +149,27 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     programs = tl.num_programs(0)
     lane = tiles.claim(channel)
     while lane < programs:
-        for share in tl.range(lane, count_shares(shares, channel.world * count), programs, flatten=whole):
+        for share in tl.range(lane, count_shares(shares, channel.world * count), programs, flatten=True):
             begin, end = find_share(gemm, shares, share, channel.world * count)
-            owner, tile, row, column = _locate(channel, gemm, rows, begin // count_steps(gemm, shares), SHIFTED)
-            total, is_complete, _ = multiply_part(gemm, shares, a, b, owner * rows + row, column, 0, begin, end)
-            if is_complete:
-                _push_tile(channel, gemm, staging, pushed, origin, channel.rank * count + tile, total, owner)
+            index = begin // count_steps(gemm, shares)
+            owner, tile, row, column = _locate(channel, gemm, rows, index, SHIFTED)
+            slot = channel.rank * count + tile
+            if shares.sums is None:
+                total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
+            else:
+                begin -= index * shares.tile
+                end -= index * shares.tile
+                total = multiply_tile(gemm, a, b, owner * rows + row, column, 0, begin, end)
+                part = begin // shares.steps
+                slot = tl.where(part == 0, slot, _part_slot(channel, shares, count, channel.rank, index, part))
+            _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner)
         done = channel.rank * programs + lane
         tiles.producer_tile_notify(channel, lanes, done, "broadcast", after_tma=gemm.stores_by_tma)
         lane = tiles.claim(channel)
     ready = lane * 0
     for source in tl.static_range(channel.world):
         ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)
-    _add_partials(channel, gemm, staging + ready, out, bias, count, rows)
+    _add_partials(channel, gemm, shares, staging + ready, out, bias, count, rows, SHIFTED)
     if channel.inside:
         tiles.end_call(channel, lanes)
 
@@ -181,7 +199,22 @@ def _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner):  # t
 
 
 @triton.jit
-def _add_partials(channel, gemm, staging, out, bias, count, rows):  # type: ignore[no-untyped-def]
+def _part_slot(channel, shares, count, source, index, part):  # type: ignore[no-untyped-def]
+    """Where the part-th part, but the first, of the index-th tile of a rank's order lies: behind all tiles."""
+    others = shares.tile // shares.steps - 1
+    cut = channel.world * count - shares.whole
+    return channel.world * count + (source * cut + index - shares.whole) * others + part - 1
+
+
+@triton.jit
+def _load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-def]
+    """fp32: some rows of a slot, from row `within` on."""
+    start = (slot.to(tl.int64) * gemm.block_m + within) * gemm.block_n
+    return tl.load(staging + start + offsets).to(tl.float32)
+
+
+@triton.jit
+def _add_partials(channel, gemm, shares, staging, out, bias, count, rows, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up own tiles as all ranks have stored them, a few rows of a tile at a time, and store the sums."""
     width: tl.constexpr = gemm.block_n
     height: tl.constexpr = max(1, min(gemm.block_m, _ADDED_ELEMENTS // width))
@@ -192,8 +225,15 @@ def _add_partials(channel, gemm, staging, out, bias, count, rows):  # type: igno
         tile, within = piece // pieces, piece % pieces * height
         total = tl.zeros((height, width), tl.float32)
         for source in tl.static_range(channel.world):
-            slot = (source * count + tile).to(tl.int64)
-            total += tl.load(staging + (slot * gemm.block_m + within) * width + offsets).to(tl.float32)
+            slot = source * count + tile
+            total += _load_rows(gemm, staging, slot, within, offsets)
+            if shares.sums is not None:
+                distance = (channel.rank + channel.world - 1 - source) % channel.world if SHIFTED else channel.rank
+                index = distance * count + tile
+                if index >= shares.whole:
+                    for part in range(1, shares.tile // shares.steps):
+                        slot = _part_slot(channel, shares, count, source, index, part)
+                        total += _load_rows(gemm, staging, slot, within, offsets)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
         if bias is not None:

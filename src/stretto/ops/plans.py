@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     transfer: str = "copies"
     direction: str = "push"
     movers: int = 16
-    piece_bytes: int = 2 << 20
+    piece_bytes: int = 8 << 20
     exchange: str = "tiles"
     shots: int = 1
     is_shifted: bool = True
@@ -165,7 +165,10 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
 
 
 # (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
-GATHER_TRANSFERS = ((FEW_ROWS, "programs", 132), (512, "programs", 132), (1024, "programs", 12), (1 << 62, "copies", 1))
+GATHER_TRANSFERS = ((512, "programs", 132), (1 << 62, "copies", 1))
+COOL_ROWS = 4096
+"""Of a gather of more, tiles of 128 columns are faster, by two programs on a multiprocessor: power is the limit."""
+
 MOST_GATHERED_ROWS = 4
 """Of tiles that are gone through together, where copy engines bring rows."""
 
@@ -191,6 +194,8 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         )
         narrow_takes = _estimate(call, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
+        if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and not is_fp32:
+            blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
         # Rows of tiles that are gone through together are of one rank, or the first tiles would wait for all ranks.
         most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" else blocks.group_rows
         blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, call.m // call.world // blocks.m)))

@@ -53,18 +53,23 @@ def _count_last(count: int, k: int, blocks: Blocks, parts: int) -> float:
     return rounds * triton.cdiv(steps, parts) / steps + (_JOIN_STEPS / steps if parts > 1 else 0)
 
 
-def share_tiles(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[Shares, int]:
+def share_tiles(
+    count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0, *, are_joined: bool = True
+) -> tuple[Shares, int]:
     """How `count` tiles are dealt out, and in how many shares; the first `kept` stay whole.
 
     All parts of a round begin at one of few steps, so that what tiles have in common is loaded at one time: shares that
     follow each other without gaps were slower than whole tiles, since each loaded its columns of B by itself.
-    The sums are on the device of arrivals, int32 zeros.
+    The sums are on the device of arrivals, int32 zeros. are_joined: `multiply_part` joins a tile's parts; if not, the
+    caller has a place for each, and `sums` only says that there are some.
     """
     parts, rest = count_parts(count, k, blocks), count % blocks.programs
     if parts == 1 or count - rest < kept or rest * parts > arrivals.numel():
         return WHOLE, count
     share = triton.cdiv(triton.cdiv(k, blocks.k), parts)
-    sums = torch.empty(rest * (parts + 1) * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
+    sums = arrivals
+    if are_joined:
+        sums = torch.empty(rest * (parts + 1) * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
     return Shares(count - rest, parts * share, share, sums, arrivals), count - rest + rest * parts
 
 
