@@ -323,6 +323,50 @@ def copy_by_the_host(direction, calls):
     return wrong
 
 
+def take_turns(slots):
+    """All-gathers into one of two slots, past stragglers; what was not right.
+
+    What was read is poisoned until the next call begins: who writes too early loses what it wrote.
+    """
+    rows, wrong = 20, []
+    with make_channel() as channel:
+        rank, world = channel.rank, channel.world_size
+        mapping, pauses = map_gather(rows, world), random.Random(rank)
+        for call, slot in enumerate(slots):
+            shards = [random_of(peer, rows, COLUMNS, seed=call) for peer in range(world)]
+            everyones = [
+                channel.tensor((world, rows, COLUMNS), torch.float32, offset=slot * HALF, rank=peer)
+                for peer in range(world)
+            ]
+            channel.begin("turns", *mapping, "broadcast", slot=slot)
+            for peer in range(world):
+                tiles.rank_copy_data(everyones[peer][rank], shards[rank])
+                for index in (2 * rank, 2 * rank + 1):
+                    tiles.rank_notify(channel, index, peer)
+            time.sleep(pauses.choice([0, 0, 0.02]))
+            for index in range(2 * world):
+                tiles.rank_wait(channel, index, index // 2)
+            if not torch.equal(everyones[rank], torch.stack(shards)):
+                wrong.append(call)
+            everyones[rank].fill_(float("nan"))
+            time.sleep(pauses.choice([0, 0, 0.02]))
+    return wrong
+
+
+def run_ahead():
+    """Whether a call in the other slot begins on rank 0 before any other rank begins it."""
+    with make_channel() as channel:
+        mapping = map_gather(20, channel.world_size)
+        channel.begin("first", *mapping, "broadcast", slot=0)
+        if channel.rank:
+            dist.barrier()
+        channel.begin("second", *mapping, "broadcast", slot=1)
+        if not channel.rank:
+            dist.barrier()
+        channel.check()
+    return True
+
+
 def lose(what, loser):
     """Rank `loser` leaves one thing out; what each of the others is told, twice: by the call and by the next one."""
     rank, world = dist.get_rank(), dist.get_world_size()

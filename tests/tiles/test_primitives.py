@@ -42,6 +42,15 @@ def test_counters_serve_call_after_call_past_stragglers_and_around_their_end(int
     assert interpret(3, "mix_calls", 24, start) == [[]] * 3
 
 
+@pytest.mark.parametrize("slots", [[0, 1] * 6, [0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0]])
+def test_slots_are_written_over_only_when_all_have_read_them(interpret, slots):
+    assert interpret(3, "take_turns", slots) == [[]] * 3
+
+
+def test_who_is_ahead_by_a_call_waits_for_nobody(interpret):
+    assert interpret(2, "run_ahead") == [True] * 2
+
+
 def test_two_groups_have_calls_under_way_at_once(interpret):
     assert interpret(4, "use_groups_at_once", 3) == [[]] * 4
 

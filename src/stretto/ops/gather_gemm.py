@@ -58,7 +58,9 @@ def launch(
     world, by_programs = block_channel.world_size, plan.transfer == "programs"
     producer, consumer = map_rows(rows, world, plan, k * x.element_size())
     slot_rows = -(-workspace.slot_bytes // (k * x.element_size())) if by_programs else 0
-    gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
+    slot = 0 if by_programs else next(workspace.turns)
+    offset = slot * workspace.slot_bytes
+    gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype, offset=offset)
     gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
     own = describe_rows(x, gemm)
     direct = plan.is_shifted and rows % blocks.m == 0 and own is not None
@@ -72,15 +74,16 @@ def launch(
         mode = "broadcast" if plan.direction == "push" else "local"
         channel = block_channel.enter("all_gather_matmul", mode)
     else:
-        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast")
+        turn = slot if workspace.slots == 2 else None
+        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=turn)
         if not direct:
             # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and there is none free
             # once the kernel runs.
             tiles.rank_copy_data(gathered[block_channel.rank * rows : (block_channel.rank + 1) * rows], x)
         with tiles.copy_engine(block_channel):
-            _push(block_channel, producer, x)
+            _push(block_channel, producer, x, offset)
             if returned is not None:
-                _copy_gathered(block_channel, producer, x, returned)
+                _copy_gathered(block_channel, producer, x, gathered, returned)
     try:
         all_gather_gemm[(programs,)](
             channel,
@@ -109,7 +112,7 @@ def launch(
             tiles.join_copies(block_channel)
 
 
-def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor) -> None:
+def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, offset: int) -> None:
     """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
 
     At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in.
@@ -117,7 +120,7 @@ def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: T
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
     for distance in range(1, world):
         peer = (rank - distance) % world
-        there = block_channel.tensor((world, rows, k), x.dtype, rank=peer)[rank]
+        there = block_channel.tensor((world, rows, k), x.dtype, offset=offset, rank=peer)[rank]
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
             part = slice(start, start + producer.channel_rows)
             tiles.rank_copy_data(there[part], x[part])
@@ -125,20 +128,20 @@ def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: T
 
 
 def _copy_gathered(
-    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, returned: Tensor
+    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
 ) -> None:
     """Copy the gathered rows out of the workspace, which the next call writes over, beside the GEMM.
 
     A rank's pieces come in stream order, so the signal of its last one stands for all.
     """
-    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
-    shards = block_channel.tensor((world, rows, k), x.dtype)
+    rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
     tiles.rank_copy_data(returned[rank * rows : (rank + 1) * rows], x)
     last = triton.cdiv(rows, producer.channel_rows) - 1
     for distance in range(1, world):
         peer = (rank + distance) % world
         tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
-        tiles.rank_copy_data(returned[peer * rows : (peer + 1) * rows], shards[peer])
+        shard = slice(peer * rows, (peer + 1) * rows)
+        tiles.rank_copy_data(returned[shard], gathered[shard])
 
 
 @triton.jit
@@ -157,8 +160,9 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     loops over whole tiles are flattened, and a tile's stores and waits go on beside other tiles' products. They depend
     on copy engines, or on the launch's first programs on each rank, which run when any do, and wait for nothing (who
     pulls: for pieces that those have offered).
-    Reuse: by copies, `gathered` is written over only when all ranks have begun the next call. By programs it is two
-    slots, by the call's number; every rank waits for every rank's rows, so see `call_slot`.
+    Reuse: by copies, `gathered` is one of two slots, in turn, and is written over only when all ranks have begun the
+    call after the last one that used it. By programs it is both, by the call's number; every rank waits for every
+    rank's rows, so see `call_slot`.
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)

@@ -25,10 +25,7 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.plans import Plan
 from stretto.ops.shares import count_parts, count_shares, count_steps, find_share, share_tiles
-from stretto.ops.workspace import Workspace, count_bytes, find_group, find_workspace
-
-_TWO_SLOTS_BYTES = 64 << 20
-"""Calls with more to send use one slot and meet first, which then takes less time than memory."""
+from stretto.ops.workspace import TWO_SLOTS_BYTES, Workspace, count_bytes, find_group, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
 
@@ -53,7 +50,7 @@ def launch_scatter(
     count = world * triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
     parts = world * (count_parts(count, x.shape[1], blocks) - 1) * (count % blocks.programs)
     size = count_bytes(count + parts, blocks.m, blocks.n, dtype=dtype)
-    workspace = find_workspace(group, x.device, size, "slots" if size <= _TWO_SLOTS_BYTES else "met")
+    workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
     launch(workspace, plan, count, x, weight, bias, out, dtype)
 
 

@@ -1,7 +1,8 @@
 """Symmetric memory that operators work in: kept between calls, one for each group, purpose and size class."""
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,25 @@ CHANNELS = 32
 PEER_TILES = 256
 """Pieces that a rank may offer for others to pull."""
 
+TWO_SLOTS_BYTES = 256 << 20
+"""Calls with more to send use one slot and meet first, which then takes less time than memory."""
+
 _SMALLEST = 1 << 20
 _ARRIVALS = 1024
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """A channel whose buffer on each rank is `slots` slots of `slot_bytes`; arrivals: int32 zeros, left as such."""
+    """A channel whose buffer on each rank is `slots` slots of `slot_bytes`; arrivals: int32 zeros, left as such.
+
+    turns: the slot of each call that is told its slot by the host.
+    """
 
     channel: BlockChannel
     slot_bytes: int
     slots: int
     arrivals: Tensor
+    turns: Iterator[int]
 
     def words(self, slots: int, dtype: torch.dtype) -> int:
         """How many numbers of a dtype so many slots hold."""
@@ -60,8 +68,9 @@ def find_group(name: str) -> dist.ProcessGroup:
 def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> Workspace:
     """A workspace of the group with slots of `size` bytes or more, for one call; allocated if need be.
 
-    purpose: "met", one slot for calls that meet in `BlockChannel.begin`; "slots", two for calls that `enter`, which use
-    them in turn; "packets", two that hold packets and nothing else. Calls of one purpose do not disturb another's.
+    purpose: "met", for calls that `BlockChannel.begin`, two slots in turn or, of more than `TWO_SLOTS_BYTES`, one;
+    "slots", two for calls that `enter`; "packets", two that hold packets and nothing else. Calls of one purpose do not
+    disturb another's.
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, which all
     ranks meet in, is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one
@@ -69,7 +78,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     is captured, if it would allocate.
     """
     cache = _find_cache(name)
-    slots = 1 if purpose == "met" else 2
+    slots = 1 if purpose == "met" and size > TWO_SLOTS_BYTES else 2
     key = purpose, max(1 << (size - 1).bit_length(), _SMALLEST), device
     if key not in cache.workspaces:
         require_no_capture(device)
@@ -82,7 +91,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
             backend="cuda" if device.type == "cuda" else "host",
         )
         arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
-        cache.workspaces[key] = Workspace(channel, key[1], slots, arrivals)
+        cache.workspaces[key] = Workspace(channel, key[1], slots, arrivals, itertools.cycle(range(slots)))
     _follow_calls(cache, device)
     return cache.workspaces[key]
 

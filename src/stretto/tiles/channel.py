@@ -142,6 +142,7 @@ class BlockChannel:
         mode: str,
         *,
         counts: Tensor | None = None,
+        slot: int | None = None,
         meets: bool = True,
         launches: bool = True,
     ) -> Channel:
@@ -157,6 +158,8 @@ class BlockChannel:
         in this call, [1, r, c] how often this rank will notify channel c of rank r.
         meets: wait on the device until all ranks have begun, so that what the last call has put into buffers may be
         written over; without it that is the kernels' own affair.
+        slot: 0 or 1, the same on all ranks, for a call whose buffers are one of two, in turn: a rank that is ahead by a
+        call then waits for nobody. Any order of slots is safe.
         launches: False where the caller's next kernel, of one program, calls `begin_call` itself, for one launch less.
 
         Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
@@ -166,7 +169,7 @@ class BlockChannel:
         channel = self._current = self.describe(operator, mode)
         if launches:
             begin_call[(1,)](
-                channel, producer, counts, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
+                channel, producer, counts, slot, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
             )
         return channel
 

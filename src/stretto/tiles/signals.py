@@ -28,7 +28,8 @@ BROKEN = tl.constexpr(1)
 ENDED = tl.constexpr(2)  # programs that have ended the call
 CLAIMED = tl.constexpr(3)  # work that programs have claimed in the call
 LATE = tl.constexpr(4)  # whether a poll has given up in the call
-HEADER = tl.constexpr(5)
+USED = tl.constexpr(5)  # for each of two slots, the number of the last call that used it
+HEADER = tl.constexpr(7)
 LATEST = tl.constexpr(0)
 LIMIT = tl.constexpr(1)
 REPORT_WORDS = 10
@@ -416,16 +417,22 @@ def _add_to(words, counts, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Begin a call on this rank: its number, its targets, and, if it MEETS, a wait for all ranks to have begun it.
 
     One program runs this, in a launch before those that signal and wait. Where all ranks have begun a call, none still
-    reads what the call before had put into its memory.
+    reads what the call before had put into its memory. slot: 0 or 1 for a call that writes to one of two slots: then it
+    is enough that all have begun the call after the one that used this slot last. None: one slot, the last call's.
     """
     epoch = (tl.load(channel.state + EPOCH).to(tl.int64) + 1).to(tl.int32)
+    awaited = epoch
+    if slot is not None:
+        awaited = (tl.load(channel.state + USED + slot).to(tl.int64) + 1).to(tl.int32)
     advance_targets(channel, producer, counts, BLOCK)
     tl.debug_barrier()
     tl.store(channel.state + EPOCH, epoch)
+    if slot is not None:
+        tl.store(channel.state + USED + slot, epoch)
     tl.store(channel.state + CLAIMED, 0)
     tl.store(channel.state + LATE, 0)
     if MEETS:
@@ -433,7 +440,7 @@ def begin_call(channel, producer, counts, MEETS: tl.constexpr, BLOCK: tl.constex
             set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
         for distance in tl.static_range(1, channel.world):
             peer = (channel.rank + distance) % channel.world
-            await_slot(channel, peer, channel.peer_tiles, epoch, OF_BEGIN, False)
+            await_slot(channel, peer, channel.peer_tiles, awaited, OF_BEGIN, False)
 
 
 @triton.jit

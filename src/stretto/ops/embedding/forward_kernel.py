@@ -32,7 +32,7 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, finger
     Reuse: the words are of the call's parity. This rank writes those of call e when it has ended call e - 1, which took
     what the readers, who own tables, sent it in e - 1, and so after they had ended call e - 2.
     """
-    tiles.begin_call(channel, unused, counts, False, BLOCK)
+    tiles.begin_call(channel, unused, counts, None, False, BLOCK)
     tl.debug_barrier()
     epoch = tl.load(channel.state + EPOCH)
     word = ((epoch & 1) * channel.world + channel.rank) * 2
