@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from stretto.ops.embedding.backward import (
     Lookups,
+    add_gradients,
     choose_backward_way,
-    dense_gradients,
+    fill_zeros,
     reduce_rows,
     sort_lookups,
 )
@@ -121,7 +122,10 @@ class Batched:
     def backward(self, grad: Tensor) -> list[Tensor]:
         """Dense gradients of the tables: exchange, then sort, then the fused operator's reducing kernels."""
         batch = self._batch
-        return dense_gradients(self._stage(grad), batch.rows, batch.dims, grad)
+        grads = [grad.new_empty(shape) for shape in zip(batch.rows, batch.dims, strict=True)]
+        fill_zeros(grads)
+        add_gradients(self._stage(grad), grads)
+        return grads
 
     def update(self, grad: Tensor, settings: Tensor) -> None:
         """A fused step of SGD, after the exchange."""

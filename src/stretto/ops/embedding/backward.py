@@ -120,21 +120,23 @@ def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
 
 
 def stage_gradients(
-    grad: Tensor, lookups: Lookups, placement: Placement, group: str, way: BackwardWay | None = None
+    grad: Tensor, lookups: Lookups, placement: Placement, group: str, zeros: Sequence[Tensor] = ()
 ) -> Staged | None:
-    """Push grad [batch / world, width] to the tables' owners, and sort this rank's lookups meanwhile.
+    """Push grad [batch / world, width] to the tables' owners; meanwhile fill `zeros` and sort this rank's lookups.
 
     None where this rank has no lookups: it has then only pushed.
     """
     if placement.batch == 0 or placement.width == 0:
+        fill_zeros(zeros)
         return None
     grad = grad.contiguous()
     device = grad.device
     block = round_up_to_power(max(lookups.dims, default=4))
-    way = way or choose_backward_way(block * placement.dtype.itemsize, device)
+    way = choose_backward_way(block * placement.dtype.itemsize, device)
     staging = _Staging.find(group, device, placement)
     with tiles.copy_engine(staging.channel):
         _push(staging, grad, placement, way)
+    fill_zeros(zeros)
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has said what is wrong with the input: what this one finds is nobody's.
@@ -287,8 +289,13 @@ def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
 
 def find_gradients(grad: Tensor, lookups: Lookups, placement: Placement, group: str, *, sparse: bool) -> list[Tensor]:
     """Each table's gradient, from that of the output; all ranks call it."""
-    staged = stage_gradients(grad, lookups, placement, group)
-    return (sparse_gradients if sparse else dense_gradients)(staged, lookups.rows, lookups.dims, grad)
+    if sparse:
+        return sparse_gradients(stage_gradients(grad, lookups, placement, group), lookups.rows, lookups.dims, grad)
+    grads = [grad.new_empty(shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
+    staged = stage_gradients(grad, lookups, placement, group, zeros=grads)
+    if staged is not None:
+        add_gradients(staged, grads)
+    return grads
 
 
 def update_tables(
@@ -308,14 +315,16 @@ def update_tables(
         reduce_rows(staged, lookups.dims, addresses, lasts, optimizer, settings, is_kept=True)
 
 
-def dense_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Each table's gradient [rows, dim], zeros where no index was."""
-    grads = [like.new_empty(shape) for shape in zip(rows, dims, strict=True)]
-    if grads:
-        torch._foreach_zero_(grads)  # in one launch
-    if staged is not None:
-        reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads), "store")
-    return grads
+def fill_zeros(tensors: Sequence[Tensor]) -> None:
+    """In one launch."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))
+
+
+def add_gradients(staged: Staged, grads: Sequence[Tensor]) -> None:
+    """Store each table's gradient into zeros [rows, dim]."""
+    dims = [grad.shape[1] for grad in grads]
+    reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads), "store")
 
 
 def sparse_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[int], like: Tensor) -> list[Tensor]:
