@@ -412,3 +412,20 @@ def bench_dryly(folder, ablations):
     dist.barrier()
     name = "operator-ablations" if ablations else "operators"
     return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]
+
+
+def disagree(debugs):
+    """What each rank is told where rank 1 calls with another shape, or, if it `debugs`, in another order."""
+    rank = dist.get_rank()
+    weight, calls = random_of(0, 16, 16), [random_of(1, rows, 16) for rows in (4, 8)]
+    if debugs:
+        for x in calls:
+            ops.all_gather_matmul(x, weight)
+    else:
+        calls = [random_of(1, 5 if rank == 1 else 6, 16)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_DEBUG", str(int(debugs)))
+        with pytest.raises(ValueError, match="same shapes") as error:
+            ops.all_gather_matmul(calls[-1 if rank == 1 else 0], weight)
+    after = ops.all_gather_matmul(calls[0] if debugs else calls[0][:4], weight)
+    return str(error.value), list(after.shape)

@@ -145,3 +145,13 @@ def test_the_operators_are_registered_as_torch_asks(interpret):
 
 def test_torch_compile_takes_them_without_a_graph_break(interpret):
     assert interpret(2, "compile_an_mlp", (16, 32, 16), timeout=200.0) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize(("debugs", "rows"), [(False, (18, 15)), (True, (12, 24))])
+def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret, debugs, rows):
+    """Always at calls of a new kind; of known ones with STRETTO_DEBUG=1. The group is as good as before."""
+    said = interpret(3, "disagree", debugs)
+    for rank, (message, shape) in enumerate(said):
+        assert f"rank {rank} calls all_gather_matmul m={rows[rank == 1]} " in message
+        assert f"rank {0 if rank == 1 else 1} calls all_gather_matmul m={rows[rank != 1]} " in message
+        assert shape == [12, 16]

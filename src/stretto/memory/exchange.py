@@ -4,6 +4,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto.memory.waiting import PeerError
 
@@ -53,3 +54,24 @@ def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[
     except RuntimeError as error:
         raise PeerError(f"rank {dist.get_rank(group)} of {len(values)} lost another rank: {error}") from error
     return values  # type: ignore[return-value]
+
+
+def tell(said: str, group: dist.ProcessGroup, key: str, timeout: float) -> list[str]:
+    """What every rank says under a key that is new to the group, in rank order. All ranks of the group call it.
+
+    It goes through the store, from host to host: nothing is done on a device, and a group that is late is not broken by
+    it. `timeout` is in seconds. PeerError names a rank that did not say anything in time.
+    """
+    rank, size = find_own_rank(group)
+    store = _get_process_group_store(group)
+    store.set(f"{key} {rank}", said)
+    heard = []
+    for peer in range(size):
+        try:
+            store.wait([f"{key} {peer}"], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
+            ) from error
+        heard.append(store.get(f"{key} {peer}").decode())
+    return heard

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.ops.agreement import is_debugging, require_agreement
 from stretto.ops.gemm import count_processors, find_capability, takes_tma
 from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
 from stretto.ops.workspace import find_group, require_no_capture
@@ -63,7 +64,7 @@ def identify(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
 def recall(group: str, key: tuple[object, ...]) -> Plan | None:
     """The plan of a call like one that was checked and chosen before, which is counted; None for a new one."""
     known = _groups.get(group)
-    if known is None or known.group() is not find_group(group):
+    if known is None or known.group() is not find_group(group) or is_debugging():
         return None
     plan = known.recalled.get(key)
     if plan is not None:
@@ -77,9 +78,12 @@ def choose(
     """The plan of this call, which is counted and, once for calls that are alike, said at debug level.
 
     implementation: "auto", "kernel", "library" or a plan's text. key: have `recall` give it from now on. ValueError for
-    another implementation, and where a kernel was asked for and none can run. Collective at the group's first call.
+    another implementation, where a kernel was asked for and none can run, and where ranks call different things.
+    Collective at the group's first call, and at the first of its kind.
     """
     known = _find(group, x.device)
+    options = ", ".join(map(str, key[-1] if key else [implementation]))  # type: ignore[call-overload]
+    require_agreement(f"{call.name} ({options})", group, x.device)
     machine = find_machine(x, weight)
     asked = call, machine, implementation
     if asked not in known.choices:
