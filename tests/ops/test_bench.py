@@ -5,7 +5,7 @@ import pytest
 from stretto.bench.operators import CASES, FEW_ROWS, OPERATORS, Setting, local_shape
 from stretto.bench.operators_ablations import vary
 from stretto.bench.operators_plot import plot_ablations, plot_operators
-from stretto.ops import Plan
+from stretto.ops import Blocks, Plan
 
 
 def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path):
@@ -42,6 +42,10 @@ def test_ablations_vary_one_choice_at_a_time(interpret, tmp_path):
             changed = {field for field in Plan._fields if getattr(plan, field) != getattr(base, field)}
             travel = {"transfer", "direction", "movers", "piece_bytes", "exchange", "shots"}
             assert changed <= {"is_shifted"} or changed <= travel
+    wide = Plan(blocks=Blocks(128, 256, 64, 8, 8, 4, 132))
+    tiles = [plan for plan in vary("scatter", wide).values() if plan.blocks != wide.blocks]
+    assert {plan._replace(blocks=wide.blocks) for plan in tiles} == {wide}
+    assert {plan.blocks.programs for plan in tiles} == {132, 264}
 
 
 def test_shapes_are_a_ranks_and_what_tma_takes():

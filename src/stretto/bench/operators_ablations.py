@@ -1,7 +1,7 @@
 """What each choice of an overlapped operator is worth, one varied at a time (Flux, section 4; TileLink, section 3.1).
 
-Tile order shifted by rank or not, rows moved by copy engines or by how many programs, pushed or pulled, and in pieces
-of which size; an all-reduce in one shot or two, and partial sums as tiles or as packets.
+Sizes and order of tiles, shifted by rank or not; rows moved by copy engines or by how many programs, pushed or
+pulled, and in pieces of which size; an all-reduce in one shot or two, and partial sums as tiles or as packets.
 """
 
 import json
@@ -17,7 +17,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import Effort, time_interleaved
 from stretto.bench.operators import OPERATORS, Setting, local_shape
 from stretto.bench.operators_plot import plot_ablations
-from stretto.ops import Plan
+from stretto.ops import Blocks, Plan
 from stretto.ops.choosing import choose, describe_call
 from stretto.ops.tuning import Operands
 from stretto.parallel import Grid
@@ -46,6 +46,17 @@ def bench_operator_ablations(ranks: int, out: Path, setting: Setting) -> list[di
 def vary(name: str, plan: Plan) -> dict[str, Plan]:
     """Plans by what is varied in them; the first is the plan itself."""
     plans = {"as chosen": plan, "no shift by rank": plan._replace(is_shifted=not plan.is_shifted)}
+    if plan.blocks is not None and name != "reduce":
+        blocks = plan.blocks
+        processors = blocks.programs // (2 if blocks.num_warps <= 4 else 1)
+        for together in (1, 2, 4, 8):
+            plans[f"{together} rows of tiles together"] = plan._replace(blocks=blocks._replace(group_rows=together))
+        for kind, other in {
+            "128 x 256 tiles": Blocks(128, 256, 64, blocks.group_rows, 8, 4, processors),
+            "128 x 256 tiles, 3 stages": Blocks(128, 256, 64, blocks.group_rows, 8, 3, processors),
+            "128 x 128 tiles, two programs at once": Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * processors),
+        }.items():
+            plans[kind] = plan._replace(blocks=other)
     match name:
         case "gather":
             for movers in (4, 8, 16, 32, 64, 132):
