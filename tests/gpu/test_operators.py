@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops
+from stretto.memory import PeerError
 from stretto.ops import workspace
 from stretto.parallel import Grid
 
@@ -288,6 +290,34 @@ def differentiate(folder: Path) -> None:
     (folder / f"wrong-{rank}.json").write_text(json.dumps([value for value in errors if not value < 2e-2]))
 
 
+def lose_a_rank(folder: Path) -> None:
+    """Rank 1 makes no second call; what the others are told."""
+    Grid(data=RANKS, device="cuda")
+    rank, wrong = dist.get_rank(), []
+    x, weight = torch.randn(256, 512, device="cuda").bfloat16(), torch.randn(1024, 512, device="cuda").bfloat16()
+    runs = {
+        "all_gather_matmul": lambda: ops.all_gather_matmul(x, weight, implementation=ops.Plan(transfer="copies")),
+        "matmul_reduce_scatter": lambda: ops.matmul_reduce_scatter(x, weight, implementation="kernel"),
+        "matmul_all_reduce": lambda: ops.matmul_all_reduce(x[:4], weight, implementation="kernel"),
+    }
+    for run in runs.values():
+        run()
+    torch.cuda.synchronize()
+    for cache in workspace._caches.values():
+        for found in cache.workspaces.values():
+            found.channel._clock[1] = int(2e9)
+    dist.barrier()
+    for name, run in runs.items() if rank != 1 else ():
+        run()
+        torch.cuda.synchronize()
+        with pytest.raises(PeerError) as said:
+            run()
+        if not re.search(rf"{name}, call 2: waited in vain for rank 1, (tile|packets)", str(said.value)):
+            wrong.append(str(said.value))
+    dist.barrier()
+    (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+
+
 def tune(folder: Path) -> None:
     os.environ["STRETTO_CACHE"] = str(folder / "cache")
     Grid(data=RANKS, device="cuda")
@@ -327,6 +357,11 @@ def test_a_captured_graph_replays_both_operators(run_ranks: Run, tmp_path: Path)
 
 def test_gradients_are_those_of_the_unfused_layers(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, differentiate, tmp_path)
+    assert read(tmp_path) == [[]] * RANKS
+
+
+def test_a_rank_that_does_not_come_is_named(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, lose_a_rank, tmp_path)
     assert read(tmp_path) == [[]] * RANKS
 
 

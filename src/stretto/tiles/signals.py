@@ -186,6 +186,7 @@ def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
     it looks at the tile's last channel only. Each thread looks by itself. After the time limit it gives up, and so do
     all polls of the call: `finish_polls` reports it.
     """
+    tl.static_assert(mapping.kind == "static", "polls are for static mappings")
     _, last = tile_channels(mapping, tile)
     if INTERPRETED:
         ready = consumer_tile_wait(channel, mapping, tile, before_tma=True)
