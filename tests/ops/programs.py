@@ -429,3 +429,32 @@ def disagree(debugs):
             ops.all_gather_matmul(calls[-1 if rank == 1 else 0], weight)
     after = ops.all_gather_matmul(calls[0] if debugs else calls[0][:4], weight)
     return str(error.value), list(after.shape)
+
+
+def fall_behind(name, plan, calls):
+    """Rank 1 launches its kernels late, when others are in their next call; the calls whose product is wrong."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    module, kernel = (gather_gemm, "all_gather_gemm") if name == "gather" else (gemm_scatter, "gemm_reduce_scatter")
+    launch = getattr(module, kernel)
+
+    class Late:
+        def __getitem__(self, grid):
+            time.sleep(0.3)
+            return launch[grid]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(module, kernel, Late())
+        for call in range(calls):
+            shards = [random_of(100 * call + peer, 32, 32) for peer in range(world)]
+            weight = random_of(call, 32, 32)
+            if name == "gather":
+                out = ops.all_gather_matmul(shards[rank], weight, implementation=find_plan(plan))
+                expected = torch.cat(shards).double() @ weight.double().T
+            else:
+                whole = torch.cat([shards[rank]] * world)
+                out = ops.matmul_reduce_scatter(whole, weight, implementation=find_plan(plan))
+                expected = sum(shard.double() for shard in shards) @ weight.double().T
+            if not error(out, expected) < 1e-5:
+                wrong.append(call)
+    return wrong

@@ -155,3 +155,10 @@ def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret,
         assert f"rank {rank} calls all_gather_matmul m={rows[rank == 1]} " in message
         assert f"rank {0 if rank == 1 else 1} calls all_gather_matmul m={rows[rank != 1]} " in message
         assert shape == [12, 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "packets")]
+)
+def test_who_is_a_call_behind_has_what_its_call_was_sent(interpret, name, plan):
+    assert interpret(2, "fall_behind", name, plan, 5) == [[], []]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from stretto.memory import tell
 from stretto.ops.workspace import find_group, find_known
-from stretto.tiles.channel import DEFAULT_TIMEOUT
 
 _MOST_KNOWN = 4096
+_PATIENCE = 300.0  # seconds: first calls may be minutes apart, while a rank loads or compiles
 
 
 @dataclass
@@ -30,14 +30,14 @@ def is_debugging() -> bool:
 def require_agreement(said: str, group: str, device: torch.device) -> None:
     """Compare what this rank calls with what the others do; at a kind of call that is new to the group, on all ranks.
 
-    ValueError where another rank calls something else, PeerError where one does not come within 30 s.
+    ValueError where another rank calls something else, PeerError where one does not come within five minutes.
     """
     kept = find_known(group, device, "calls", _Said)
     if said in kept.known and not is_debugging():
         return
     kept.count += 1
     members = find_group(group)
-    heard = tell(said, members, f"stretto ops {device.type} {kept.count}", DEFAULT_TIMEOUT)
+    heard = tell(said, members, f"stretto ops {device.type} {kept.count}", _PATIENCE)
     rank = dist.get_rank(members)
     for peer, other in enumerate(heard):
         if other != said:
