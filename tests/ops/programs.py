@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
@@ -428,7 +429,9 @@ def disagree(debugs):
         with pytest.raises(ValueError, match="same shapes") as error:
             ops.all_gather_matmul(calls[-1 if rank == 1 else 0], weight)
     after = ops.all_gather_matmul(calls[0] if debugs else calls[0][:4], weight)
-    return str(error.value), list(after.shape)
+    store = _get_process_group_store(dist.group.WORLD)
+    left = sum(store.check([f"stretto ops cpu {number} {rank}"]) for number in range(1, 20))
+    return str(error.value), list(after.shape), left
 
 
 def fall_behind(name, plan, calls):

@@ -151,10 +151,11 @@ def test_torch_compile_takes_them_without_a_graph_break(interpret):
 def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret, debugs, rows):
     """Always at calls of a new kind; of known ones with STRETTO_DEBUG=1. The group is as good as before."""
     said = interpret(3, "disagree", debugs)
-    for rank, (message, shape) in enumerate(said):
+    for rank, (message, shape, left) in enumerate(said):
         assert f"rank {rank} calls all_gather_matmul m={rows[rank == 1]} " in message
         assert f"rank {0 if rank == 1 else 1} calls all_gather_matmul m={rows[rank != 1]} " in message
         assert shape == [12, 16]
+        assert left == 1  # of what this rank has said, in the store
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.memory import PeerError
+from stretto.tiles.signals import LATE
 
 assert tiles.INTERPRETED.value, "tests.tiles.programs is for processes that interpret their kernels"
 
@@ -365,6 +366,24 @@ def run_ahead():
             dist.barrier()
         channel.check()
     return True
+
+
+def give_up_a_poll():
+    """What is said after the loop where a poll of tile 2 has given up, although all is there by now."""
+    world = dist.get_world_size()
+    producer, consumer = map_gather(24, world)
+    with make_channel() as channel:
+        device = channel.begin("late", producer, consumer, "broadcast")
+        gathered = channel.tensor((24 * world, COLUMNS), torch.float32)
+        kernels.push_tiles[(2,)](device, producer, torch.zeros(24, COLUMNS), gathered, COLUMNS, 2, BLOCK)
+        for index in range(2 * world):
+            tiles.rank_wait(channel, index, index // 2)
+        tiles.finish_polls[(1,)](device, consumer)
+        channel._state[LATE.value] = 3
+        with pytest.raises(PeerError) as said:
+            tiles.finish_polls[(1,)](device, consumer)
+        dist.barrier()
+    return str(said.value)
 
 
 def lose(what, loser):

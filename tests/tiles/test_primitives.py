@@ -51,6 +51,11 @@ def test_who_is_ahead_by_a_call_waits_for_nobody(interpret):
     assert interpret(2, "run_ahead") == [True] * 2
 
 
+def test_a_poll_that_gave_up_is_reported_even_if_its_signal_has_come(interpret):
+    for rank, said in enumerate(interpret(2, "give_up_a_poll")):
+        assert said.startswith(f"rank {rank} of 2: late, call 1: waited in vain for rank 1, tile 2 (channel 2)")
+
+
 def test_two_groups_have_calls_under_way_at_once(interpret):
     assert interpret(4, "use_groups_at_once", 3) == [[]] * 4
 

@@ -56,22 +56,26 @@ def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[
     return values  # type: ignore[return-value]
 
 
-def tell(said: str, group: dist.ProcessGroup, key: str, timeout: float) -> list[str]:
-    """What every rank says under a key that is new to the group, in rank order. All ranks of the group call it.
+def tell(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
+    """What every rank says as the number-th of a topic, from 1 on, in rank order. All ranks of the group call it.
 
-    It goes through the store, from host to host: nothing is done on a device, and a group that is late is not broken by
-    it. `timeout` is in seconds. PeerError names a rank that did not say anything in time.
+    It goes through the store, from host to host: nothing is done on a device. `timeout` is in seconds. PeerError names
+    a rank that did not say anything in time.
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)
-    store.set(f"{key} {rank}", said)
+    store.set(f"{topic} {number} {rank}", said)
     heard = []
     for peer in range(size):
+        key = f"{topic} {number} {peer}"
         try:
-            store.wait([f"{key} {peer}"], timedelta(seconds=timeout))
+            store.wait([key], timedelta(seconds=timeout))
         except RuntimeError as error:
             raise PeerError(
                 f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
             ) from error
-        heard.append(store.get(f"{key} {peer}").decode())
+        heard.append(store.get(key).decode())
+    # Who says this has heard all of the one before, which nobody will read again.
+    if number > 1:
+        store.delete_key(f"{topic} {number - 1} {rank}")
     return heard

@@ -37,7 +37,7 @@ def require_agreement(said: str, group: str, device: torch.device) -> None:
         return
     kept.count += 1
     members = find_group(group)
-    heard = tell(said, members, f"stretto ops {device.type} {kept.count}", _PATIENCE)
+    heard = tell(said, members, f"stretto ops {device.type}", kept.count, _PATIENCE)
     rank = dist.get_rank(members)
     for peer, other in enumerate(heard):
         if other != said:

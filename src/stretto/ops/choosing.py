@@ -82,8 +82,7 @@ def choose(
     Collective at the group's first call, and at the first of its kind.
     """
     known = _find(group, x.device)
-    options = ", ".join(map(str, key[-1] if key else [implementation]))  # type: ignore[call-overload]
-    require_agreement(f"{call.name} ({options})", group, x.device)
+    require_agreement(f"{call.name} {key[-1] if key else (implementation,)}", group, x.device)  # identify's options
     machine = find_machine(x, weight)
     asked = call, machine, implementation
     if asked not in known.choices:

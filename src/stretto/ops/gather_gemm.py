@@ -201,7 +201,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 ready = tiles.consumer_tile_poll(channel, consumer, row_tile)
                 total = multiply_tile(gemm, gathered, weight, row + ready, column, 0)
                 _finish_tile(channel, gemm, out, bias, total, row, column, rows)
-            tiles.finish_polls(channel, consumer, rows)
+            tiles.finish_polls(channel, consumer)
         else:
             # A `for`, in which Triton has a tile's stores go on beside the next one's loads; a share is of one tile.
             for share in range(index, count_shares(shares, count), tl.num_programs(0)):

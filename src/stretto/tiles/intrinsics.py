@@ -90,12 +90,12 @@ def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def poll_before_tma(pointer, target, late, limit):  # type: ignore[no-untyped-def]
+def poll_before_tma(pointer, target, late, mark, limit):  # type: ignore[no-untyped-def]
     """int32: 0, made of what `pointer` holds once it has reached `target`: see `opaque_zero`, before TMA.
 
-    It gives up where the word `late` is not 0, and sets it when it has looked for `limit` nanoseconds. Each thread does
-    all of this by itself, in one instruction that compilers may move, though not above what its operands are made of:
-    said to be pure, since a loop with others is not pipelined.
+    It gives up where the word `late` is not 0, and sets it to `mark` when it has looked for `limit` nanoseconds. Each
+    thread does all of this by itself, in one instruction that compilers may move, though not above what its operands
+    are made of: said to be pure, since a loop with others is not pipelined.
     """
     _require_tma()
     return tl.inline_asm_elementwise(
@@ -119,16 +119,16 @@ def poll_before_tma(pointer, target, late, limit):  # type: ignore[no-untyped-de
         @yes bra there;
         mov.u64 time, %globaltimer;
         sub.u64 time, time, began;
-        setp.lt.u64 yes, time, $4;
+        setp.lt.u64 yes, time, $5;
         @yes bra look;
-        st.relaxed.gpu.global.b32 [$3], 1;
+        st.relaxed.gpu.global.b32 [$3], $4;
         there:
         fence.proxy.async;
         and.b32 $0, $0, 0;
         }
         """,
-        "=&r,l,r,l,l",
-        [pointer.to(tl.int64), target, late.to(tl.int64), limit],
+        "=&r,l,r,l,r,l",
+        [pointer.to(tl.int64), target, late.to(tl.int64), mark, limit],
         dtype=tl.int32,
         is_pure=True,
         pack=1,

@@ -27,7 +27,7 @@ EPOCH = tl.constexpr(0)
 BROKEN = tl.constexpr(1)
 ENDED = tl.constexpr(2)  # programs that have ended the call
 CLAIMED = tl.constexpr(3)  # work that programs have claimed in the call
-LATE = tl.constexpr(4)  # whether a poll has given up in the call
+LATE = tl.constexpr(4)  # the tile that a poll has given up in the call, plus 1; 0: none
 USED = tl.constexpr(5)  # for each of two slots, the number of the last call that used it
 HEADER = tl.constexpr(7)
 LATEST = tl.constexpr(0)
@@ -186,26 +186,32 @@ def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
     it looks at the tile's last channel only. Each thread looks by itself. After the time limit it gives up, and so do
     all polls of the call: `finish_polls` reports it.
     """
-    tl.static_assert(mapping.kind == "static", "polls are for static mappings")
-    _, last = tile_channels(mapping, tile)
     if INTERPRETED:
         ready = consumer_tile_wait(channel, mapping, tile, before_tma=True)
     else:
-        counter = (last - 1) // mapping.channels * channel.capacity + last - 1
-        target = tl.load(channel.state + HEADER + counter)
-        ready = poll_before_tma(channel.signals + counter, target, channel.state + LATE, tl.load(channel.clock + LIMIT))
+        pointer, target, _ = _last_of_tile(channel, mapping, tile)
+        limit = tl.load(channel.clock + LIMIT)
+        ready = poll_before_tma(pointer, target, channel.state + LATE, tile + 1, limit)
     return ready * _ALIGNED
 
 
 @triton.jit
-def finish_polls(channel, mapping, rows):  # type: ignore[no-untyped-def]
-    """After the last `consumer_tile_poll`: if one has given up, wait for what it waited for, and report that.
+def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
+    """After the last `consumer_tile_poll`: report one that has given up, even if its signal has come since."""
+    late = tl.atomic_add(channel.state + LATE, 0, sem="relaxed", scope="gpu")
+    if late != 0:
+        pointer, target, index = _last_of_tile(channel, mapping, late - 1)
+        seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+        _report(channel, OF_CONSUMER, late - 1, index, index // mapping.channels, seen, target)
 
-    rows: of a rank.
-    """
-    if tl.atomic_add(channel.state + LATE, 0, sem="relaxed", scope="gpu") != 0:
-        for source in range(channel.world):
-            consumer_tile_wait(channel, mapping, ((source + 1) * rows - 1) // mapping.tile_rows)
+
+@triton.jit
+def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
+    """(counter, its target, channel) of the last channel that has rows of a tile, whose rows are of one rank."""
+    tl.static_assert(mapping.kind == "static", "polls are for static mappings")
+    _, last = tile_channels(mapping, tile)
+    counter = (last - 1) // mapping.channels * channel.capacity + last - 1
+    return channel.signals + counter, tl.load(channel.state + HEADER + counter), last - 1
 
 
 @triton.jit
@@ -435,7 +441,7 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
     if slot is not None:
         tl.store(channel.state + USED + slot, epoch)
     tl.store(channel.state + CLAIMED, 0)
-    tl.store(channel.state + LATE, 0)
+    tl.store(channel.state + LATE, tl.load(channel.state + BROKEN))  # nobody waits in a broken channel
     if MEETS:
         for distance in tl.static_range(1, channel.world):
             set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
