@@ -101,17 +101,17 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], shares.share_tiles
+    more, deal = [], shares.cut_tiles
 
-    def see(count, *arguments, **options):
-        dealt = deal(count, *arguments, **options)
+    def see(count, *arguments):
+        dealt = deal(count, *arguments)
         more.append(dealt[1] - count)
         return dealt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "_JOIN_STEPS", 1)  # so that it is worth it for few steps
-        patch.setattr(gather_gemm, "share_tiles", see)
-        patch.setattr(gemm_scatter, "share_tiles", see)
+        patch.setattr(shares, "cut_tiles", see)
+        patch.setattr(gemm_scatter, "cut_tiles", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
     return max(more), *result
 

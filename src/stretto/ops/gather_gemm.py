@@ -195,7 +195,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
         index = tl.program_id(0)
         index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
-        if DIRECT and gemm.by_tma and shares.sums is None:
+        if DIRECT and gemm.by_tma and shares.steps is None:
             for tile in tl.range(index, count, tl.num_programs(0), flatten=True):
                 row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
                 ready = tiles.consumer_tile_poll(channel, consumer, row_tile)

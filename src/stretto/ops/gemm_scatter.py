@@ -24,7 +24,7 @@ from stretto.ops.gemm import (
     store_tile,
 )
 from stretto.ops.plans import Plan
-from stretto.ops.shares import count_parts, count_shares, count_steps, find_share, share_tiles
+from stretto.ops.shares import Shares, count_shares, count_steps, cut_tiles, find_share
 from stretto.ops.workspace import TWO_SLOTS_BYTES, Workspace, count_bytes, find_group, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
@@ -48,26 +48,26 @@ def launch_scatter(
         few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks)
         return
     count = world * triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
-    parts = world * (count_parts(count, x.shape[1], blocks) - 1) * (count % blocks.programs)
-    size = count_bytes(count + parts, blocks.m, blocks.n, dtype=dtype)
+    shares, units = cut_tiles(count, x.shape[1], blocks)
+    size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
-    launch(workspace, plan, count, x, weight, bias, out, dtype)
+    launch(workspace, plan, shares, units, x, weight, bias, out, dtype)
 
 
 def launch(
     workspace: Workspace,
     plan: Plan,
-    count: int,
+    shares: Shares,
+    units: int,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Begin the call and launch the kernel of `count` tiles, on no more programs than there are tiles."""
+    """Begin the call and launch the kernel, on no more programs than there are shares: `units`."""
     blocks, block_channel = plan.blocks, workspace.channel
     assert blocks is not None
-    shares, units = share_tiles(count, x.shape[1], blocks, workspace.arrivals, are_joined=False)
     programs = min(blocks.programs, units)
     lanes = map_lanes(block_channel.world_size, programs)
     if workspace.slots == 1:
@@ -151,7 +151,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
             index = begin // count_steps(gemm, shares)
             owner, tile, row, column = _locate(channel, gemm, rows, index, SHIFTED)
             slot = channel.rank * count + tile
-            if shares.sums is None:
+            if shares.steps is None:
                 total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
             else:
                 begin -= index * shares.tile
@@ -224,7 +224,7 @@ def _add_partials(channel, gemm, shares, staging, out, bias, count, rows, SHIFTE
         for source in tl.static_range(channel.world):
             slot = source * count + tile
             total += _load_rows(gemm, staging, slot, within, offsets)
-            if shares.sums is not None:
+            if shares.steps is not None:
                 distance = (channel.rank + channel.world - 1 - source) % channel.world if SHIFTED else channel.rank
                 index = distance * count + tile
                 if index >= shares.whole:

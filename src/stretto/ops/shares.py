@@ -23,7 +23,7 @@ class Shares(NamedTuple):
 
     Whole tiles in the last round would leave many programs without work. Steps are counted through all tiles, each of
     which has `tile` of them, the last ones of which may be none; a share is `steps`. sums, arrivals: see `join_sums`;
-    sums is None where all tiles are whole.
+    sums is None where no parts are joined, and steps as well where all tiles are dealt out one by one.
     """
 
     whole: Any
@@ -33,7 +33,7 @@ class Shares(NamedTuple):
     arrivals: Any
 
 
-WHOLE = Shares(0, 0, 0, None, None)
+WHOLE = Shares(0, 0, None, None, None)
 
 
 def count_parts(count: int, k: int, blocks: Blocks) -> int:
@@ -53,36 +53,39 @@ def _count_last(count: int, k: int, blocks: Blocks, parts: int) -> float:
     return rounds * triton.cdiv(steps, parts) / steps + (_JOIN_STEPS / steps if parts > 1 else 0)
 
 
-def share_tiles(
-    count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0, *, are_joined: bool = True
-) -> tuple[Shares, int]:
+def cut_tiles(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[Shares, int]:
     """How `count` tiles are dealt out, and in how many shares; the first `kept` stay whole.
 
     All parts of a round begin at one of few steps, so that what tiles have in common is loaded at one time: shares that
     follow each other without gaps were slower than whole tiles, since each loaded its columns of B by itself.
-    The sums are on the device of arrivals, int32 zeros. are_joined: `multiply_part` joins a tile's parts; if not, the
-    caller has a place for each, and `sums` only says that there are some.
     """
     parts, rest = count_parts(count, k, blocks), count % blocks.programs
-    if parts == 1 or count - rest < kept or rest * parts > arrivals.numel():
+    if parts == 1 or count - rest < kept:
         return WHOLE, count
     share = triton.cdiv(triton.cdiv(k, blocks.k), parts)
-    sums = arrivals
-    if are_joined:
-        sums = torch.empty(rest * (parts + 1) * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
-    return Shares(count - rest, parts * share, share, sums, arrivals), count - rest + rest * parts
+    return Shares(count - rest, parts * share, share, None, None), count - rest + rest * parts
+
+
+def share_tiles(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[Shares, int]:
+    """As `cut_tiles`, with what `multiply_part` joins a tile's parts by; on the device of arrivals, int32 zeros."""
+    shares, units = cut_tiles(count, k, blocks, kept)
+    if shares is WHOLE or units - shares.whole > arrivals.numel():
+        return WHOLE, count
+    places = units - shares.whole + count - shares.whole
+    sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
+    return shares._replace(sums=sums, arrivals=arrivals), units
 
 
 @triton.jit
 def count_steps(gemm, shares):  # type: ignore[no-untyped-def]
     """Steps over k that a tile is counted as."""
-    return tl.cdiv(gemm.k, gemm.block_k) if shares.sums is None else shares.tile
+    return tl.cdiv(gemm.k, gemm.block_k) if shares.steps is None else shares.tile
 
 
 @triton.jit
 def count_shares(shares, count):  # type: ignore[no-untyped-def]
     """In how many shares `share_tiles` deals out `count` tiles."""
-    return count if shares.sums is None else shares.whole + (count - shares.whole) * (shares.tile // shares.steps)
+    return count if shares.steps is None else shares.whole + (count - shares.whole) * (shares.tile // shares.steps)
 
 
 @triton.jit
@@ -91,7 +94,7 @@ def find_share(gemm, shares, index, count):  # type: ignore[no-untyped-def]
     steps = count_steps(gemm, shares)
     begin = index * steps
     end = begin + steps
-    if shares.sums is not None:
+    if shares.steps is not None:
         behind = index - shares.whole
         begin = tl.where(behind < 0, begin, shares.whole * steps + behind * shares.steps)
         end = begin + tl.where(behind < 0, steps, shares.steps)
