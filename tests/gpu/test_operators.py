@@ -20,7 +20,8 @@ from stretto.parallel import Grid
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+# Of sums of up to 1500 terms, one after another, and of partial sums that are rounded once a rank.
+ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 RAGGED = (4091, 5120, 1024)
 
 pytestmark = pytest.mark.skipif(RANKS < 2, reason="operators take two GPUs or more")
@@ -126,7 +127,8 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
                 others.append(first)  # all ranks have the same bits
             expected = product if own_bias is None else product + own_bias.double()
             is_same = all(torch.equal(out, one) for one in others)
-            if not is_same or not error(out, expected) <= ROUNDING[dtype]:
+            # "auto" may be the library's: NCCL rounds what it adds up at every rank.
+            if not is_same or not error(out, expected) <= ROUNDING[dtype] * (2 if plan == "auto" else 1):
                 wrong.append((call, name, str(plan), rows, n, k, str(dtype), error(out, expected), is_same))
     torch.cuda.synchronize()
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
@@ -213,7 +215,8 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
             product = scatter(product)
         elif name == "reduce":
             dist.all_reduce(product)
-        assert error(out, product) <= ROUNDING[dtype], (name, plan, rows, n, k, dtype)
+        far = error(out, product)
+        assert far <= ROUNDING[dtype] * (2 if plan == "auto" else 1), (far, name, plan, rows, n, k, dtype)
         made.append((name, operand, out, run))
     return made
 
