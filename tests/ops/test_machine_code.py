@@ -21,6 +21,7 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto.ops.copied_tiles import add_tiles, cut_pieces, multiply_tiles
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, count_store_parts, describe_gemm, describe_rows
@@ -109,6 +110,28 @@ def scatter_arguments(
     return inside("broadcast"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, True
 
 
+def copied_arguments(
+    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, kernel="tiles"
+):
+    x, weight, bias = matrices(rows, n, k, transposed, dtype)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    count = -(-rows // blocks.m) * -(-n // blocks.n)
+    out, stored = torch.empty(rows, n, dtype=dtype), torch.empty(WORLD * count, blocks.m, blocks.n, dtype=dtype)
+    pieces = cut_pieces(count, WORLD, 1 << 16, Plan(blocks=blocks))._replace(threads=32 * blocks.num_warps)
+    target, parts = stored, count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
+    if by_tma and gemm.by_tma.value and parts:
+        gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
+        target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
+    signals = pieces.map_signals(WORLD)
+    if kernel == "sums":
+        return make_channel(), signals, pieces, gemm, stored, stored, out, bias, rows, True
+    return make_channel(), signals, pieces, gemm, a, b, target, rows, True
+
+
+def sums_arguments(blocks=WIDE, **sizes):
+    return copied_arguments(blocks, kernel="sums", **sizes)
+
+
 def exchange_arguments(
     blocks=FEW_ROWS, rows=4, n=N, k=K, transposed=False, dtype=torch.bfloat16, form="one-shot", shares=False
 ):
@@ -124,10 +147,11 @@ KERNELS = {
     "gather": (all_gather_gemm, gather_arguments),
     "scatter": (gemm_reduce_scatter, scatter_arguments),
     "exchange": (gemm_exchange, exchange_arguments),
+    "copied": (multiply_tiles, copied_arguments),
 }
-LARGE = ["gather", "scatter"]
+LARGE = ["gather", "scatter", "copied"]
 SHARED = Shares(132, 16, 8, torch.empty(1), WORDS)  # of the last round's tiles, in halves
-LOOPS = {"gather": 2, "scatter": 1, "exchange": 1}  # loops over k: a gather's over own rows, and over those that come
+LOOPS = {"gather": 2, "scatter": 1, "exchange": 1, "copied": 1}  # loops over k: a gather's over own rows, and over those that come
 
 
 def to_ptx(name, target="sm_90", blocks=WIDE, **sizes):

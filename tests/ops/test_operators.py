@@ -32,8 +32,10 @@ def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
         assert ran == ran_kernels("all_gather_matmul")
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("plan", ["tiles", "tiles, unshifted", "packets", "shared steps"])
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    "plan", ["tiles", "tiles, unshifted", "copies", "copies, unshifted", "packets", "shared steps"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan):
     ranks, shape, dtype, *rest = case

@@ -13,16 +13,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops import few_rows
+from stretto.ops.copied_tiles import launch_copied, takes_copies
 from stretto.ops.gemm import (
     Blocks,
     Gemm,
     count_store_parts,
     describe_gemm,
-    load_bias,
     multiply_tile,
     order_tiles,
     store_tile,
 )
+from stretto.ops.partial_sums import load_rows, locate_owned, store_rows
 from stretto.ops.plans import Plan
 from stretto.ops.shares import Shares, count_shares, count_steps, cut_tiles, find_share
 from stretto.ops.workspace import TWO_SLOTS_BYTES, Workspace, count_bytes, find_group, find_workspace
@@ -39,13 +40,17 @@ def map_lanes(world: int, programs: int) -> tiles.StaticMapping:
 def launch_scatter(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype, group: str
 ) -> None:
-    """The call, in its only launch, or its second where more is sent than two slots are kept for."""
+    """The call, by packets, by copy engines, or by the kernel here, which is all of it or, of more than two slots hold,
+    its second launch."""
     blocks, (rows, n), world = plan.blocks, out.shape, find_group(group).size()
     assert blocks is not None
     if plan.exchange == "packets" and dtype == out.dtype:
         size = few_rows.count_bytes("scatter", x.shape[0], n, world, x.dtype)
         workspace = find_workspace(group, x.device, size, "packets")
         few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks)
+        return
+    if plan.transfer == "copies" and takes_copies(world):
+        launch_copied(plan, x, weight, bias, out, dtype, group, world)
         return
     count = world * triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
     shares, units = cut_tiles(count, x.shape[1], blocks)
@@ -149,7 +154,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         for share in tl.range(lane, count_shares(shares, channel.world * count), programs, flatten=True):
             begin, end = find_share(gemm, shares, share, channel.world * count)
             index = begin // count_steps(gemm, shares)
-            owner, tile, row, column = _locate(channel, gemm, rows, index, SHIFTED)
+            owner, tile, row, column = locate_owned(channel, gemm, rows, index, SHIFTED)
             slot = channel.rank * count + tile
             if shares.steps is None:
                 total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
@@ -169,18 +174,6 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     _add_partials(channel, gemm, shares, staging + ready, out, bias, count, rows, SHIFTED)
     if channel.inside:
         tiles.end_call(channel, lanes)
-
-
-@triton.jit
-def _locate(channel, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(owner, tile, row, column) of the index-th tile: whose it is, which of its tiles, and where in its rows."""
-    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
-    owner = index // (row_tiles * column_tiles)
-    if SHIFTED:
-        owner = (channel.rank + 1 + owner) % channel.world
-    tile = index % (row_tiles * column_tiles)
-    row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
-    return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n
 
 
 @triton.jit
@@ -204,13 +197,6 @@ def _part_slot(channel, shares, count, source, index, part):  # type: ignore[no-
 
 
 @triton.jit
-def _load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-def]
-    """fp32: some rows of a slot, from row `within` on."""
-    start = (slot.to(tl.int64) * gemm.block_m + within) * gemm.block_n
-    return tl.load(staging + start + offsets).to(tl.float32)
-
-
-@triton.jit
 def _add_partials(channel, gemm, shares, staging, out, bias, count, rows, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up own tiles as all ranks have stored them, a few rows of a tile at a time, and store the sums."""
     width: tl.constexpr = gemm.block_n
@@ -223,19 +209,14 @@ def _add_partials(channel, gemm, shares, staging, out, bias, count, rows, SHIFTE
         total = tl.zeros((height, width), tl.float32)
         for source in tl.static_range(channel.world):
             slot = source * count + tile
-            total += _load_rows(gemm, staging, slot, within, offsets)
+            total += load_rows(gemm, staging, slot, within, offsets)
             if shares.steps is not None:
                 distance = (channel.rank + channel.world - 1 - source) % channel.world if SHIFTED else channel.rank
                 index = distance * count + tile
                 if index >= shares.whole:
                     for part in range(1, shares.tile // shares.steps):
                         slot = _part_slot(channel, shares, count, source, index, part)
-                        total += _load_rows(gemm, staging, slot, within, offsets)
+                        total += load_rows(gemm, staging, slot, within, offsets)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
-        if bias is not None:
-            total += load_bias(bias, column, gemm.n, width)
-        rows_at = (row + tl.arange(0, height))[:, None]
-        columns = (column + tl.arange(0, width))[None, :]
-        inside = (rows_at < rows) & (columns < gemm.n)
-        tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
+        store_rows(gemm, out, bias, total, row, column, rows)

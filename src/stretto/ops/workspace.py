@@ -69,8 +69,8 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     """A workspace of the group with slots of `size` bytes or more, for one call; allocated if need be.
 
     purpose: "met", for calls that `BlockChannel.begin`, two slots in turn or, of more than `TWO_SLOTS_BYTES`, one;
-    "slots", two for calls that `enter`; "packets", two that hold packets and nothing else. Calls of one purpose do not
-    disturb another's.
+    "copied", as those, whose signals go to some ranks only, as copies of a counter's end; "slots", two for calls that
+    `enter`; "packets", two that hold packets and nothing else. Calls of one purpose do not disturb another's.
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, which all
     ranks meet in, is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one
@@ -78,7 +78,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     is captured, if it would allocate.
     """
     cache = _find_cache(name)
-    slots = 1 if purpose == "met" and size > TWO_SLOTS_BYTES else 2
+    slots = 1 if purpose in ("met", "copied") and size > TWO_SLOTS_BYTES else 2
     key = purpose, max(1 << (size - 1).bit_length(), _SMALLEST), device
     if key not in cache.workspaces:
         require_no_capture(device)

@@ -44,6 +44,7 @@ from stretto.tiles.signals import (
     finish_polls,
     peer_tile_notify,
     peer_tile_wait,
+    producer_tile_count,
     producer_tile_notify,
 )
 
@@ -72,6 +73,7 @@ __all__ = [
     "peer_rows",
     "peer_tile_notify",
     "peer_tile_wait",
+    "producer_tile_count",
     "producer_tile_notify",
     "push_packets",
     "rank_copy_data",

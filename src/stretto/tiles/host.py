@@ -16,17 +16,19 @@ from stretto.tiles.signals import wait_for_all, wait_for_channel
 
 
 @contextlib.contextmanager
-def copy_engine(channel: BlockChannel) -> Iterator[None]:
+def copy_engine(channel: BlockChannel, *, follows: bool = True) -> Iterator[None]:
     """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` go to the channel's side stream, beside the kernels.
 
-    They come after what the current stream had before. Leaving does not wait for them: launch the kernels that they
-    run beside, then call `join_copies`.
+    They come after what the current stream had before; follows=False, the second time in a call: only after what it
+    had the first time. Leaving does not wait for them: launch the kernels that they run beside, then call
+    `join_copies`.
     """
     side = channel.side_stream
     if side is None:
         yield
         return
-    side.wait_stream(torch.cuda.current_stream(channel.device))
+    if follows:
+        side.wait_stream(torch.cuda.current_stream(channel.device))
     with torch.cuda.stream(side):
         yield
 

@@ -16,7 +16,15 @@ kernel come to its end; interpreted kernels raise at once.
 import triton
 import triton.language as tl
 
-from stretto.tiles.intrinsics import INTERPRETED, finish_tma_stores, give_up, now, opaque_zero, poll_before_tma
+from stretto.tiles.intrinsics import (
+    INTERPRETED,
+    count_up_by_thread,
+    finish_tma_stores,
+    give_up,
+    now,
+    opaque_zero,
+    poll_before_tma,
+)
 from stretto.tiles.mapping import tile_channels, tile_rank
 
 # Triton 3.6 takes no plain string as a default.
@@ -141,6 +149,18 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
     else:
         for distance in tl.static_range(1, channel.world + 1):
             _count_up(channel, (channel.rank + distance) % channel.world, counter, count)
+
+
+@triton.jit
+def producer_tile_count(channel, mapping, tile, count, threads, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """As `producer_tile_notify` to this rank alone, without a barrier: a loop over tiles that has it can be flattened.
+
+    Each of the program's `threads` counts for itself, `count` times (0: not at all), after its own stores: the mapping
+    has threads * count tiles for what is so signalled. For who waits on this GPU, a copy engine's stream say.
+    """
+    first, _ = tile_channels(mapping, tile)
+    pointer = channel.signals + channel.rank * channel.capacity + first
+    count_up_by_thread(pointer, count, threads, after_tma)
 
 
 @triton.jit
