@@ -42,9 +42,10 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         "auto",
         "kernel",
         ops.Plan(exchange="packets"),
-        ops.Plan(blocks=BLOCKS),
-        ops.Plan(is_shifted=False),
-        ops.Plan(blocks=BLOCKS._replace(m=128, n=256, num_warps=8)),
+        ops.Plan(transfer="programs"),
+        ops.Plan(transfer="programs", blocks=BLOCKS),
+        ops.Plan(transfer="copies", blocks=BLOCKS, piece_bytes=1 << 18),
+        ops.Plan(transfer="copies", is_shifted=False, piece_bytes=1 << 18),
     ],
     "reduce": ["auto", "kernel", ops.Plan(exchange="packets", shots=1), ops.Plan(exchange="packets", shots=2)],
 }
@@ -234,7 +235,7 @@ def fill_the_gpu(folder: Path) -> None:
             same = ops.all_gather_matmul(x, weight, implementation=plan._replace(is_shifted=False))
         every = gather(x)
         summed = ops.matmul_reduce_scatter(every, weight, implementation=plan)
-        alike = ops.matmul_reduce_scatter(every, weight, implementation=plan._replace(is_shifted=False))
+        alike = ops.matmul_reduce_scatter(every, weight, implementation=plan._replace(transfer="programs"))
         product = every.float() @ weight.float().T
         wrong += [[rows, "gather"]] * (not max(error(out, product), error(same, product)) < 2**-7)
         wrong += [[rows, "scatter"]] * (

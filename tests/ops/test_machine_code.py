@@ -21,7 +21,7 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.copied_tiles import add_tiles, cut_pieces, multiply_tiles
+from stretto.ops.copied_tiles import add_tiles, cut_pieces, map_owners, multiply_tiles
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, count_store_parts, describe_gemm, describe_rows
@@ -116,16 +116,15 @@ def copied_arguments(
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     count = -(-rows // blocks.m) * -(-n // blocks.n)
-    out, stored = torch.empty(rows, n, dtype=dtype), torch.empty(WORLD * count, blocks.m, blocks.n, dtype=dtype)
-    pieces = cut_pieces(count, WORLD, 1 << 16, Plan(blocks=blocks))._replace(threads=32 * blocks.num_warps)
+    out, stored = torch.empty(rows, n, dtype=dtype), torch.empty(WORLD, count, blocks.m, blocks.n, dtype=dtype)
+    pieces = cut_pieces(count, 1 << 16, Plan(blocks=blocks))._replace(threads=32 * blocks.num_warps)
     target, parts = stored, count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
-    signals = pieces.map_signals(WORLD)
     if kernel == "sums":
-        return make_channel(), signals, pieces, gemm, stored, stored, out, bias, rows, True
-    return make_channel(), signals, pieces, gemm, a, b, target, rows, True
+        return make_channel(), map_owners(WORLD), gemm, stored, stored, out, bias, rows, True
+    return make_channel(), pieces, WORDS, gemm, a, b, target, rows, True
 
 
 def sums_arguments(blocks=WIDE, **sizes):
@@ -149,9 +148,20 @@ KERNELS = {
     "exchange": (gemm_exchange, exchange_arguments),
     "copied": (multiply_tiles, copied_arguments),
 }
+OPERATORS = {
+    "gather": "all_gather_matmul",
+    "scatter": "matmul_reduce_scatter",
+    "exchange": "matmul_all_reduce",
+    "copied": "matmul_reduce_scatter",
+}
 LARGE = ["gather", "scatter", "copied"]
 SHARED = Shares(132, 16, 8, torch.empty(1), WORDS)  # of the last round's tiles, in halves
-LOOPS = {"gather": 2, "scatter": 1, "exchange": 1, "copied": 1}  # loops over k: a gather's over own rows, and over those that come
+LOOPS = {
+    "gather": 2,
+    "scatter": 1,
+    "exchange": 1,
+    "copied": 1,
+}  # loops over k: a gather's over own rows, and over those that come
 
 
 def to_ptx(name, target="sm_90", blocks=WIDE, **sizes):
@@ -225,7 +235,15 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks"), [("gather", WIDE), ("gather", NARROW), ("scatter", WIDE), ("scatter", PUSHED)]
+    ("name", "blocks"),
+    [
+        ("gather", WIDE),
+        ("gather", NARROW),
+        ("scatter", WIDE),
+        ("scatter", PUSHED),
+        ("copied", WIDE),
+        ("copied", NARROW),
+    ],
 )
 def test_loops_over_whole_tiles_are_flattened_and_pipelined(name, blocks):
     kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks)
@@ -255,6 +273,32 @@ def test_tiles_are_pushed_by_tma_and_signalled_when_the_stores_are_done(blocks, 
     release = find(lines, RELEASE)
     assert done < find(lines, r"bar\.sync", done) < release
     assert not any("cp.async.bulk" in line or "st.global" in line for line in lines[done + 1 : release])
+
+
+@pytest.mark.parametrize("by_tma", [False, True])
+@pytest.mark.parametrize("target", NVIDIA)
+def test_threads_count_a_tile_after_their_stores_and_without_a_barrier(target, by_tma):
+    lines = to_ptx("copied", target, by_tma=by_tma)
+    counts = [number for number, line in enumerate(lines) if re.search(r"red\.release\.gpu\.global\.add", line)]
+    assert len(counts) >= 2  # of the tile before, and of this one
+    for count in counts:
+        assert lines[count].startswith("@yes")
+        assert any("setp.ne.s32 yes" in line for line in lines[count - 4 : count])
+        assert ("@yes cp.async.bulk.wait_group 0;" in lines[count - 3 : count]) == by_tma
+        assert not any(line.startswith("bar.sync") for line in lines[count - 3 : count])
+    store = r"cp\.async\.bulk\.tensor\.2d\.global" if by_tma else r"st\.global"
+    stores = [number for number, line in enumerate(lines) if re.search(store, line)]
+    loop = [number for number in stores if counts[0] < number < counts[1]]
+    assert loop  # one count before the loop's stores, the other after
+    assert not any(re.search(RELEASE, line) for line in lines)  # nobody else is told
+
+
+def test_pushed_tiles_are_loaded_by_16_bytes_through_the_wait():
+    lines = compile_to_ptx(add_tiles, sums_arguments(), num_warps=4)
+    wide = addresses(lines, r"ld\.global\.v4\.b32")
+    assert len(wide) >= WORLD
+    assert sum(not depends_on(lines, register, ZERO) for _, register in wide) <= 1  # the bias
+    find(lines, r"st\.global\.v4\.b32")
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
@@ -332,9 +376,7 @@ def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
 @pytest.mark.parametrize("m", [1, 20, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_default_tiles_of_any_size_compile(name, m, dtype):
-    operator = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "exchange": "matmul_all_reduce"}[
-        name
-    ]
+    operator = OPERATORS[name]
     for by_tma in (True, False):
         blocks = default_blocks(Call(operator, m, N, K, dtype, False, WORLD), Machine(132, by_tma, True))
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
@@ -342,7 +384,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
-    operator = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter"}[name]
+    operator = OPERATORS[name]
     call = Call(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=8) for plan in vary_blocks(call, Machine(132, True, True))}:
         assert tma_loads(to_ptx(name, blocks=blocks))

@@ -10,6 +10,7 @@ from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_pus
 from stretto.tiles.host import (
     copy_engine,
     join_copies,
+    rank_await_count,
     rank_copy_data,
     rank_notify,
     rank_set_slot,
@@ -76,6 +77,7 @@ __all__ = [
     "producer_tile_count",
     "producer_tile_notify",
     "push_packets",
+    "rank_await_count",
     "rank_copy_data",
     "rank_notify",
     "rank_set_slot",

@@ -5,6 +5,8 @@ device memory (so that CUDA graphs replay), a wait as a kernel of one block. On 
 """
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -90,6 +92,41 @@ def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
     wait_for_all[(1,)](channel.current, index, stride, num_warps=1)
+
+
+def rank_await_count(counter: Tensor, count: int) -> None:
+    """Have what comes after it on its stream wait until `counter` (int32 [1]) has come to `count`; then set it to 0.
+
+    For what `producer_tile_count` has counted on this GPU, in a kernel that waits for nobody: there is no time limit.
+    The GPU's front end waits, not a kernel, which could have no place beside the one that counts. Where the host copies
+    kernels are over, and a count that is missing is a RuntimeError.
+    """
+    if counter.device.type == "cpu":
+        if counter.item() != count:
+            raise RuntimeError(f"{counter.item()} was counted, and not {count}")
+        counter.zero_()
+        return
+    stream = torch.cuda.current_stream(counter.device).cuda_stream
+    driver = _find_driver()
+    failed = driver.cuStreamWaitValue32_v2(stream, counter.data_ptr(), count, _AT_LEAST)
+    failed = failed or driver.cuStreamWriteValue32_v2(stream, counter.data_ptr(), 0, 0)
+    if failed:
+        raise RuntimeError(
+            f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, which GEMM + reduce-scatter "
+            'by copy engines needs: give it a plan with transfer="programs"'
+        )
+
+
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+@functools.cache
+def _find_driver() -> ctypes.CDLL:
+    """CUDA's driver, for what torch has no word for."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    for function in (driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return driver
 
 
 def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:

@@ -154,37 +154,49 @@ def finish_tma_stores():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def count_up_by_thread(pointer, count, threads, after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each of a program's threads adds `count` to a counter, after its own stores (release at this GPU's scope).
+def count_up_by_thread(counter, times, threads, after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each of a program's threads adds `times` to a counter, after its own stores (release at this GPU's scope).
 
-    All `threads` of them together have so added count * threads. Without a barrier: whoever sees less than the sum has
-    not seen all threads. after_tma: also after the thread's TMA stores, which it waits for; none knows which issued it.
+    All `threads` of them together so add times * threads: whoever sees less has not seen all threads, so that no
+    barrier is needed. after_tma: also after the thread's TMA stores, which it waits for, since none knows whose they
+    are. times 0: nothing happens.
     """
     if INTERPRETED:
-        tl.atomic_add(pointer, count * threads, sem="release", scope="gpu")
+        tl.atomic_add(counter, times * threads, sem="release", scope="gpu")
     elif _backend() == "hip":
         tl.debug_barrier()
-        tl.atomic_add(pointer, count * threads, sem="release", scope="gpu")
+        tl.atomic_add(counter, times * threads, sem="release", scope="gpu")
     elif after_tma:
         _require_tma()
         tl.inline_asm_elementwise(
             """
-            cp.async.bulk.wait_group 0;
-            fence.proxy.async;
-            red.release.gpu.global.add.s32 [$1], $2;
+            {
+            .reg .pred yes;
+            setp.ne.s32 yes, $2, 0;
+            @yes cp.async.bulk.wait_group 0;
+            @yes fence.proxy.async;
+            @yes red.release.gpu.global.add.s32 [$1], $2;
             mov.b32 $0, 0;
+            }
             """,
             "=r,l,r",
-            [pointer.to(tl.int64), count],
+            [counter.to(tl.int64), times],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
         tl.inline_asm_elementwise(
-            "red.release.gpu.global.add.s32 [$1], $2;\nmov.b32 $0, 0;",
+            """
+            {
+            .reg .pred yes;
+            setp.ne.s32 yes, $2, 0;
+            @yes red.release.gpu.global.add.s32 [$1], $2;
+            mov.b32 $0, 0;
+            }
+            """,
             "=r,l,r",
-            [pointer.to(tl.int64), count],
+            [counter.to(tl.int64), times],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

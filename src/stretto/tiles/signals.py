@@ -152,15 +152,13 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def producer_tile_count(channel, mapping, tile, count, threads, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """As `producer_tile_notify` to this rank alone, without a barrier: a loop over tiles that has it can be flattened.
+def producer_tile_count(counter, times, threads, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Tell this GPU's streams (`rank_await_count`) that a tile is stored, without a barrier, so that a loop over tiles
+    that has it can be flattened: each of the program's `threads` adds `times` to a counter, after its own stores.
 
-    Each of the program's `threads` counts for itself, `count` times (0: not at all), after its own stores: the mapping
-    has threads * count tiles for what is so signalled. For who waits on this GPU, a copy engine's stream say.
+    counter: a pointer into int32 zeros, of whatever is awaited as one. times: 0 for not at all.
     """
-    first, _ = tile_channels(mapping, tile)
-    pointer = channel.signals + channel.rank * channel.capacity + first
-    count_up_by_thread(pointer, count, threads, after_tma)
+    count_up_by_thread(counter, times, threads, after_tma)
 
 
 @triton.jit
