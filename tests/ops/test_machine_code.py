@@ -12,6 +12,7 @@ from tests.tiles.machine_code import (
     ZERO,
     addresses,
     compile_to_ptx,
+    count_registers,
     depends_on,
     find,
     find_makers,
@@ -21,7 +22,7 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.copied_tiles import add_tiles, cut_pieces, map_owners, multiply_tiles
+from stretto.ops.copied_tiles import add_tiles, cut_pieces, multiply_tiles
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, count_store_parts, describe_gemm, describe_rows
@@ -123,8 +124,8 @@ def copied_arguments(
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
     if kernel == "sums":
-        return make_channel(), map_owners(WORLD), gemm, stored, stored, out, bias, rows, True
-    return make_channel(), pieces, WORDS, gemm, a, b, target, rows, True
+        return 2, gemm, stored[0], stored, out, bias, rows, 0, count, tl.constexpr(WORLD)
+    return 2, pieces, WORDS, gemm, a, b, target, rows, tl.constexpr(WORLD), True
 
 
 def sums_arguments(blocks=WIDE, **sizes):
@@ -293,12 +294,15 @@ def test_threads_count_a_tile_after_their_stores_and_without_a_barrier(target, b
     assert not any(re.search(RELEASE, line) for line in lines)  # nobody else is told
 
 
-def test_pushed_tiles_are_loaded_by_16_bytes_through_the_wait():
+def test_sums_go_by_16_bytes_and_leave_a_place_beside_the_product(tmp_path):
     lines = compile_to_ptx(add_tiles, sums_arguments(), num_warps=4)
-    wide = addresses(lines, r"ld\.global\.v4\.b32")
-    assert len(wide) >= WORLD
-    assert sum(not depends_on(lines, register, ZERO) for _, register in wide) <= 1  # the bias
+    assert len(addresses(lines, r"ld\.global\.v4\.b32")) >= WORLD
     find(lines, r"st\.global\.v4\.b32")
+    registers = 128 * count_registers(lines, tmp_path)
+    for blocks in (WIDE, NARROW):
+        programs, threads = blocks.programs // 132, 32 * blocks.num_warps
+        product = threads * programs * count_registers(to_ptx("copied", blocks=blocks), tmp_path)
+        assert product + registers <= 1 << 16
 
 
 @pytest.mark.parametrize("by_tma", [False, True])

@@ -34,12 +34,21 @@ def compile_to_ptx(kernel, arguments, target="sm_90", **options):
 
 def find_spills(lines, folder):
     """The bytes of registers that ptxas spills."""
+    return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", _assemble(lines, folder)))
+
+
+def count_registers(lines, folder):
+    """The registers of a thread, as ptxas hands them out: in eights."""
+    return -(-int(re.search(r"Used (\d+) registers", _assemble(lines, folder))[1]) // 8) * 8
+
+
+def _assemble(lines, folder):
+    """What ptxas says."""
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     source = folder / "kernel.ptx"
     source.write_text("\n".join(lines))
     command = [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def find(lines, pattern, start=0):

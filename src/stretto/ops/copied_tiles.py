@@ -1,9 +1,11 @@
 """GEMM + reduce-scatter whose tiles are pushed by copy engines, while a kernel that stores locally multiplies the next.
 
 As `gemm_scatter`, but no multiprocessor stores to another rank: those stores, all at the end of a tile, held the next
-tile's back (docs/decisions/010). Three kernels: one begins the call, beside the product; the product; and the sums.
+tile's back (docs/decisions/010). On three streams: the product; the beginning of the call and the copies; and the sums,
+by small kernels, each as soon as there is what it adds up.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,18 +16,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops.gemm import count_store_parts, describe_gemm, multiply_tile, order_tiles, store_tile
+from stretto.ops.gemm import Gemm, count_store_parts, describe_gemm, multiply_tile, order_tiles, store_tile
 from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
 from stretto.ops.plans import Plan
-from stretto.ops.workspace import CHANNELS, Workspace, count_bytes, find_workspace
+from stretto.ops.workspace import CHANNELS, count_bytes, find_workspace
 
 _MOST_PIECES = 8  # that an owner's tiles are pushed in
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
-_ADDING_PROGRAMS = 4  # on a multiprocessor
+_ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
+_ADDING = 1  # the side stream of sums
 
 
 class Pieces(NamedTuple):
-    """How a rank's tiles for one other rank are pushed: `number` pieces of `tiles` tiles, the last perhaps smaller.
+    """How a rank's tiles for an owner are pushed or added up: in `number` pieces of `tiles` tiles, or fewer in the last.
 
     threads: that count a tile.
     """
@@ -46,127 +49,179 @@ def cut_pieces(count: int, tile_bytes: int, plan: Plan) -> Pieces:
 
 @lru_cache(maxsize=4096)
 def map_owners(world: int) -> tiles.StaticMapping:
-    """A channel for each other rank, which is signalled when all tiles for it are pushed."""
-    return tiles.shard_tiles(world - 1, world, 1, channels=world - 1)
+    """A channel of each rank for each owner, which is signalled when all tiles for it are pushed."""
+    return tiles.shard_tiles(world, world, 1, channels=world)
 
 
 def takes_copies(world: int) -> bool:
     """Whether there is anything to send, and a channel for each who gets it."""
-    return 1 < world <= CHANNELS + 1
+    return 1 < world <= CHANNELS
 
 
 def launch_copied(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype, group: str, world: int
 ) -> None:
-    """Begin the call beside the product, push each piece as it is stored, and add up; partial sums are of `dtype`."""
+    """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
     blocks, (rows, n) = plan.blocks, out.shape
     assert blocks is not None
     count = triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
     size = count_bytes((world - 1) * count, blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "copied")
-    block_channel, slot = workspace.channel, next(workspace.turns)
+    channel, slot = workspace.channel, next(workspace.turns)
     pieces, owners = cut_pieces(count, count_bytes(blocks.m, blocks.n, dtype=dtype), plan), map_owners(world)
     stored = torch.empty(world, count, blocks.m, blocks.n, dtype=dtype, device=x.device)
-    counters = workspace.arrivals
+    pushed = channel.tensor((world - 1, count, blocks.m, blocks.n), dtype, offset=slot * workspace.slot_bytes)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     parts = count_store_parts(blocks, x.element_size(), dtype.itemsize)
     target: Any = stored
     if gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
+    order = _Order(channel.rank, world, plan.is_shifted)
     try:
-        with tiles.copy_engine(block_channel):
+        with tiles.copy_engine(channel):
             turn = slot if workspace.slots == 2 else None
-            channel = block_channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
+            channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
+            tiles.open_lane(channel, _ADDING)
         multiply_tiles[(min(blocks.programs, world * count),)](
-            channel,
+            channel.rank,
             pieces,
-            counters,
+            workspace.arrivals,
             gemm,
             a,
             b,
             target,
             rows,
+            WORLD=world,
             SHIFTED=plan.is_shifted,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
-        with tiles.copy_engine(block_channel, follows=False):
-            _push(workspace, slot, pieces, counters, stored, plan.is_shifted)
+        with tiles.copy_engine(channel, opens=False):
+            _push(channel, order, pieces, workspace.arrivals, stored, slot * workspace.slot_bytes)
+        with tiles.copy_engine(channel, lane=_ADDING, opens=False):
+            _add(channel, order, pieces, workspace.arrivals, gemm, stored, pushed, out, bias, blocks.programs)
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
-        tiles.join_copies(block_channel)
-    pushed = block_channel.tensor(((world - 1) * count, blocks.m, blocks.n), dtype, offset=slot * workspace.slot_bytes)
-    adding = triton.cdiv(count * blocks.m * blocks.n, _ADDED_ELEMENTS.value)
-    adding = min(adding, (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS) * blocks.programs)
-    add_tiles[(adding,)](channel, owners, gemm, stored, pushed, out, bias, rows, SHIFTED=plan.is_shifted, num_warps=4)
+        tiles.join_copies(channel)
 
 
-def _push(workspace: Workspace, slot: int, pieces: Pieces, counters: Tensor, stored: Tensor, is_shifted: bool) -> None:
+class _Order(NamedTuple):
+    """In which order a rank multiplies the owners' tiles: from the next rank's on, own ones last, or by rank."""
+
+    rank: int
+    world: int
+    is_shifted: bool
+
+    def position(self, owner: int) -> int:
+        """Which of all it is."""
+        return (owner - self.rank - 1) % self.world if self.is_shifted else owner
+
+    def others(self) -> Iterator[tuple[int, int]]:
+        """(owner, which of its places is this rank's) of all others, in order."""
+        for position in range(self.world):
+            owner = (self.rank + 1 + position) % self.world if self.is_shifted else position
+            if owner != self.rank:
+                yield owner, find_place(self.rank, owner, self.world)
+
+
+def find_place(source: int, owner: int, world: int) -> int:
+    """Which of an owner's places for what others push is the source's."""
+    return (owner - source - 1) % world
+
+
+def _push(
+    channel: tiles.BlockChannel, order: _Order, pieces: Pieces, counters: Tensor, stored: Tensor, offset: int
+) -> None:
     """Push the tiles for each other rank, piece by piece as the kernel has stored them, and tell it at the end of all.
 
     In the order in which they are multiplied, on one stream: several copies at once are slower.
     """
-    channel, (_, count, *sizes) = workspace.channel, stored.shape
-    rank, world = channel.rank, channel.world_size
-    for number in range(world - 1):
-        owner = (rank + 1 + number) % world if is_shifted else number + (number >= rank)
-        position = number if is_shifted else owner
-        place = number if is_shifted else rank - (rank > owner)
-        offset = slot * workspace.slot_bytes
+    rank, (world, count, *sizes) = channel.rank, stored.shape
+    for owner, place in order.others():
         there = channel.tensor((world - 1, count, *sizes), stored.dtype, offset=offset, rank=owner)[place]
-        for piece in range(pieces.number):
-            part = slice(piece * pieces.tiles, min((piece + 1) * pieces.tiles, count))
-            index = number * pieces.number + piece
-            tiles.rank_await_count(counters[index : index + 1], (part.stop - part.start) * pieces.threads)
-            tiles.rank_copy_data(there[part], stored[position, part])
-        tiles.rank_notify(channel, rank * (world - 1) + number, owner)
+        here = stored[order.position(owner)]
+        for part in _await_pieces(pieces, counters, order.position(owner), count):
+            tiles.rank_copy_data(there[part], here[part])
+        tiles.rank_notify(channel, rank * world + owner, owner)
+
+
+def _add(
+    channel: tiles.BlockChannel,
+    order: _Order,
+    pieces: Pieces,
+    counters: Tensor,
+    gemm: Gemm,
+    stored: Tensor,
+    pushed: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    programs: int,
+) -> None:
+    """Add up own tiles, piece by piece: the first when all others have pushed theirs."""
+    own, count = order.position(order.rank), stored.shape[1]
+    for part in _await_pieces(pieces, counters, own, count):
+        if part.start == 0:
+            tiles.rank_wait_all(channel, order.rank, order.world)
+        rows_of_tiles = (part.stop - part.start) * gemm.block_m.value
+        height = max(1, _ADDED_ELEMENTS.value // gemm.block_n.value)
+        most = programs if tiles.INTERPRETED.value else _ADDING_PROGRAMS * programs
+        add_tiles[(min(triton.cdiv(rows_of_tiles, height), most),)](
+            order.rank, gemm, stored[own], pushed, out, bias, out.shape[0], part.start, part.stop, WORLD=order.world,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _await_pieces(pieces: Pieces, counters: Tensor, position: int, count: int) -> Iterator[slice]:
+    """Each piece's tiles, once the stream waits until they are stored."""
+    for piece in range(pieces.number):
+        part = slice(piece * pieces.tiles, min((piece + 1) * pieces.tiles, count))
+        index = position * pieces.number + piece
+        tiles.rank_await_count(counters[index : index + 1], (part.stop - part.start) * pieces.threads)
+        yield part
 
 
 @triton.jit
-def multiply_tiles(channel, pieces, counters, gemm, a, b, stored, rows, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+def multiply_tiles(  # type: ignore[no-untyped-def]
+    rank, pieces, counters, gemm, a, b, stored, rows, WORLD: tl.constexpr, SHIFTED: tl.constexpr
+):
     """stored [world, count, block_m, block_n] = tiles of a @ b.T, those of rank + 1 first, own ones last; persistent.
 
-    Signals: each thread counts a tile for another rank, without a barrier, so that the loop is flattened: when the tile
-    after it has been multiplied, since its stores are done by then, but in the last two rounds at once.
+    Signals: each thread counts a tile, without a barrier, so that the loop is flattened: when the tile after it has
+    been multiplied, since its stores are done by then, but in the last two rounds at once.
     Waits: for nothing, so a program without a place on the GPU delays, and no more.
-    Reuse: `stored` is this call's own; the copies from it come before whatever follows on the caller's stream.
+    Reuse: `stored` is this call's own; what copies and adds it comes before whatever follows on the caller's stream.
     """
     count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
-    total_tiles = channel.world * count
     programs = tl.num_programs(0)
-    for index in tl.range(tl.program_id(0), total_tiles, programs, flatten=True):
-        owner, _, row, column = locate_owned(channel, gemm, rows, index, SHIFTED)
+    for index in tl.range(tl.program_id(0), WORLD * count, programs, flatten=True):
+        owner, _, row, column = locate_owned(rank, WORLD, gemm, rows, index, SHIFTED)
         total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
         before = index - programs
-        is_early = (before >= 0) & (before + 2 * programs < total_tiles)
-        _count_tile(channel, pieces, counters, gemm, before, is_early, count, SHIFTED)
+        is_early = (before >= 0) & (before + 2 * programs < WORLD * count)
+        _count_tile(pieces, counters, gemm, before, is_early, count)
         if gemm.stores_by_tma:
             store_tile(gemm, stored, total, index * gemm.block_m, 0, 0)
         else:
             offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
             start = stored + tl.cast(index, tl.int64) * (gemm.block_m * gemm.block_n)
             tl.store(start + offsets, total.to(stored.dtype.element_ty))
-        _count_tile(channel, pieces, counters, gemm, index, index + 2 * programs >= total_tiles, count, SHIFTED)
+        _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count)
 
 
 @triton.jit
-def _count_tile(channel, pieces, counters, gemm, index, counts, count, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts` and it is for another rank."""
+def _count_tile(pieces, counters, gemm, index, counts, count):  # type: ignore[no-untyped-def]
+    """Count the index-th tile, if `counts`."""
     position = tl.maximum(index, 0) // count
-    tile = tl.maximum(index, 0) - position * count
-    own = channel.world - 1 if SHIFTED else channel.rank
-    piece = (position - tl.cast(position > own, tl.int32)) * pieces.number + tile // pieces.tiles
-    times = tl.cast(counts & (position != own), tl.int32)
-    tiles.producer_tile_count(counters + piece * times, times, pieces.threads, after_tma=gemm.stores_by_tma)
+    piece = position * pieces.number + (tl.maximum(index, 0) - position * count) // pieces.tiles
+    tiles.producer_tile_count(counters + piece, tl.cast(counts, tl.int32), pieces.threads, after_tma=gemm.stores_by_tma)
 
 
-@triton.jit
-def add_tiles(channel, owners, gemm, stored, pushed, out, bias, rows, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [rows, n] = the sums, in rank order, of own tiles and what others have pushed, + bias.
+@triton.jit(do_not_specialize=["first", "last"])
+def add_tiles(rank, gemm, stored, pushed, out, bias, rows, first, last, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [rows, n], of own tiles `first` to `last` - 1: the sums over the ranks, in their order, + bias.
 
-    stored: as `multiply_tiles` has left it. pushed: [world - 1, count, block_m, block_n].
-
-    Waits: for all tiles of each other rank, which copy engines push that wait for kernels before this one.
+    stored: own partial sums [count, block_m, block_n]; pushed: the others' [world - 1, count, block_m, block_n].
+    Waits: for nothing; all of it is there when it is launched.
     Reuse: `pushed` is one of two slots, in turn, or the only one. Ranks push there only when all ranks have begun the
     call after the last one that used it, and so have ended that one (`begin`).
     """
@@ -175,37 +230,15 @@ def add_tiles(channel, owners, gemm, stored, pushed, out, bias, rows, SHIFTED: t
     parts: tl.constexpr = gemm.block_m // height
     row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, width)
     count = row_tiles * column_tiles
-    ready = count * 0
-    for distance in tl.static_range(1, channel.world):
-        other = (channel.rank + distance) % channel.world
-        number = _find_number(channel, other, channel.rank, SHIFTED)
-        ready += tiles.consumer_tile_wait(channel, owners, other * (channel.world - 1) + number)
     offsets = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
-    own = (channel.world - 1 if SHIFTED else channel.rank) * count
-    for part in range(tl.program_id(0), count * parts, tl.num_programs(0)):
+    for part in range(first * parts + tl.program_id(0), last * parts, tl.num_programs(0)):
         tile, within = part // parts, part % parts * height
         total = tl.zeros((height, width), tl.float32)
-        for source in tl.static_range(channel.world):
-            place = _find_place(channel, source, channel.rank, SHIFTED)  # too large for an own one, and not used
-            there = find_rows(gemm, pushed + ready, place * count + tile, within)
-            start = tl.where(source == channel.rank, find_rows(gemm, stored, own + tile, within), there)
+        for source in tl.static_range(WORLD):
+            place = (rank + WORLD - 1 - source) % WORLD  # of an own one too large, and not used
+            there = find_rows(gemm, pushed, place * count + tile, within)
+            start = tl.where(source == rank, find_rows(gemm, stored, tile, within), there)
             total += tl.load(start + offsets).to(tl.float32)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
         store_rows(gemm, out, bias, total, row, column, rows)
-
-
-@triton.jit
-def _find_number(channel, source, owner, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of the other ranks, in the source's order, the owner is."""
-    if SHIFTED:
-        number = (owner + channel.world - 1 - source) % channel.world
-    else:
-        number = owner - tl.cast(owner > source, tl.int32)
-    return number
-
-
-@triton.jit
-def _find_place(channel, source, owner, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the owner has what the source pushes: each other rank at a place of its own."""
-    return _find_number(channel, source, owner, SHIFTED) if SHIFTED else source - tl.cast(source > owner, tl.int32)

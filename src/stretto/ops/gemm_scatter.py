@@ -154,7 +154,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         for share in tl.range(lane, count_shares(shares, channel.world * count), programs, flatten=True):
             begin, end = find_share(gemm, shares, share, channel.world * count)
             index = begin // count_steps(gemm, shares)
-            owner, tile, row, column = locate_owned(channel, gemm, rows, index, SHIFTED)
+            owner, tile, row, column = locate_owned(channel.rank, channel.world, gemm, rows, index, SHIFTED)
             slot = channel.rank * count + tile
             if shares.steps is None:
                 total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)

@@ -7,12 +7,12 @@ from stretto.ops.gemm import load_bias, order_tiles
 
 
 @triton.jit
-def locate_owned(channel, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+def locate_owned(rank, world, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
     """(owner, tile, row, column) of the index-th tile: whose it is, which of its tiles, and where in its rows."""
     row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
     owner = index // (row_tiles * column_tiles)
     if SHIFTED:
-        owner = (channel.rank + 1 + owner) % channel.world
+        owner = (rank + 1 + owner) % world
     tile = index % (row_tiles * column_tiles)
     row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
     return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n

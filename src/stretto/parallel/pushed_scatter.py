@@ -121,7 +121,8 @@ class PushedScatter:
                 part = gradient[peer * chunk : (peer + 1) * chunk]
                 rank_copy_data(self._place(slot, rank, part, peer), part)
                 rank_set_slot(channel, ARRIVED.value, peer, word)
-            pushed = None if channel.side_stream is None else channel.side_stream.record_event()
+            side = channel.side_stream()
+            pushed = None if side is None else side.record_event()
         own = gradient[rank * chunk : rank * chunk + local_rows]
         result = torch.empty_like(own, dtype=dtype)
         pending = _Summed(result, _WORK, gradient, self, slot, own, pushed)

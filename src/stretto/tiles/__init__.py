@@ -10,6 +10,7 @@ from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_pus
 from stretto.tiles.host import (
     copy_engine,
     join_copies,
+    open_lane,
     rank_await_count,
     rank_copy_data,
     rank_notify,
@@ -69,6 +70,7 @@ __all__ = [
     "finish_polls",
     "join_copies",
     "look_up_tiles",
+    "open_lane",
     "pack",
     "peer_pointer",
     "peer_rows",

@@ -51,7 +51,8 @@ class BlockChannel:
 
     Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
 
-    distances: bytes from this rank's buffer to each rank's, as they are mapped here.
+    distances: bytes from this rank's buffer to each rank's, as they are mapped here. open_lanes: the side streams that
+    the current call has used.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -77,7 +78,8 @@ class BlockChannel:
         self._operators: list[str] = []
         self._described: dict[tuple[str, str, bool], Channel] = {}
         self._current: Channel | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._sides: dict[int, torch.cuda.Stream] = {}
+        self.open_lanes: set[int] = set()
         reports.register(self._report.data_ptr(), self)
 
     @classmethod
@@ -243,12 +245,13 @@ class BlockChannel:
             raise ValueError("no call has begun: call begin first")
         return self._current
 
-    @property
-    def side_stream(self) -> torch.cuda.Stream | None:
-        """The stream of this channel's copies; None where the host copies."""
-        if self._side is None and self.device.type == "cuda":
-            self._side = torch.cuda.Stream(self.device)
-        return self._side
+    def side_stream(self, lane: int = 0) -> torch.cuda.Stream | None:
+        """A stream of this channel's copies; None where the host copies."""
+        if self.device.type != "cuda":
+            return None
+        if lane not in self._sides:
+            self._sides[lane] = torch.cuda.Stream(self.device)
+        return self._sides[lane]
 
     def signal_words(self, rank: int) -> Tensor:
         """That rank's counters, int32: [world, channels] of producers, then [peer_tiles + 1, world] of peers."""

@@ -18,28 +18,38 @@ from stretto.tiles.signals import wait_for_all, wait_for_channel
 
 
 @contextlib.contextmanager
-def copy_engine(channel: BlockChannel, *, follows: bool = True) -> Iterator[None]:
-    """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` go to the channel's side stream, beside the kernels.
+def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> Iterator[None]:
+    """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` go to a side stream of the channel, beside the kernels.
 
-    They come after what the current stream had before; follows=False, the second time in a call: only after what it
-    had the first time. Leaving does not wait for them: launch the kernels that they run beside, then call
-    `join_copies`.
+    They come after what the current stream had before; opens=False: after what it had when the lane was opened, earlier
+    in the call. lane: which side stream, where there are several. Leaving does not wait for them: launch the kernels
+    that they run beside, then call `join_copies`.
     """
-    side = channel.side_stream
+    if opens:
+        open_lane(channel, lane)
+    side = channel.side_stream(lane)
     if side is None:
         yield
         return
-    if follows:
-        side.wait_stream(torch.cuda.current_stream(channel.device))
     with torch.cuda.stream(side):
         yield
 
 
-def join_copies(channel: BlockChannel) -> None:
-    """What the current stream gets from now on comes after all copies of the channel; each call does it once."""
-    side = channel.side_stream
+def open_lane(channel: BlockChannel, lane: int) -> None:
+    """Have what a side stream of the channel gets from now on come after what the current stream has so far."""
+    side = channel.side_stream(lane)
     if side is not None:
-        torch.cuda.current_stream(channel.device).wait_stream(side)
+        side.wait_stream(torch.cuda.current_stream(channel.device))
+        channel.open_lanes.add(lane)
+
+
+def join_copies(channel: BlockChannel) -> None:
+    """What the current stream gets from now on comes after all of the call's copies; each call does it once."""
+    for lane in sorted(channel.open_lanes):
+        side = channel.side_stream(lane)
+        if side is not None:
+            torch.cuda.current_stream(channel.device).wait_stream(side)
+    channel.open_lanes.clear()
 
 
 def rank_copy_data(destination: Tensor, source: Tensor) -> None:
