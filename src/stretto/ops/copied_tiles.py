@@ -5,6 +5,7 @@ tile's back (docs/decisions/010). On three streams: the product; the beginning o
 by small kernels, each as soon as there is what it adds up.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,30 +22,38 @@ from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
 from stretto.ops.plans import Plan
 from stretto.ops.workspace import CHANNELS, count_bytes, find_workspace
 
-_MOST_PIECES = 8  # that an owner's tiles are pushed in
+_MOST_PIECES = 8  # that an owner's tiles are cut into, but for the last round
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
 _ADDING = 1  # the side stream of sums
 
 
 class Pieces(NamedTuple):
-    """How a rank's tiles for an owner are pushed or added up: in `number` pieces of `tiles` tiles, or fewer in the last.
+    """How an owner's tiles are pushed or added up: in pieces of `size` tiles, up to `number` of them.
 
-    threads: that count a tile.
+    A new one begins with the last round of tiles, so that the others need not wait for that. threads: that count a
+    tile.
     """
 
     number: Any
-    tiles: Any
+    size: Any
     threads: Any
+
+    def cut(self, position: int, count: int, last_round: int) -> Iterator[slice]:
+        """The tiles of each piece of an owner's, of `count` tiles each; last_round: the first tile of all of it."""
+        split = min(max(last_round - position * count, 0), count)
+        starts = [*range(0, split, self.size), *range(split, count, count)]
+        for start, stop in itertools.pairwise([*starts, count]):
+            yield slice(start, stop)
 
 
 @lru_cache(maxsize=4096)
 def cut_pieces(count: int, tile_bytes: int, plan: Plan) -> Pieces:
-    """How `count` tiles for each owner are pushed, in pieces of about the plan's piece_bytes."""
+    """How `count` tiles for each owner are pushed and added up, in pieces of about the plan's piece_bytes."""
     assert plan.blocks is not None
     size = triton.cdiv(count, max(1, min(count * tile_bytes // plan.piece_bytes, _MOST_PIECES, count)))
     threads = 1 if tiles.INTERPRETED.value else 32 * plan.blocks.num_warps
-    return Pieces(triton.cdiv(count, size), size, threads)
+    return Pieces(triton.cdiv(count, size) + 1, size, threads)
 
 
 @lru_cache(maxsize=4096)
@@ -77,13 +86,14 @@ def launch_copied(
     if gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
+    programs = min(blocks.programs, world * count)
     order = _Order(channel.rank, world, plan.is_shifted)
+    work = _Work(pieces, workspace.arrivals, stored, (world * count - 1) // programs * programs)
     try:
         with tiles.copy_engine(channel):
             turn = slot if workspace.slots == 2 else None
             channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
-            tiles.open_lane(channel, _ADDING)
-        multiply_tiles[(min(blocks.programs, world * count),)](
+        multiply_tiles[(programs,)](
             channel.rank,
             pieces,
             workspace.arrivals,
@@ -98,9 +108,11 @@ def launch_copied(
             num_stages=blocks.num_stages,
         )
         with tiles.copy_engine(channel, opens=False):
-            _push(channel, order, pieces, workspace.arrivals, stored, slot * workspace.slot_bytes)
+            _push(channel, order, work, slot * workspace.slot_bytes)
+            tiles.open_lane(channel, _ADDING)
         with tiles.copy_engine(channel, lane=_ADDING, opens=False):
-            _add(channel, order, pieces, workspace.arrivals, gemm, stored, pushed, out, bias, blocks.programs)
+            tiles.rank_wait_all(channel, channel.rank, world)
+            _add(order, work, gemm, pushed, out, bias, blocks.programs)
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         tiles.join_copies(channel)
 
@@ -129,55 +141,58 @@ def find_place(source: int, owner: int, world: int) -> int:
     return (owner - source - 1) % world
 
 
-def _push(
-    channel: tiles.BlockChannel, order: _Order, pieces: Pieces, counters: Tensor, stored: Tensor, offset: int
-) -> None:
+class _Work(NamedTuple):
+    """What the kernel stores and counts: tiles [world, count, block_m, block_n], by owner in the order it has."""
+
+    pieces: Pieces
+    counters: Tensor
+    stored: Tensor
+    last_round: int
+
+    def await_pieces(self, position: int) -> Iterator[slice]:
+        """Each piece's tiles, once the current stream waits until they are stored."""
+        for piece, part in enumerate(self.pieces.cut(position, self.stored.shape[1], self.last_round)):
+            index = position * self.pieces.number + piece
+            counter = self.counters[index : index + 1]
+            tiles.rank_await_count(counter, (part.stop - part.start) * self.pieces.threads)
+            yield part
+
+
+def _push(channel: tiles.BlockChannel, order: _Order, work: _Work, offset: int) -> None:
     """Push the tiles for each other rank, piece by piece as the kernel has stored them, and tell it at the end of all.
 
     In the order in which they are multiplied, on one stream: several copies at once are slower.
     """
-    rank, (world, count, *sizes) = channel.rank, stored.shape
+    rank, (world, *sizes) = channel.rank, work.stored.shape
     for owner, place in order.others():
-        there = channel.tensor((world - 1, count, *sizes), stored.dtype, offset=offset, rank=owner)[place]
-        here = stored[order.position(owner)]
-        for part in _await_pieces(pieces, counters, order.position(owner), count):
+        there = channel.tensor((world - 1, *sizes), work.stored.dtype, offset=offset, rank=owner)[place]
+        here = work.stored[order.position(owner)]
+        for part in work.await_pieces(order.position(owner)):
             tiles.rank_copy_data(there[part], here[part])
         tiles.rank_notify(channel, rank * world + owner, owner)
 
 
 def _add(
-    channel: tiles.BlockChannel,
-    order: _Order,
-    pieces: Pieces,
-    counters: Tensor,
-    gemm: Gemm,
-    stored: Tensor,
-    pushed: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    programs: int,
+    order: _Order, work: _Work, gemm: Gemm, pushed: Tensor, out: Tensor, bias: Tensor | None, programs: int
 ) -> None:
-    """Add up own tiles, piece by piece: the first when all others have pushed theirs."""
-    own, count = order.position(order.rank), stored.shape[1]
-    for part in _await_pieces(pieces, counters, own, count):
-        if part.start == 0:
-            tiles.rank_wait_all(channel, order.rank, order.world)
-        rows_of_tiles = (part.stop - part.start) * gemm.block_m.value
-        height = max(1, _ADDED_ELEMENTS.value // gemm.block_n.value)
-        most = programs if tiles.INTERPRETED.value else _ADDING_PROGRAMS * programs
-        add_tiles[(min(triton.cdiv(rows_of_tiles, height), most),)](
-            order.rank, gemm, stored[own], pushed, out, bias, out.shape[0], part.start, part.stop, WORLD=order.world,
+    """Add up own tiles, piece by piece as the kernel has stored them."""
+    own, height = order.position(order.rank), max(1, _ADDED_ELEMENTS.value // gemm.block_n.value)
+    most = programs if tiles.INTERPRETED.value else _ADDING_PROGRAMS * programs
+    for part in work.await_pieces(own):
+        count = triton.cdiv((part.stop - part.start) * gemm.block_m.value, height)
+        add_tiles[(min(count, most),)](
+            order.rank,
+            gemm,
+            work.stored[own],
+            pushed,
+            out,
+            bias,
+            out.shape[0],
+            part.start,
+            part.stop,
+            WORLD=order.world,
             num_warps=4,
-        )  # fmt: skip
-
-
-def _await_pieces(pieces: Pieces, counters: Tensor, position: int, count: int) -> Iterator[slice]:
-    """Each piece's tiles, once the stream waits until they are stored."""
-    for piece in range(pieces.number):
-        part = slice(piece * pieces.tiles, min((piece + 1) * pieces.tiles, count))
-        index = position * pieces.number + piece
-        tiles.rank_await_count(counters[index : index + 1], (part.stop - part.start) * pieces.threads)
-        yield part
+        )
 
 
 @triton.jit
@@ -193,27 +208,32 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     """
     count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
     programs = tl.num_programs(0)
+    last_round = (WORLD * count - 1) // programs * programs
     for index in tl.range(tl.program_id(0), WORLD * count, programs, flatten=True):
         owner, _, row, column = locate_owned(rank, WORLD, gemm, rows, index, SHIFTED)
         total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
         before = index - programs
         is_early = (before >= 0) & (before + 2 * programs < WORLD * count)
-        _count_tile(pieces, counters, gemm, before, is_early, count)
+        _count_tile(pieces, counters, gemm, before, is_early, count, last_round)
         if gemm.stores_by_tma:
             store_tile(gemm, stored, total, index * gemm.block_m, 0, 0)
         else:
             offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
             start = stored + tl.cast(index, tl.int64) * (gemm.block_m * gemm.block_n)
             tl.store(start + offsets, total.to(stored.dtype.element_ty))
-        _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count)
+        _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count, last_round)
 
 
 @triton.jit
-def _count_tile(pieces, counters, gemm, index, counts, count):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts`."""
-    position = tl.maximum(index, 0) // count
-    piece = position * pieces.number + (tl.maximum(index, 0) - position * count) // pieces.tiles
-    tiles.producer_tile_count(counters + piece, tl.cast(counts, tl.int32), pieces.threads, after_tma=gemm.stores_by_tma)
+def _count_tile(pieces, counters, gemm, index, counts, count, last_round):  # type: ignore[no-untyped-def]
+    """Count the index-th tile, if `counts`, in its piece: see `Pieces.cut`."""
+    index = tl.maximum(index, 0)
+    position = index // count
+    tile = index - position * count
+    split = tl.minimum(tl.maximum(last_round - position * count, 0), count)
+    piece = tl.where(tile < split, tile // pieces.size, tl.cdiv(split, pieces.size))
+    counter = counters + position * pieces.number + piece
+    tiles.producer_tile_count(counter, tl.cast(counts, tl.int32), pieces.threads, after_tma=gemm.stores_by_tma)
 
 
 @triton.jit(do_not_specialize=["first", "last"])
