@@ -22,7 +22,7 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.copied_tiles import add_tiles, cut_pieces, multiply_tiles
+from stretto.ops.copied_tiles import add_tiles, cut_pieces, map_owners, multiply_tiles
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
 from stretto.ops.gemm import Blocks, count_store_parts, describe_gemm, describe_rows
@@ -124,7 +124,7 @@ def copied_arguments(
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
     if kernel == "sums":
-        return 2, gemm, stored[0], stored, out, bias, rows, 0, count, tl.constexpr(WORLD)
+        return make_channel(), map_owners(WORLD), gemm, stored[0], stored, out, bias, rows, 0, count, tl.constexpr(True)
     return 2, pieces, WORDS, gemm, a, b, target, rows, tl.constexpr(WORLD), True
 
 
@@ -296,7 +296,9 @@ def test_threads_count_a_tile_after_their_stores_and_without_a_barrier(target, b
 
 def test_sums_go_by_16_bytes_and_leave_a_place_beside_the_product(tmp_path):
     lines = compile_to_ptx(add_tiles, sums_arguments(), num_warps=4)
-    assert len(addresses(lines, r"ld\.global\.v4\.b32")) >= WORLD
+    wide = addresses(lines, r"ld\.global\.v4\.b32")
+    assert len(wide) >= WORLD
+    assert sum(not depends_on(lines, register, ZERO) for _, register in wide) <= 1  # the bias
     find(lines, r"st\.global\.v4\.b32")
     registers = 128 * count_registers(lines, tmp_path)
     for blocks in (WIDE, NARROW):

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops.gemm import Gemm, count_store_parts, describe_gemm, multiply_tile, order_tiles, store_tile
+from stretto.ops.gemm import count_store_parts, describe_gemm, multiply_tile, order_tiles, store_tile
 from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
 from stretto.ops.plans import Plan
 from stretto.ops.workspace import CHANNELS, count_bytes, find_workspace
@@ -38,13 +38,6 @@ class Pieces(NamedTuple):
     number: Any
     size: Any
     threads: Any
-
-    def cut(self, position: int, count: int, last_round: int) -> Iterator[slice]:
-        """The tiles of each piece of an owner's, of `count` tiles each; last_round: the first tile of all of it."""
-        split = min(max(last_round - position * count, 0), count)
-        starts = [*range(0, split, self.size), *range(split, count, count)]
-        for start, stop in itertools.pairwise([*starts, count]):
-            yield slice(start, stop)
 
 
 @lru_cache(maxsize=4096)
@@ -88,11 +81,32 @@ def launch_copied(
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
     programs = min(blocks.programs, world * count)
     order = _Order(channel.rank, world, plan.is_shifted)
-    work = _Work(pieces, workspace.arrivals, stored, (world * count - 1) // programs * programs)
+    own = order.position(channel.rank)
+    work = _Work(pieces, workspace.arrivals, stored, (world * count - 1) // programs * programs, own)
+    split = work.split(own)
+
+    def add(part: slice) -> None:
+        height = max(1, _ADDED_ELEMENTS.value // blocks.n)
+        most = blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
+        add_tiles[(min(triton.cdiv((part.stop - part.start) * blocks.m, height), most),)](
+            begun,
+            owners,
+            gemm,
+            stored[own],
+            pushed,
+            out,
+            bias,
+            rows,
+            part.start,
+            part.stop,
+            WAITS=part.start == 0,
+            num_warps=4,
+        )
+
     try:
         with tiles.copy_engine(channel):
             turn = slot if workspace.slots == 2 else None
-            channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
+            begun = channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
         multiply_tiles[(programs,)](
             channel.rank,
             pieces,
@@ -111,10 +125,12 @@ def launch_copied(
             _push(channel, order, work, slot * workspace.slot_bytes)
             tiles.open_lane(channel, _ADDING)
         with tiles.copy_engine(channel, lane=_ADDING, opens=False):
-            tiles.rank_wait_all(channel, channel.rank, world)
-            _add(order, work, gemm, pushed, out, bias, blocks.programs)
+            for part in work.await_pieces(order.position(channel.rank)):
+                add(part)
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         tiles.join_copies(channel)
+    if split < count:
+        add(slice(split, count))
 
 
 class _Order(NamedTuple):
@@ -142,20 +158,33 @@ def find_place(source: int, owner: int, world: int) -> int:
 
 
 class _Work(NamedTuple):
-    """What the kernel stores and counts: tiles [world, count, block_m, block_n], by owner in the order it has."""
+    """What the kernel stores and counts: tiles [world, count, block_m, block_n], by owner in the order it has.
+
+    last_round: the first tile of all of it. own: which owner's tiles are this rank's; those of the last round are not
+    counted, since the kernel's end tells of them.
+    """
 
     pieces: Pieces
     counters: Tensor
     stored: Tensor
     last_round: int
+    own: int
+
+    def split(self, position: int) -> int:
+        """How many of an owner's tiles are not in the last round."""
+        return min(max(self.last_round - position * self.stored.shape[1], 0), self.stored.shape[1])
 
     def await_pieces(self, position: int) -> Iterator[slice]:
-        """Each piece's tiles, once the current stream waits until they are stored."""
-        for piece, part in enumerate(self.pieces.cut(position, self.stored.shape[1], self.last_round)):
+        """Each piece's tiles that are counted, once the current stream waits until they are stored."""
+        count, split = self.stored.shape[1], self.split(position)
+        starts = [*range(0, split, self.pieces.size), split]
+        if split < count and position != self.own:
+            starts.append(count)
+        for piece, (start, stop) in enumerate(itertools.pairwise(starts)):
             index = position * self.pieces.number + piece
             counter = self.counters[index : index + 1]
-            tiles.rank_await_count(counter, (part.stop - part.start) * self.pieces.threads)
-            yield part
+            tiles.rank_await_count(counter, (stop - start) * self.pieces.threads)
+            yield slice(start, stop)
 
 
 def _push(channel: tiles.BlockChannel, order: _Order, work: _Work, offset: int) -> None:
@@ -172,29 +201,6 @@ def _push(channel: tiles.BlockChannel, order: _Order, work: _Work, offset: int) 
         tiles.rank_notify(channel, rank * world + owner, owner)
 
 
-def _add(
-    order: _Order, work: _Work, gemm: Gemm, pushed: Tensor, out: Tensor, bias: Tensor | None, programs: int
-) -> None:
-    """Add up own tiles, piece by piece as the kernel has stored them."""
-    own, height = order.position(order.rank), max(1, _ADDED_ELEMENTS.value // gemm.block_n.value)
-    most = programs if tiles.INTERPRETED.value else _ADDING_PROGRAMS * programs
-    for part in work.await_pieces(own):
-        count = triton.cdiv((part.stop - part.start) * gemm.block_m.value, height)
-        add_tiles[(min(count, most),)](
-            order.rank,
-            gemm,
-            work.stored[own],
-            pushed,
-            out,
-            bias,
-            out.shape[0],
-            part.start,
-            part.stop,
-            WORLD=order.world,
-            num_warps=4,
-        )
-
-
 @triton.jit
 def multiply_tiles(  # type: ignore[no-untyped-def]
     rank, pieces, counters, gemm, a, b, stored, rows, WORLD: tl.constexpr, SHIFTED: tl.constexpr
@@ -208,40 +214,45 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     """
     count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
     programs = tl.num_programs(0)
-    last_round = (WORLD * count - 1) // programs * programs
+    own = WORLD - 1 if SHIFTED else rank
     for index in tl.range(tl.program_id(0), WORLD * count, programs, flatten=True):
         owner, _, row, column = locate_owned(rank, WORLD, gemm, rows, index, SHIFTED)
         total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
         before = index - programs
         is_early = (before >= 0) & (before + 2 * programs < WORLD * count)
-        _count_tile(pieces, counters, gemm, before, is_early, count, last_round)
+        _count_tile(pieces, counters, gemm, before, is_early, count, own, WORLD)
         if gemm.stores_by_tma:
             store_tile(gemm, stored, total, index * gemm.block_m, 0, 0)
         else:
             offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
             start = stored + tl.cast(index, tl.int64) * (gemm.block_m * gemm.block_n)
             tl.store(start + offsets, total.to(stored.dtype.element_ty))
-        _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count, last_round)
+        _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count, own, WORLD)
 
 
 @triton.jit
-def _count_tile(pieces, counters, gemm, index, counts, count, last_round):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts`, in its piece: see `Pieces.cut`."""
+def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count the index-th tile, if `counts`, in its piece: see `_Work`."""
     index = tl.maximum(index, 0)
     position = index // count
     tile = index - position * count
+    last_round = (WORLD * count - 1) // tl.num_programs(0) * tl.num_programs(0)
     split = tl.minimum(tl.maximum(last_round - position * count, 0), count)
+    counts = counts & ((position != own) | (tile < split))
     piece = tl.where(tile < split, tile // pieces.size, tl.cdiv(split, pieces.size))
     counter = counters + position * pieces.number + piece
     tiles.producer_tile_count(counter, tl.cast(counts, tl.int32), pieces.threads, after_tma=gemm.stores_by_tma)
 
 
 @triton.jit(do_not_specialize=["first", "last"])
-def add_tiles(rank, gemm, stored, pushed, out, bias, rows, first, last, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_tiles(  # type: ignore[no-untyped-def]
+    channel, owners, gemm, stored, pushed, out, bias, rows, first, last, WAITS: tl.constexpr
+):
     """out [rows, n], of own tiles `first` to `last` - 1: the sums over the ranks, in their order, + bias.
 
     stored: own partial sums [count, block_m, block_n]; pushed: the others' [world - 1, count, block_m, block_n].
-    Waits: for nothing; all of it is there when it is launched.
+    Waits: the first of a call's, for all that others push. This rank has pushed all by then, or waits for no SM to do
+    so, so nobody waits for who waits for it.
     Reuse: `pushed` is one of two slots, in turn, or the only one. Ranks push there only when all ranks have begun the
     call after the last one that used it, and so have ended that one (`begin`).
     """
@@ -251,13 +262,18 @@ def add_tiles(rank, gemm, stored, pushed, out, bias, rows, first, last, WORLD: t
     row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, width)
     count = row_tiles * column_tiles
     offsets = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
+    ready = count * 0
+    if WAITS:
+        for distance in tl.static_range(1, channel.world):
+            other = (channel.rank + distance) % channel.world
+            ready += tiles.consumer_tile_wait(channel, owners, other * channel.world + channel.rank)
     for part in range(first * parts + tl.program_id(0), last * parts, tl.num_programs(0)):
         tile, within = part // parts, part % parts * height
         total = tl.zeros((height, width), tl.float32)
-        for source in tl.static_range(WORLD):
-            place = (rank + WORLD - 1 - source) % WORLD  # of an own one too large, and not used
-            there = find_rows(gemm, pushed, place * count + tile, within)
-            start = tl.where(source == rank, find_rows(gemm, stored, tile, within), there)
+        for source in tl.static_range(channel.world):
+            place = (channel.rank + channel.world - 1 - source) % channel.world  # of an own one too large, and not used
+            there = find_rows(gemm, pushed + ready, place * count + tile, within)
+            start = tl.where(source == channel.rank, find_rows(gemm, stored, tile, within), there)
             total += tl.load(start + offsets).to(tl.float32)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
