@@ -2,5 +2,16 @@
 
 from stretto.cluster.cluster import Cluster
 from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, NetworkLink, NodeLink, Transfer
+from stretto.cluster.naming import name_grid
 
-__all__ = ["GPU", "Cluster", "FlopRates", "InNodeBandwidth", "Matmul", "NetworkLink", "NodeLink", "Transfer"]
+__all__ = [
+    "GPU",
+    "Cluster",
+    "FlopRates",
+    "InNodeBandwidth",
+    "Matmul",
+    "NetworkLink",
+    "NodeLink",
+    "Transfer",
+    "name_grid",
+]

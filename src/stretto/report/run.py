@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stretto.cluster import name_grid
 from stretto.report.loss_plot import plot_loss
 from stretto.report.timeline import plot_timeline
 from stretto.train.checkpoint import newest_checkpoint
@@ -40,8 +41,7 @@ class Run:
     def label(self) -> str:
         """The run's ranks in words, as a plot names them."""
         grid = self.config.grid
-        axes = " ".join(f"{axis}={size}" for axis, size in grid.sizes().items() if size > 1)
-        return f"{grid.ranks} ranks, {axes}" if axes else "1 rank"
+        return f"{grid.ranks} ranks, {name_grid(grid.sizes())}" if grid.ranks > 1 else "1 rank"
 
 
 def read_run(out: Path) -> Run:
