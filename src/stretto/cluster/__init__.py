@@ -1,5 +1,6 @@
 """What the machine is: nodes, GPUs, links, with the source of each figure. Imports no GPU library."""
 
+from stretto.cluster.bounded import read_bounded
 from stretto.cluster.cluster import Cluster
 from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, NetworkLink, NodeLink, Transfer
 from stretto.cluster.naming import name_grid
@@ -14,4 +15,5 @@ __all__ = [
     "NodeLink",
     "Transfer",
     "name_grid",
+    "read_bounded",
 ]
