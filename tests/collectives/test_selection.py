@@ -121,7 +121,9 @@ def test_a_named_file_that_is_not_there_or_too_large_is_refused(tmp_path):
         Table.load(tmp_path / "absent.json", "a", 4, has_nvlink=True)
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(ValueError, match=r"large.json is no file of measured times: it has more than"):
+    with pytest.raises(
+        ValueError, match=r"large.json: is larger than 67108864 bytes, the most a file of measured times may have"
+    ):
         Table.load(tmp_path / "large.json", "a", 4, has_nvlink=True)
 
 

@@ -1,8 +1,10 @@
 """What ranks run that look up embeddings with interpreted kernels. Only they import this: see conftest."""
 
 import contextlib
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
-from stretto.ops.embedding import forward, tuned
+from stretto.ops.embedding import backward, forward, tuned, ways
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.ring import find_rings
+from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.embedding.ways import Shape, Way
 from stretto.tuning import Store
 
@@ -356,6 +359,41 @@ def change_tables_between_calls():
     with pytest.raises(ValueError, match="table 0 is no contiguous tensor"):
         look_up(table)
     return found
+
+
+def look_up_many_sets_of_tables(after_capture):
+    """Of the words that one step had kernels read, how many live when many other tables have been described.
+
+    after_capture: whether a CUDA graph, of which CPUs have none, would have been captured from the step.
+    """
+    ways._kept.clear()  # what earlier programs of this process have made
+    for function in (
+        ways._describe_tables,
+        backward._describe_rows,
+        backward._describe_target,
+        backward._find_tables_of,
+    ):
+        function.cache_clear()
+    layer = ops.EmbeddingAllToAll([(3, 4), (5, 8)], optimizer="sgd", learning_rate=0.5)
+
+    def step():
+        layer(torch.tensor([0, 1]), torch.tensor([0, 1, 2])).sum().backward()
+
+    step()
+    kept = [*ways._kept.values(), backward._find_tables_of((4, 8), torch.device("cpu"))]
+    words = [weakref.ref(word) for word in kept]
+    del kept
+    if after_capture:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ways, "_is_capturing", lambda device: True)
+            step()
+    for number in range(300):
+        shape = (number + 1, 4 * (number + 1))
+        ways.describe_tables(find_tables([torch.empty(shape)], torch.device("cpu")), 0, 1, shape[1], 1)
+        backward._describe_rows((number,), (4,), 4, torch.device("cpu"))
+        backward._describe_target((shape[1],), 4, "sgd", False, torch.device("cpu"))
+    gc.collect()
+    return sum(word() is not None for word in words), len(words)
 
 
 def look_up_in_all_modes_of_autograd():

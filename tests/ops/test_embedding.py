@@ -81,6 +81,13 @@ def test_tables_that_change_between_calls_are_seen_as_they_are(interpret):
     assert interpret(1, "change_tables_between_calls", module=MODULE) == [[[float(n)] for n in range(1, 7)]]
 
 
+def test_what_replays_of_a_cuda_graph_read_is_never_freed_and_else_what_is_kept_is_bounded(interpret):
+    ((living, of_all),) = interpret(1, "look_up_many_sets_of_tables", True, module=MODULE)
+    assert living == of_all >= 4
+    ((living, of_all),) = interpret(1, "look_up_many_sets_of_tables", False, module=MODULE)
+    assert living < of_all
+
+
 def test_an_output_needs_gradients_as_its_tables_do_and_may_be_changed_in_place(interpret):
     interpret(2, "look_up_in_all_modes_of_autograd", module=MODULE)
 

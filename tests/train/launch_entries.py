@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from stretto.train.divergence import DivergenceError
 from stretto.train.options import TrainConfig
 
 
@@ -67,6 +68,10 @@ def stop_in_process(config: TrainConfig) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
+
+
+def diverge(config: TrainConfig) -> None:
+    raise DivergenceError("the loss is nan in step 4; the last checkpoint whose weights had a finite loss is another")
 
 
 def raise_in_process(config: TrainConfig) -> None:

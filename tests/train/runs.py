@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
+from stretto.train import checkpoint_storage
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
@@ -121,6 +122,16 @@ def save_steps(out: Path, steps: list[int], keep: int) -> None:
     model, optimizer, _ = sharded(make_gpt, {}, seed=1)
     for step in steps:
         save(model, optimizer, out, step, keep)
+
+
+def save_with_a_small_index(out: Path, max_bytes: int) -> str:
+    """Save a model where an index may have so many bytes. Returns what is said of it."""
+    with mock.patch.object(checkpoint_storage, "MAX_METADATA_BYTES", max_bytes):
+        try:
+            save_steps(out, [1], keep=1)
+        except OSError as error:
+            return str(error)
+    return ""
 
 
 def load_weights(make: Any, grid: dict[str, int], file: Path) -> dict[str, Tensor]:

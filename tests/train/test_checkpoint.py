@@ -250,6 +250,23 @@ def test_an_index_of_thousands_of_brackets_is_damaged(copy: Path) -> None:
         read_metadata(file.parent)
 
 
+def test_an_index_larger_than_any_is_refused_before_it_is_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = checkpoint_path(copy, 2) / "metadata.json"
+    os.truncate(file, (1 << 28) + 1)
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(
+        ValueError, match=r"metadata\.json: is larger than 268435456 bytes, the most a checkpoint's index"
+    ):
+        read_metadata(file.parent)
+
+
+def test_an_index_that_could_not_be_read_again_is_not_written(ranks: MakeRanks, tmp_path: Path) -> None:
+    said = ranks(1).run(runs.save_with_a_small_index, tmp_path, 100)[0]
+    assert "could not be written" in said
+    assert "one of more than 100 is not read" in said
+    assert find_checkpoint(tmp_path, "latest") is None
+
+
 def test_another_format_version_is_refused(copy: Path) -> None:
     path = checkpoint_path(copy, 2)
     edit_metadata(path, lambda content: content.update(format=99))

@@ -215,7 +215,7 @@ def test_the_file_given_is_not_changed_by_overrides() -> None:
         ("out = 'a'\nsteps == 3\n", "line 2"),
         (b"\xff\xfe", "is not valid TOML"),
         ("a = " + "[" * 5_000, "is not valid TOML"),
-        ("#\n" * (1 << 19) + "#", "larger than 1 MiB"),
+        ("#\n" * (1 << 19) + "#", "run.toml: is larger than 1048576 bytes, the most a configuration may have"),
         (".".join("a" * 60_000) + " = 1", "longer than 8192 bytes"),
         ("a = 1" + "0" * 5000, "is not valid TOML"),
     ],

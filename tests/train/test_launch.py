@@ -189,6 +189,15 @@ def test_an_exception_in_this_process_is_reported_as_that_of_another(out: Path) 
     assert "raise_in_process" in (out / "rank-0-error.txt").read_text()
 
 
+def test_the_newest_checkpoint_is_not_advised_where_training_has_diverged(out: Path) -> None:
+    write_complete_checkpoint(out)
+    with pytest.raises(
+        RankFailure, match="DivergenceError: the loss is nan in step 4; the last checkpoint whose"
+    ) as failed:
+        launch(launch_entries.diverge, config_for(out, 1))
+    assert "train.resume=latest" not in str(failed.value)
+
+
 def test_a_full_disk_costs_the_traceback_and_not_the_message(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_complete_checkpoint(out)
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from stretto.cli import app
 from stretto.parallel import Overlap
 from stretto.train.config import config_to_toml
-from stretto.train.recorder import DivergenceError
+from stretto.train.divergence import DivergenceError
 from stretto.train.timeline import Span, Timeline, read_timeline
 from stretto.train.tracing import steps_to_trace
 

@@ -19,7 +19,7 @@ from stretto.train.checkpoint_metadata import read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, open_dataset
-from stretto.train.recorder import DivergenceError
+from stretto.train.divergence import DivergenceError
 from stretto.train.schedule import learning_rate
 
 MakeRanks = Callable[[int], Ranks]
@@ -181,14 +181,36 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: MakeRanks, tmp_
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_its_step_and_the_last_checkpoint(
+def test_a_loss_that_is_no_number_ends_the_run_with_its_step_and_says_where_to_go_on(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
+    options = [*on_grid(x=2), "train.checkpoint_every=1", "train.keep_checkpoints=9", "train.optimizer=sgd"]
+    run(ranks, tmp_path, *options, "train.steps=2")
+    # Step 3's loss is of step 2's weights; what its update makes of them has no loss.
+    diverging = runs.configure(tmp_path, *options, "train.resume=latest", "train.lr=1e36", "train.warmup_steps=0")
+    for _ in range(2):  # the second run begins with the weights that have no loss
+        with pytest.raises(DivergenceError, match=r"in step 4; .* train\.resume=.*step-00000002 and a lower train\.lr"):
+            ranks(2).run(runs.train_quietly, diverging)
+        assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 3)
+    resumed = run(ranks, tmp_path, *options, f"train.resume={checkpoint_path(tmp_path, 2)}", "train.steps=4")
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4]
+
+
+def test_weights_that_are_not_finite_are_never_saved(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = [*on_grid(x=2), "train.optimizer=sgd", "train.warmup_steps=0", "train.steps=2"]
+    run(ranks, tmp_path, *options, "train.steps=1")
+    fails = runs.configure(tmp_path, *options, "train.resume=latest", "train.lr=3e38", "train.weight_decay=1e3")
+    with pytest.raises(DivergenceError, match=r"weight is not finite after step 2, .*step-00000001: continue"):
+        ranks(2).run(runs.train_quietly, fails)
+    assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)
+
+
+def test_a_run_that_diverges_before_any_checkpoint_says_so(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(
         tmp_path, *on_grid(x=2), "train.lr=1e300", "train.warmup_steps=0", "train.clip=none", "train.dtype=fp64",
         "train.optimizer=sgd", "train.checkpoint_every=1",
     )  # fmt: skip
-    with pytest.raises(DivergenceError, match=r"in step 2; the last checkpoint is .*step-00000001"):
+    with pytest.raises(DivergenceError, match=r"in step 2; no checkpoint has weights whose loss was finite"):
         ranks(2).run(runs.train_quietly, config)
     assert [line["step"] for line in runs.metrics_of(tmp_path)] == [1]
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)

@@ -1,6 +1,7 @@
 """Weights as safetensors: out of a checkpoint, into a model on any grid."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,11 @@ def test_an_index_is_checked_and_leads_to_no_other_folder(tmp_path: Path) -> Non
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
     with pytest.raises(ValueError, match="is not an index of safetensors files"):
+        import_safetensors(runs.make_gpt(), index)
+    os.truncate(index, (1 << 26) + 1)
+    with pytest.raises(
+        ValueError, match="is larger than 67108864 bytes, the most an index of safetensors files may have"
+    ):
         import_safetensors(runs.make_gpt(), index)
     index.write_text('{"weight_map": {"norm.weight": "/etc/passwd"}}')
     with pytest.raises(ValueError, match=rf"{tmp_path}/passwd cannot be read"):

@@ -12,7 +12,8 @@ from typing import Any
 from stretto.bench.exposed import profile_exposed
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.plots import plot_overlap
-from stretto.bench.training_runs import Run, Workload, build_stretto, grid_name, make_grid, measure, parse_grids
+from stretto.bench.training_runs import Run, Workload, build_stretto, make_grid, measure, parse_grids
+from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 
 # In paper 003's order (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
@@ -57,7 +58,7 @@ def measure_overlap(workload: Workload, ranks: int, grids: str) -> list[dict[str
     world = Grid(data=ranks)  # joins the job
     rows: list[dict[str, Any]] = []
     for sizes in parse_grids(grids, ranks):
-        grid, label = make_grid(sizes), grid_name(sizes)
+        grid, label = make_grid(sizes), name_grid(sizes)
         runs = [
             Run(f"{label}: {stage}", partial(build_stretto, workload, grid, overlap=overlap))
             for stage, overlap in STAGES.items()

@@ -24,7 +24,6 @@ from stretto.bench.training_runs import (
     Step,
     Workload,
     captured,
-    grid_name,
     grids_of,
     make_grid,
     measure,
@@ -32,6 +31,7 @@ from stretto.bench.training_runs import (
     stretto_run,
     whole_gpt,
 )
+from stretto.cluster import name_grid
 from stretto.models import GPTConfig
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors
@@ -153,7 +153,7 @@ def _stretto_runs(
         grid = make_grid(sizes)
         ways = [{}, {"shards_sequence": True}] if sizes["x"] > 1 else [{}]
         for way, is_compiled in itertools.product(ways, (False, True)):
-            name = f"Stretto {grid_name(sizes)}" + (", sequence sharded" if way else "")
+            name = f"Stretto {name_grid(sizes)}" + (", sequence sharded" if way else "")
             name += ", compiled" if is_compiled else ""
             options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls} | way
             run = stretto_run(workload, grid, name, **options)

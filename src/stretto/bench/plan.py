@@ -16,8 +16,8 @@ import torch
 from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
 from stretto.bench.plan_comparison import compare, summarize
 from stretto.bench.plots import plot_plan
-from stretto.bench.training_runs import Workload, grid_name, grids_of, make_grid, measure, stretto_run
-from stretto.cluster import Cluster
+from stretto.bench.training_runs import Workload, grids_of, make_grid, measure, stretto_run
+from stretto.cluster import Cluster, name_grid
 from stretto.parallel import Grid
 from stretto.planner import predict
 
@@ -90,7 +90,7 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
 
 def _predict(planned: Planned, sizes: dict[str, int], cluster: Cluster) -> dict[str, Any]:
     work = planned.workload
-    row: dict[str, Any] = {"grid": grid_name(sizes)}
+    row: dict[str, Any] = {"grid": name_grid(sizes)}
     options = ASSUMED | {"dtype": work.dtype}
     try:
         plan = predict(work.model, cluster, grid=sizes, batch=work.batch, seq_len=work.seq_len, **options)
@@ -166,9 +166,9 @@ def measure_grids(workload: Workload, ranks: int, predicted: list[dict[str, Any]
     world = Grid(data=ranks)  # joins the job
     reasons = {row["grid"]: _why_not(row, world.device) for row in predicted}
     runs = [
-        stretto_run(workload, make_grid(sizes), grid_name(sizes))
+        stretto_run(workload, make_grid(sizes), name_grid(sizes))
         for sizes in grids_of(ranks)
-        if reasons[grid_name(sizes)] is None
+        if reasons[name_grid(sizes)] is None
     ]
     rows = [{"grid": grid, "reason": reason} for grid, reason in reasons.items() if reason is not None]
     for row in measure(runs, workload, world.device):

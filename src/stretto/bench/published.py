@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import Column, print_table, write_result
-from stretto.cluster import Cluster
+from stretto.cluster import Cluster, name_grid
 from stretto.models import GPTConfig
 from stretto.planner import plan
 
@@ -73,9 +73,9 @@ def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
         "cluster": run.cluster,
         "gpus": run.gpus,
         "model": run.model,
-        "paper_grid": _name(paper.grid),
+        "paper_grid": name_grid(paper.grid),
         "paper_seconds": paper.step_time,
-        "full_grid": _name(full.grid),
+        "full_grid": name_grid(full.grid),
         "full_seconds": full.step_time,
         "exposed_seconds": sum(full.exposed.values()),
         "predicted_petaflops": _model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
@@ -89,7 +89,3 @@ def _model_flops(model: GPTConfig, batch: int) -> float:
     return (
         96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + model.vocab / (16 * layers * hidden))
     )
-
-
-def _name(grid: Any) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in grid.items() if size > 1)

@@ -17,13 +17,13 @@ from stretto.bench.training_runs import (
     Run,
     Step,
     Workload,
-    grid_name,
     grids_of,
     make_grid,
     measure,
     meta_gpt,
     stretto_run,
 )
+from stretto.cluster import name_grid
 from stretto.parallel import Grid
 
 COLUMNS = (
@@ -64,7 +64,7 @@ def bench_train(
 def _measure_all(workload: Workload, ranks: int, with_peers: bool) -> list[dict[str, Any]]:
     world = Grid(data=ranks)  # joins the job, so that peers and grids share its process group
     runs = [_fsdp2_run(workload, world, name, setup) for name, setup in FSDP2.items()] if with_peers else []
-    runs += [stretto_run(workload, make_grid(sizes), grid_name(sizes)) for sizes in grids_of(ranks)]
+    runs += [stretto_run(workload, make_grid(sizes), name_grid(sizes)) for sizes in grids_of(ranks)]
     return measure(runs, workload, world.device)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.bench.harness import FAILURES, TORCH_DTYPES, empty_memory, in_one_line, peak_memory_gib, time_steps
+from stretto.cluster import name_grid
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
@@ -104,7 +105,7 @@ def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
             raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
         sizes = dict.fromkeys(AXES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
         if prod(sizes.values()) != ranks:
-            raise ValueError(f"the grid {grid_name(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
+            raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
         grids.append(sizes)
     return grids
 
@@ -112,11 +113,6 @@ def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
 def make_grid(sizes: Mapping[str, int]) -> Grid:
     """The grid of these sizes."""
     return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"])
-
-
-def grid_name(sizes: Mapping[str, int]) -> str:
-    """A grid as tables name it: axes of size 1 are left out."""
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one rank"
 
 
 def measure(

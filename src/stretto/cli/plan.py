@@ -122,6 +122,8 @@ def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -
     from rich.console import Console
     from rich.table import Table
 
+    from stretto.cluster import name_grid
+
     fitting = sum(plan.fits for plan in plans)
     console = Console()
     table = Table(title=f"{len(plans)} grids on {cluster.name}, {fitting} of which fit", box=box.SIMPLE_HEAD)
@@ -131,7 +133,7 @@ def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -
         exposed = " / ".join(_milliseconds(plan.exposed[axis]) for axis in ("x", "y", "z", "data"))
         table.add_row(
             str(place),
-            " ".join(f"{axis}={size}" for axis, size in plan.grid.items() if size > 1) or "one rank",
+            name_grid(plan.grid),
             f"{plan.micro_batch}{'*' if plan.checkpoint_activations else ' '}",
             f"{plan.step_time:.4g} s",
             exposed,

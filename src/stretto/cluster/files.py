@@ -6,6 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from stretto.cluster.bounded import read_bounded
+
 LARGEST_FILE = 256 * 1024  # bytes; a preset has about 3 KB
 LONGEST_LINE = 4096  # characters; tomllib's time grows with the square of a dotted key's parts
 
@@ -26,12 +28,8 @@ def read(path: Path, presets: Sequence[str]) -> str:
     if not path.is_file():  # also says no to pipes and devices, which may never end
         hint = f'; Cluster.preset("{path}") is the preset of that name' if str(path) in presets else ""
         raise ValueError(f"{path}: there is no such file{hint}")
-    with path.open("rb") as file:
-        data = file.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise ValueError(f"{path}: is larger than {LARGEST_FILE} bytes, the most a cluster file may have")
     try:
-        text = data.decode("utf-8")
+        text = read_bounded(path, LARGEST_FILE, "a cluster file").decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text (byte {error.start})") from None
     for number, line in enumerate(text.split("\n"), start=1):

@@ -8,13 +8,13 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NoReturn
 from xml.sax.saxutils import quoteattr
 
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser, ParseError
 
+from stretto.cluster import read_bounded
 from stretto.collectives import collective as collectives
 from stretto.collectives.collective import MAX_CHUNKS, MAX_PLACES, MAX_RANKS, Buffer, Collective
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
@@ -115,12 +115,10 @@ def _step_line(at: int, step: Step) -> str:
 
 def read_schedule(path: Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Collective | None = None) -> Schedule:
     """The schedule in a file. See `from_xml`; OSError where the file cannot be read."""
-    status = path.stat()
-    if not S_ISREG(status.st_mode):  # a pipe might never end, or never begin
-        raise ScheduleFileError(f"{path}: not a regular file")
-    if status.st_size > max_bytes:
-        raise ScheduleFileError(f"{path}: larger than {max_bytes} bytes")
-    text = path.read_bytes()
+    try:
+        text = read_bounded(path, max_bytes, "a schedule")
+    except ValueError as error:
+        raise ScheduleFileError(str(error)) from None
     return from_xml(text, str(path), collective=collective)
 
 

@@ -1,5 +1,6 @@
 """What each rank tells all others, within a time limit."""
 
+import os
 from datetime import timedelta
 from typing import TypeVar
 
@@ -54,6 +55,11 @@ def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[
     except RuntimeError as error:
         raise PeerError(f"rank {dist.get_rank(group)} of {len(values)} lost another rank: {error}") from error
     return values  # type: ignore[return-value]
+
+
+def is_debugging() -> bool:
+    """Whether ranks compare each of their calls before they make it: STRETTO_DEBUG is set, and not to 0."""
+    return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
 
 
 def tell(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:

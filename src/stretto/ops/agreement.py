@@ -3,13 +3,12 @@
 Each new kind of call of a group is said once, through the group's store; with STRETTO_DEBUG=1 every call is.
 """
 
-import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from stretto.memory import tell
+from stretto.memory import is_debugging, tell
 from stretto.ops.workspace import find_group, find_known
 
 _MOST_KNOWN = 4096
@@ -20,11 +19,6 @@ _PATIENCE = 300.0  # seconds: first calls may be minutes apart, while a rank loa
 class _Said:
     count: int = 0
     known: set[str] = field(default_factory=set)
-
-
-def is_debugging() -> bool:
-    """Whether every call is compared, not only those of a new kind."""
-    return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
 
 
 def require_agreement(said: str, group: str, device: torch.device) -> None:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.agreement import is_debugging, require_agreement
+from stretto.memory import is_debugging
+from stretto.ops.agreement import require_agreement
 from stretto.ops.gemm import count_processors, find_capability, takes_tma
 from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
 from stretto.ops.workspace import find_group, require_no_capture

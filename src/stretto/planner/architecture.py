@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from stretto.cluster import read_bounded
 from stretto.models.config import PRESETS, GPTConfig
 
 MAX_FILE_BYTES = 1 << 20
@@ -226,12 +227,9 @@ def from_hugging_face(name: str, config: Mapping[str, Any]) -> Architecture:
 
 def _from_file(path: Path, seq_len: int) -> Architecture:
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
+        raw = read_bounded(path, MAX_FILE_BYTES, "a model's configuration")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_FILE_BYTES} bytes, which no model's configuration is")
     try:
         text = raw.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from stretto.cluster import name_grid
 from stretto.planner.architecture import Architecture
 
 
@@ -43,7 +44,7 @@ class GridSizes:
         raise ValueError(f"{axis!r} is not an axis of a grid")
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
+        return name_grid(self.sizes())
 
 
 def divisors(number: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stretto.cluster import name_grid, read_bounded
 from stretto.report.loss_plot import plot_loss
 from stretto.report.timeline import plot_timeline
 from stretto.train.checkpoint import newest_checkpoint
@@ -17,6 +18,7 @@ from stretto.train.timeline import OTHER, TRACE_FILE, read_timeline
 LOSS_PLOT = "loss.png"
 TIMELINE_PLOT = "timeline.png"
 SUMMARY = "summary.md"
+MAX_SUMMARY_BYTES = 1 << 20
 EVALUATION = ("auc", "evaluation_loss")  # what a line of a step has, after which there was one
 
 
@@ -40,8 +42,7 @@ class Run:
     def label(self) -> str:
         """The run's ranks in words, as a plot names them."""
         grid = self.config.grid
-        axes = " ".join(f"{axis}={size}" for axis, size in grid.sizes().items() if size > 1)
-        return f"{grid.ranks} ranks, {axes}" if axes else "1 rank"
+        return f"{grid.ranks} ranks, {name_grid(grid.sizes())}" if grid.ranks > 1 else "1 rank"
 
 
 def read_run(out: Path) -> Run:
@@ -60,7 +61,9 @@ def read_run(out: Path) -> Run:
         evaluations=tuple(
             (line["step"], {name: line[name] for name in EVALUATION}) for line in metrics if EVALUATION[0] in line
         ),
-        summary=json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {},
+        summary=json.loads(read_bounded(summary_file, MAX_SUMMARY_BYTES, "a run's summary"))
+        if summary_file.is_file()
+        else {},
     )
 
 

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.transforms import blended_transform_factory
 
+from stretto.cluster import name_grid
 from stretto.train.intervals import Intervals, subtract
 from stretto.train.timeline import COMPUTE, OTHER, Timeline
 
@@ -58,7 +59,7 @@ def _mark_steps(axes: Axes, timeline: Timeline) -> None:
 
 
 def _title(timeline: Timeline) -> str:
-    sizes = " ".join(f"{axis}={size}" for axis, size in timeline.grid.items() if size > 1) or "one rank"
+    sizes = name_grid(timeline.grid)
     share = timeline.exposed_total / timeline.step_time
     return (
         f"{sizes}: {_ms(timeline.step_time)} ms a step, "

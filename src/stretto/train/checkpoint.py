@@ -41,6 +41,7 @@ from stretto.train.checkpoint_storage import (
     StateSavePlanner,
     remove_folder,
 )
+from stretto.train.divergence import require_finite_weights
 from stretto.train.optimizer import ShardOptimizer, local_shard
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ def save_checkpoint(
     """Write the state after `step`, delete all but the `keep` newest checkpoints, and return the path.
 
     Collective: every rank calls it, and on return it is on the disk. `run` and `data` describe the run's
-    configuration and its text in JSON's types.
+    configuration and its text in JSON's types. DivergenceError, on all ranks, if a weight is not finite: nothing is
+    written or deleted then.
     """
     description = {"optimizer": optimizer.name, "model": asdict(model_config), "run": run, "data": data}
     return save_state(out, step, training_state(model, optimizer), description, keep=keep)
@@ -144,6 +146,7 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
     A tensor of which this rank holds nothing may be left out. `description`: CheckpointMetadata's optimizer, model, run
     and data.
     """
+    require_finite_weights(state, step)
     path = checkpoint_path(out, step)
     with _first_failure(OSError, f"the checkpoint {path} could not be written"):
         dcp.save(

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from stretto.cluster import read_bounded
+
 METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 1
+MAX_METADATA_BYTES = 1 << 28  # a piece of a tensor takes about 100
 # What a resumed run may change of its model: parameters of the same shapes then still mean the same. Where positions
 # are learned, their shape tells of another max_seq_len.
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
@@ -88,16 +91,17 @@ class CheckpointMetadata(BaseModel):
 def read_metadata(path: Path) -> CheckpointMetadata:
     """Read and verify a checkpoint's index, and that its shard files are there, whole.
 
-    Raises ValueError that names what is wrong: no checkpoint, another format, a shard file that is missing or
-    too short.
+    Raises ValueError that names what is wrong: no checkpoint, an index larger than MAX_METADATA_BYTES, another format,
+    a shard file that is missing or too short.
     """
     file = path / METADATA_FILE
     if not file.is_file():
         if not path.is_dir():
             raise ValueError(f"there is no checkpoint at {path}")
         raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
+    text = read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index")
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:  # thousands of brackets
         raise ValueError(f"{file} is damaged: {error}") from error
     version = content.get("format") if isinstance(content, dict) else None

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.train.checkpoint_metadata import (
     FORMAT_VERSION,
+    MAX_METADATA_BYTES,
     METADATA_FILE,
     CheckpointMetadata,
     Chunk,
@@ -158,8 +159,13 @@ class AtomicWriter(FileSystemWriter):
             if isinstance(entry, TensorStorageMetadata)
         }
         content = CheckpointMetadata(format=FORMAT_VERSION, tensors=tensors, **self.description)
-        with open(self.working_path / METADATA_FILE, "w", encoding="utf-8") as file:
-            file.write(content.model_dump_json())
+        text = content.model_dump_json().encode()
+        if len(text) > MAX_METADATA_BYTES:
+            raise ValueError(
+                f"{METADATA_FILE} has {len(text)} bytes, and one of more than {MAX_METADATA_BYTES} is not read"
+            )
+        with open(self.working_path / METADATA_FILE, "wb") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.working_path)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from stretto.cluster import read_bounded
 from stretto.train.dlrm_options import DLRMTrainConfig
 from stretto.train.options import DataConfig, GridConfig, JobConfig, ModelConfig, RunConfig, Section, TrainConfig
 
@@ -54,12 +55,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     if not path.is_file():  # also says no to pipes and devices, which may never end
         raise ConfigError(f"there is no configuration file {path}{_similar_file(path)}")
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_bounded(path, MAX_FILE_BYTES, "a configuration")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is no configuration: it is larger than {MAX_FILE_BYTES >> 20} MiB")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if any(len(line) > MAX_LINE for line in content.splitlines()):
         raise ConfigError(f"{path} is no configuration: a line is longer than {MAX_LINE} bytes")
     try:

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from stretto.train.checkpoint import newest_checkpoint, unreadable
+from stretto.train.divergence import DivergenceError
 from stretto.train.options import AnyConfig, JobConfig, TrainConfig, nearest_grid
 from stretto.train.supervisor import STOP_SIGNALS, Failure, Patience, Supervisor
 
@@ -46,10 +47,9 @@ class RankFailure(RuntimeError):
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
             self.checkpoint = newest_checkpoint(config.out, before=newest)  # "latest" would fail again
-        lines = [
-            f"rank {failure.rank} of {config.ranks} failed: {failure.reason}",
-            where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest),
-        ]
+        lines = [f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
+        if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # which says itself how to go on
+            lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
         super().__init__("\n".join(lines))

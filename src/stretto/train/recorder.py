@@ -9,12 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stretto.train.divergence import DivergenceError
 from stretto.train.metrics import MetricsLog, StepMetrics
 from stretto.train.progress import Reporter
-
-
-class DivergenceError(ArithmeticError):
-    """The loss or the gradient's norm is no longer a finite number."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import logging
 import resource
 import sys
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ import torch.distributed as dist
 
 from stretto.memory import allocated_bytes
 from stretto.parallel import AXES, Grid, count_collectives
-from stretto.train.checkpoint import find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
+from stretto.train.divergence import DivergenceError
 from stretto.train.dlrm_options import DLRMTrainConfig
 from stretto.train.launch import resolve_device
 from stretto.train.metrics import SUMMARY_FILE, MetricsLog, require_tensorboard, write_summary
 from stretto.train.options import JobConfig, TrainConfig
 from stretto.train.prediction import in_words
 from stretto.train.progress import Display, Reporter, open_reporter
-from stretto.train.recorder import DivergenceError, StepRecorder
+from stretto.train.recorder import StepRecorder
 from stretto.train.run import Run
 from stretto.train.run_lock import training_lock
 from stretto.train.schedule import learning_rate
@@ -38,7 +40,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
 
     Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run is
     going on in `config.out`, and
-    DivergenceError, with the step and the last checkpoint, when the loss is no longer a number.
+    DivergenceError, with the step and how to go on, when the loss is no longer a number.
     """
     if config.train.tensorboard:
         require_tensorboard()
@@ -94,7 +96,8 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         try:
             bytes_sent = _train_steps(run, start, stop, recorder, reporter, tracer)
         except DivergenceError as error:
-            raise DivergenceError(f"{error}; {_last_checkpoint(config)}") from None
+            last = start if recorder.last is None else recorder.last.step
+            raise DivergenceError(f"{error}; {_how_to_go_on(config, last, resumed_from, start)}") from None
         peak_memory = _peak_memory(grid)
         if is_first:
             about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
@@ -167,9 +170,21 @@ def _train_steps(
     return bytes_sent
 
 
-def _last_checkpoint(config: JobConfig) -> str:
-    newest = newest_checkpoint(config.out)
-    return "no checkpoint had been written" if newest is None else f"the last checkpoint is {newest}"
+def _how_to_go_on(config: JobConfig, last: int, resumed_from: Path | None, start: int) -> str:
+    """What to change, and where to continue, after a run whose last step with a finite loss and norm was `last`.
+
+    These are of the weights before that step: its checkpoint holds the ones that the next step failed with.
+    """
+    sound = newest_checkpoint(config.out, before=checkpoint_path(config.out, last))
+    if sound is None and start < last:
+        sound = resumed_from
+    change = f"a lower train.lr than {config.train.lr:g}, or another train.seed"
+    if sound is None:
+        return f"no checkpoint has weights whose loss was finite: start again, --set train.resume=none, with {change}"
+    return (
+        f"the last checkpoint whose weights had a finite loss is {sound}: continue with --set train.resume={sound} and "
+        f"{change}, since the same run diverges again"
+    )
 
 
 def _peak_memory(grid: Grid) -> int:

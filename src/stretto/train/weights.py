@@ -12,10 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from stretto.cluster import read_bounded
 from stretto.train.checkpoint import pieces_of, resolve_checkpoint
 from stretto.train.checkpoint_metadata import TensorEntry, first_difference, read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 
+MAX_INDEX_BYTES = 1 << 26  # a tensor takes about 100
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16"}
 
 
@@ -94,8 +96,9 @@ def _files_of(file: Path) -> list[Path]:
         raise ValueError(f"there is no file {file}")
     if file.suffix != ".json":
         return [file]
+    text = read_bounded(file, MAX_INDEX_BYTES, "an index of safetensors files")
     try:
-        weight_map = json.loads(file.read_bytes())["weight_map"]
+        weight_map = json.loads(text)["weight_map"]
         names = sorted({Path(str(name)).name for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is not an index of safetensors files: {error!r}") from error

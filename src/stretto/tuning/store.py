@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.cluster import read_bounded
+
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20
@@ -50,8 +52,8 @@ class Store:
             return _read_json(self.path)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
-            logger.warning("%s cannot be read, so its times are measured again: %s", self.path, error)
+        except (OSError, ValueError) as error:
+            logger.warning("the times in %s are measured again: %s", self.path, error)
             return {}
 
 
@@ -64,8 +66,6 @@ def read_times(path: Path) -> dict[str, dict[str, tuple[float, ...]]]:
         content = _read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no file of measured times: {error}") from error
     for machine, known in content.items():
         if not isinstance(known, dict):
             raise ValueError(f"{path} is no file of measured times: {machine!r} has no table")
@@ -84,12 +84,14 @@ def cache_folder() -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object; OSError, ValueError or RecursionError for what has none."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-    content = json.loads(path.read_text(encoding="utf-8"))
+    """The file's object. OSError where it cannot be read; ValueError, which names the file, for what has none."""
+    text = read_bounded(path, MAX_FILE_BYTES, "a file of measured times")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no file of measured times: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError("it holds no table")
+        raise ValueError(f"{path} is no file of measured times: it holds no table")
     return content
 
 

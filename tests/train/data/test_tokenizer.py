@@ -172,6 +172,14 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str | b
         open_dataset(write(tmp_path / "a", TEXT), tokenizer=named, seq_len=1)
 
 
+def test_a_tokenizer_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    named = tmp_path / "tokenizer.json"
+    named.touch()
+    os.truncate(named, (1 << 28) + 1)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: is larger than 268435456 bytes"):
+        open_dataset(write(tmp_path / "a", TEXT), tokenizer=str(named), seq_len=1)
+
+
 def test_a_missing_tokenizer_and_a_folder_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a", TEXT)
     with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from stretto.collectives.backend.calls import Call, find_obstacle
+from stretto.collectives.backend.comparing import Comparison
 from stretto.collectives.backend.counting import CallCounter
 from stretto.collectives.backend.installed import Installed
 from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
+from stretto.memory import is_debugging
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -28,6 +30,7 @@ class Dispatcher:
         self.installed: tuple[Installed, ...] = ()
         self._runners: dict[str, Runner | None] = {}
         self._is_resting = False
+        self._comparison = Comparison(member) if is_debugging() else None
         self.is_closed = False
 
     def __call__(
@@ -42,13 +45,16 @@ class Dispatcher:
     ) -> "Work | None":
         """Start a schedule for this call and return its Work; None: the backend inside is to run it.
 
-        RuntimeError once the group has been destroyed or aborted.
+        RuntimeError once the group has been destroyed or aborted. If STRETTO_DEBUG was set when the group was made,
+        DisagreementError where ranks call different things, and PeerError for a rank that does not come.
         """
         if self.is_closed:
             raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
         if self._is_resting:
             return None
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
+        if self._comparison is not None:
+            self._comparison.require_same(call)
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None:

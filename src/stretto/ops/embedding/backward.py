@@ -30,6 +30,7 @@ from stretto.ops.embedding.ways import (
     count_multiprocessors,
     describe_pooling,
     describe_shapes,
+    hold_for_replays,
     keep_words,
     round_up_to_power,
     send_words,
@@ -189,6 +190,8 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
     """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later."""
     device, total = staging.device, lookups.indices.numel()
     lookup, bases, first_rows = _describe_rows(lookups.rows, lookups.dims, staging.element_size(), device)
+    hold_for_replays(lookup.meta)
+    hold_for_replays(first_rows)
     rows = bases[-1]
     # The keys' largest number is that of a lookup without a row.
     keys = torch.full((total,), rows, dtype=torch.int32 if rows < 2**31 - 1 else torch.int64, device=device)
@@ -250,6 +253,7 @@ def reduce_rows(
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
     meta = keep_words(words, device) if is_kept else send_words(words, device)
     target = _describe_target(tuple(dims), gradients.element_size(), action, by_number, device)
+    hold_for_replays(target.tables_of)
     target = target._replace(meta=meta, settings=settings)
     block = target.block.value
     cuts = (segments.total - 1) // way.limit

@@ -114,7 +114,7 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 _kept: dict[tuple[object, ...], Tensor] = {}
-_captured: list[Tensor] = []  # what replays of CUDA graphs copy from
+_captured: dict[int, Tensor] = {}  # by address: what replays of CUDA graphs read or copy from
 
 
 def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
@@ -124,12 +124,22 @@ def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
     """
     key = (device, words)
     if key not in _kept:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(device):
             raise ValueError("a CUDA graph takes tables that a call has had before: call the operator once with these")
         while len(_kept) >= _MOST_TABLES_KEPT:
             del _kept[next(iter(_kept))]
         _kept[key] = torch.tensor(words, dtype=torch.int64, device=device)
-    return _kept[key]
+    return hold_for_replays(_kept[key])
+
+
+def hold_for_replays(kept: Tensor) -> Tensor:
+    """The tensor itself; while a CUDA graph is captured, it is never freed from then on, whatever caches let go of.
+
+    Replays read it, and nobody says when a graph is gone. Calls outside of graphs hold nothing.
+    """
+    if _is_capturing(kept.device):
+        _captured[kept.data_ptr()] = kept
+    return kept
 
 
 def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
@@ -138,14 +148,20 @@ def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
     if device.type == "cpu":
         return staged
     staged = staged.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        _captured.append(staged)
+    if _is_capturing(device):
+        _captured[staged.data_ptr()] = staged
     return staged.to(device, non_blocking=True)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def describe_tables(tables: TableSet, first_column: int, batch: int, width: int, total: int) -> Lookup:
     """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
-    return _describe_tables(tables, first_column)._replace(batch=batch, width=width, total=total)
+    lookup = _describe_tables(tables, first_column)
+    hold_for_replays(lookup.meta)
+    return lookup._replace(batch=batch, width=width, total=total)
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES_KEPT)

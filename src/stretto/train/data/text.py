@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from stretto.cluster import read_bounded
 from stretto.train.data.cache import cached_file
 from stretto.train.data.files import file_size, read_head, reading
 from stretto.train.data.stream import Segment, TokenStream
@@ -74,11 +75,9 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
         ) from error
     if path.is_dir():
         raise ValueError(f"tokenizer={str(path)!r} is a folder: name the file, {path / 'tokenizer.json'}")
-    size = file_size(path)
-    if size > MAX_TOKENIZER_BYTES:
-        raise ValueError(f"{path}: has {size} bytes; a tokenizer.json has at most {MAX_TOKENIZER_BYTES}")
+    file_size(path)  # refuses a missing or empty one
     with reading(path):
-        content = path.read_bytes()
+        content = read_bounded(path, MAX_TOKENIZER_BYTES, "a tokenizer.json")
     try:
         description = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

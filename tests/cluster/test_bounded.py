@@ -1,0 +1,33 @@
+"""Files of bounded size."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cluster import read_bounded
+
+
+def test_a_file_is_read_up_to_the_limit_and_refused_beyond_it(tmp_path):
+    file = tmp_path / "small.txt"
+    file.write_bytes(b"12345")
+    assert read_bounded(file, 5, "a note") == b"12345"
+    with pytest.raises(ValueError, match=r"small\.txt: is larger than 4 bytes, the most a note may have"):
+        read_bounded(file, 4, "a note")
+
+
+def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            read_bounded(path, 5, "a note")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_file_that_says_it_is_empty_and_is_not_is_bounded():
+    with open("/proc/self/status", "rb") as status:
+        content = status.read()
+    assert os.stat("/proc/self/status").st_size == 0 < len(content)
+    with pytest.raises(ValueError, match="is larger than 4 bytes"):
+        read_bounded(Path("/proc/self/status"), 4, "a note")
