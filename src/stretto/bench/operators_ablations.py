@@ -66,7 +66,12 @@ def vary(name: str, plan: Plan) -> dict[str, Plan]:
                 pieces = plan._replace(transfer="copies", direction="push", piece_bytes=1 << size)
                 plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
         case "scatter":
-            plans |= {f"sums as {how}": plan._replace(exchange=how) for how in ("tiles", "packets")}
+            plans["sums as packets"] = plan._replace(exchange="packets")
+            tiles = plan._replace(exchange="tiles")
+            plans["tiles stored by programs"] = tiles._replace(transfer="programs")
+            for size in (20, 21, 22, 23, 24):
+                pieces = tiles._replace(transfer="copies", piece_bytes=1 << size)
+                plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
         case _:
             del plans["no shift by rank"]
             plans |= {f"{shots} shots": plan._replace(shots=shots) for shots in (1, 2)}

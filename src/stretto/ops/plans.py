@@ -55,9 +55,10 @@ class Plan(NamedTuple):
 
     implementation: "kernel" or "library" (which takes nothing else). blocks: the GEMM's tiles. transfer: what moves the
     gathered rows: copy engines ("copies"), or the first `movers` programs of the kernel, before they multiply
-    ("programs"), which push or pull them (direction). piece_bytes: what is moved before a signal. exchange: how partial
-    sums go to the ranks: "tiles" with signals, or "packets", for few rows. shots: of an all-reduce: 1, all send all to
-    all; 2, an owner adds up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section
+    ("programs"), which push or pull them (direction); and what moves tiles of partial sums: copy engines, or the
+    program that has multiplied them. piece_bytes: what is moved before a signal. exchange: how partial sums go to the
+    ranks: in "tiles", or in "packets", for few rows. shots: of an all-reduce: 1, all send all to all; 2, an owner adds
+    up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section
     4.1); without, all begin with rank 0's.
     """
 
@@ -157,7 +158,12 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
             more = (call.world - 1) * sums - 2 * (call.world - 1) * sums // call.world
             plan = plan._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)
         case "matmul_reduce_scatter":
-            plan = plan._replace(exchange="packets" if call.m <= FEW_ROWS else "tiles")
+            copies = call.m >= SCATTER_COPIED_ROWS and call.world > 1
+            plan = plan._replace(
+                exchange="packets" if call.m <= FEW_ROWS else "tiles",
+                transfer="copies" if copies else "programs",
+                piece_bytes=SCATTER_PIECE_BYTES,
+            )
         case _:
             transfer, movers = next(row[1:] for row in GATHER_TRANSFERS if call.m <= row[0])
             plan = plan._replace(transfer=transfer, movers=min(movers, machine.processors))
@@ -166,6 +172,12 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
 
 # (rows of the whole up to, who moves them, programs that move): the first row that holds counts.
 GATHER_TRANSFERS = ((512, "programs", 132), (1 << 62, "copies", 1))
+SCATTER_COPIED_ROWS = 1024
+"""Of a reduce-scatter of so many rows or more, copy engines push the tiles; of fewer, where a round of tiles is most of
+the product, the kernel stores them to their owners."""
+
+SCATTER_PIECE_BYTES = 6 << 20
+
 COOL_ROWS = 4096
 """Of a gather of more, tiles of 128 columns are faster, by two programs on a multiprocessor: power is the limit."""
 
@@ -247,6 +259,10 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
         case "matmul_reduce_scatter":
             if call.m <= 4 * FEW_ROWS:
                 others = [plan._replace(exchange=exchange) for exchange in EXCHANGES]
+            if call.m > FEW_ROWS:
+                tiles = plan._replace(exchange="tiles")
+                others += [tiles._replace(transfer="programs")]
+                others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != plan)
 
 
