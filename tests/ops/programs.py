@@ -102,7 +102,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], shares.cut_tiles
+    more, deal = [], shares.cut_tiles.__wrapped__
 
     def see(count, *arguments):
         dealt = deal(count, *arguments)

@@ -17,7 +17,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops.gemm import count_store_parts, describe_gemm, multiply_tile, order_tiles, store_tile
+from stretto.ops.gemm import (
+    count_store_parts,
+    describe_gemm,
+    describe_kind,
+    divide_up,
+    multiply_tile,
+    order_tiles,
+    store_tile,
+)
 from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
 from stretto.ops.plans import Plan
 from stretto.ops.workspace import CHANNELS, count_bytes, find_workspace
@@ -44,9 +52,9 @@ class Pieces(NamedTuple):
 def cut_pieces(count: int, tile_bytes: int, plan: Plan) -> Pieces:
     """How `count` tiles for each owner are pushed and added up, in pieces of about the plan's piece_bytes."""
     assert plan.blocks is not None
-    size = triton.cdiv(count, max(1, min(count * tile_bytes // plan.piece_bytes, _MOST_PIECES, count)))
+    size = divide_up(count, max(1, min(count * tile_bytes // plan.piece_bytes, _MOST_PIECES, count)))
     threads = 1 if tiles.INTERPRETED.value else 32 * plan.blocks.num_warps
-    return Pieces(triton.cdiv(count, size) + 1, size, threads)
+    return Pieces(divide_up(count, size) + 1, size, threads)
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +74,7 @@ def launch_copied(
     """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
     blocks, (rows, n) = plan.blocks, out.shape
     assert blocks is not None
-    count = triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
+    count = divide_up(rows, blocks.m) * divide_up(n, blocks.n)
     size = count_bytes((world - 1) * count, blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "copied")
     channel, slot = workspace.channel, next(workspace.turns)
@@ -85,29 +93,20 @@ def launch_copied(
     work = _Work(pieces, workspace.arrivals, stored, (world * count - 1) // programs * programs, own)
     split = work.split(own)
 
+    kind = dtype, describe_kind(plan, x, weight, gemm, bias, out)
+
     def add(part: slice) -> None:
         height = max(1, _ADDED_ELEMENTS.value // blocks.n)
         most = blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
-        add_tiles[(min(triton.cdiv((part.stop - part.start) * blocks.m, height), most),)](
-            begun,
-            owners,
-            gemm,
-            stored[own],
-            pushed,
-            out,
-            bias,
-            rows,
-            part.start,
-            part.stop,
-            WAITS=part.start == 0,
-            num_warps=4,
-        )
+        programs, waits = min(divide_up((part.stop - part.start) * blocks.m, height), most), part.start == 0
+        arguments = begun, owners, gemm, stored[own], pushed, out, bias, rows, part.start, part.stop, waits
+        channel.launch("add_tiles", add_tiles, (waits, kind), programs, arguments, num_warps=4)
 
     try:
         with tiles.copy_engine(channel):
             turn = slot if workspace.slots == 2 else None
             begun = channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
-        multiply_tiles[(programs,)](
+        arguments = (
             channel.rank,
             pieces,
             workspace.arrivals,
@@ -116,8 +115,15 @@ def launch_copied(
             b,
             target,
             rows,
-            WORLD=world,
-            SHIFTED=plan.is_shifted,
+            world,
+            plan.is_shifted,
+        )
+        channel.launch(
+            "multiply_tiles",
+            multiply_tiles,
+            kind,
+            programs,
+            arguments,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import Blocks, count_processors, describe_gemm
+from stretto.ops.gemm import Blocks, count_processors, describe_gemm, describe_kind, divide_up
 from stretto.ops.shares import Shares, multiply_part
 from stretto.ops.workspace import Workspace
 
@@ -40,12 +40,12 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
 @lru_cache(maxsize=4096)
 def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
     """(steps over k that each program does in a row; how many programs): whole tiles if they come out even."""
-    tile_count = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)
-    steps = triton.cdiv(k, blocks.k)
-    whole = triton.cdiv(tile_count, blocks.programs)
-    even = triton.cdiv(tile_count * steps, blocks.programs)
+    tile_count = divide_up(m, blocks.m) * divide_up(n, blocks.n)
+    steps = divide_up(k, blocks.k)
+    whole = divide_up(tile_count, blocks.programs)
+    even = divide_up(tile_count * steps, blocks.programs)
     share = whole * steps if whole * steps <= _UNEVEN * even else even
-    return share, min(blocks.programs, triton.cdiv(tile_count * steps, share))
+    return share, min(blocks.programs, divide_up(tile_count * steps, share))
 
 
 def launch(
@@ -65,17 +65,17 @@ def launch(
     share, programs = share_steps(m, n, k, blocks)
     sums: Any = None
     if share % -(-k // blocks.k):
-        places = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n) + programs
+        places = divide_up(m, blocks.m) * divide_up(n, blocks.n) + programs
         sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, x.dtype)
     chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
-    gemm_exchange[(programs,)](
+    arguments = (
         channel,
         gemm,
-        Shares(0, triton.cdiv(k, blocks.k), share, sums, workspace.arrivals),
+        Shares(0, divide_up(k, blocks.k), share, sums, workspace.arrivals),
         a,
         b,
         staging,
@@ -83,9 +83,16 @@ def launch(
         bias,
         out.shape[0],
         workspace.words(1, torch.int32),
-        FORM=form,
-        CHUNK=chunk,
-        FOURS=n * x.element_size() % (4 * _PACKET_BYTES) == 0,
+        form,
+        chunk,
+        n * x.element_size() % (4 * _PACKET_BYTES) == 0,
+    )
+    workspace.channel.launch(
+        "gemm_exchange",
+        gemm_exchange,
+        (operator, form, describe_kind(blocks, x, weight, gemm, bias, out)),
+        programs,
+        arguments,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )

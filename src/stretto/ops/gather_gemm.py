@@ -10,7 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import describe_gemm, describe_rows, load_bias, multiply_tile, order_tiles, store_tile
+from stretto.ops.gemm import (
+    describe_gemm,
+    describe_kind,
+    describe_rows,
+    divide_up,
+    load_bias,
+    multiply_tile,
+    order_tiles,
+    store_tile,
+)
 from stretto.ops.moved_rows import pull_rows, push_rows
 from stretto.ops.plans import Plan
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
@@ -29,12 +38,12 @@ def map_rows(rows: int, world: int, plan: Plan, row_bytes: int) -> tuple[tiles.S
     """
     assert plan.blocks is not None
     # Powers of two, since a kernel is compiled for each of these numbers.
-    pieces = max(1, min(rows * row_bytes // plan.piece_bytes, triton.cdiv(rows, plan.blocks.m), _MOST_PIECES))
+    pieces = max(1, min(rows * row_bytes // plan.piece_bytes, divide_up(rows, plan.blocks.m), _MOST_PIECES))
     pieces = 1 << (pieces.bit_length() - 1)
     moved = plan.blocks.m
     if plan.transfer == "programs":
         moved = max(1, min(rows * world // plan.movers, _MOVED_BYTES // row_bytes))
-        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(triton.cdiv(rows, PEER_TILES)))
+        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
     producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
     channel_rows = producer.channel_rows
     return producer, tiles.whole_tiles(rows, world, plan.blocks.m, channels=pieces, channel_rows=channel_rows)
@@ -85,7 +94,7 @@ def launch(
             if returned is not None:
                 _copy_gathered(block_channel, producer, x, gathered, returned)
     try:
-        all_gather_gemm[(programs,)](
+        arguments = (
             channel,
             producer,
             consumer,
@@ -101,9 +110,16 @@ def launch(
             rows,
             slot_rows,
             min(plan.movers, programs),
-            DIRECT=direct,
-            MOVES=plan.direction if by_programs else "",
-            SHIFTED=plan.is_shifted,
+            direct,
+            plan.direction if by_programs else "",
+            plan.is_shifted,
+        )
+        block_channel.launch(
+            "all_gather_gemm",
+            all_gather_gemm,
+            describe_kind(plan, x, weight, gemm, bias, out),
+            programs,
+            arguments,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -136,7 +152,7 @@ def _copy_gathered(
     """
     rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
     tiles.rank_copy_data(returned[rank * rows : (rank + 1) * rows], x)
-    last = triton.cdiv(rows, producer.channel_rows) - 1
+    last = divide_up(rows, producer.channel_rows) - 1
     for distance in range(1, world):
         peer = (rank + distance) % world
         tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)

@@ -6,6 +6,7 @@ where their layout allows, else by pointers. Nothing here waits or signals: oper
 """
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -68,6 +69,11 @@ class Operands(NamedTuple):
     out: Any
 
 
+def divide_up(number: int, by: int) -> int:
+    """How many parts of up to `by` a number has. Triton's own is made for kernels: the host takes microseconds for it."""
+    return -(-number // by)
+
+
 def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
     """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
 
@@ -108,6 +114,22 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     if stores_by_tma:
         out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // gemm.out_parts.value])
     return Operands(gemm, a, b, out)
+
+
+def describe_kind(plan: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Tensor | None) -> tuple[Hashable, ...]:
+    """All that decides for what Triton compiles a kernel that does a plan: see `BlockChannel.launch`.
+
+    tensors: others that the kernel is given as pointers; x and weight are, where TMA does not take them.
+    """
+    pointers = (x, weight, *tensors)
+    flags = gemm.by_tma.value, gemm.transposed.value, gemm.stores_by_tma.value, gemm.precision.value
+    return (
+        plan,
+        x.shape,
+        weight.shape,
+        flags,
+        *(None if one is None else (one.dtype, one.data_ptr() % _TMA_BYTES == 0) for one in pointers),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -19,6 +19,8 @@ from stretto.ops.gemm import (
     Gemm,
     count_store_parts,
     describe_gemm,
+    describe_kind,
+    divide_up,
     multiply_tile,
     order_tiles,
     store_tile,
@@ -52,7 +54,7 @@ def launch_scatter(
     if plan.transfer == "copies" and takes_copies(world):
         launch_copied(plan, x, weight, bias, out, dtype, group, world)
         return
-    count = world * triton.cdiv(rows, blocks.m) * triton.cdiv(n, blocks.n)
+    count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
     shares, units = cut_tiles(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
@@ -82,7 +84,7 @@ def launch(
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     staging = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
     gemm, pushed, origin = describe_push(block_channel, gemm, blocks, x.element_size(), staging)
-    gemm_reduce_scatter[(programs,)](
+    arguments = (
         channel,
         lanes,
         gemm,
@@ -96,7 +98,14 @@ def launch(
         bias,
         out.shape[0],
         workspace.words(1, dtype),
-        SHIFTED=plan.is_shifted,
+        plan.is_shifted,
+    )
+    block_channel.launch(
+        "gemm_reduce_scatter",
+        gemm_reduce_scatter,
+        (dtype, describe_kind(plan, x, weight, gemm, bias, out)),
+        programs,
+        arguments,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )

@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.gemm import divide_up
 from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_scatter, save_scatter
 from stretto.ops.plans import LIBRARY, Plan
@@ -75,7 +75,7 @@ def _require(
     require_operands("matmul_reduce_scatter", x, weight, bias, implementation)
     world = find_group(group).size()
     if x.shape[0] % world:
-        more = triton.cdiv(x.shape[0], world) * world
+        more = divide_up(x.shape[0], world) * world
         raise ValueError(
             f"matmul_reduce_scatter: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do"
         )

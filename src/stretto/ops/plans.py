@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stretto.ops.gemm import Blocks, look_up_blocks
+from stretto.ops.gemm import Blocks, divide_up, look_up_blocks
 from stretto.ops.shares import count_rounds
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
@@ -216,7 +216,7 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
 
 def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
     """How long the call's tiles take, in elements of one round of them."""
-    count = shards * triton.cdiv(call.m // shards, blocks.m) * triton.cdiv(call.n, blocks.n)
+    count = shards * divide_up(call.m // shards, blocks.m) * divide_up(call.n, blocks.n)
     return count_rounds(count, call.k, blocks) * blocks.m * blocks.n
 
 

@@ -4,6 +4,7 @@ Stream-K's idea (a last round of tiles that would leave most programs without wo
 parts that are aligned: see `share_tiles`.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.gemm import Blocks, halve, multiply_tile, unite
+from stretto.ops.gemm import Blocks, divide_up, halve, multiply_tile, unite
 
 _JOIN_STEPS = 20  # over k that a program could do while it joins its part of a tile with others'
 _MOST_PARTS = 4  # that a tile of the last round is cut into
@@ -40,7 +41,7 @@ def count_parts(count: int, k: int, blocks: Blocks) -> int:
     """Into how many parts, by steps over k, the tiles of the last round of `count` tiles are best cut; 1: into none."""
     parts = min(range(1, _MOST_PARTS + 1), key=lambda parts: _count_last(count, k, blocks, parts))
     saved = _count_last(count, k, blocks, 1) - _count_last(count, k, blocks, parts)
-    return parts if saved > _LEAST_SAVED * triton.cdiv(count, blocks.programs) else 1
+    return parts if saved > _LEAST_SAVED * divide_up(count, blocks.programs) else 1
 
 
 def count_rounds(count: int, k: int, blocks: Blocks) -> float:
@@ -49,10 +50,11 @@ def count_rounds(count: int, k: int, blocks: Blocks) -> float:
 
 
 def _count_last(count: int, k: int, blocks: Blocks, parts: int) -> float:
-    steps, rounds = triton.cdiv(k, blocks.k), triton.cdiv(count % blocks.programs * parts, blocks.programs)
-    return rounds * triton.cdiv(steps, parts) / steps + (_JOIN_STEPS / steps if parts > 1 else 0)
+    steps, rounds = divide_up(k, blocks.k), divide_up(count % blocks.programs * parts, blocks.programs)
+    return rounds * divide_up(steps, parts) / steps + (_JOIN_STEPS / steps if parts > 1 else 0)
 
 
+@lru_cache(maxsize=4096)
 def cut_tiles(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[Shares, int]:
     """How `count` tiles are dealt out, and in how many shares; the first `kept` stay whole.
 
@@ -62,7 +64,7 @@ def cut_tiles(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[Shares
     parts, rest = count_parts(count, k, blocks), count % blocks.programs
     if parts == 1 or count - rest < kept:
         return WHOLE, count
-    share = triton.cdiv(triton.cdiv(k, blocks.k), parts)
+    share = divide_up(divide_up(k, blocks.k), parts)
     return Shares(count - rest, parts * share, share, None, None), count - rest + rest * parts
 
 

@@ -1,10 +1,10 @@
 """`BlockChannel`: what tiles of one group signal and move data through, on the host's side."""
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
 from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, REPORT_WORDS, begin_call
 
 _ALIGNMENT = 128
+_MOST_KEPT = 1024  # views and launches that a channel knows, of each
 _MODES = ("local", "p2p", "broadcast")
 DEFAULT_TIMEOUT = 30.0
 
@@ -76,6 +77,9 @@ class BlockChannel:
         self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._operators: list[str] = []
+        self._launches: dict[Hashable, tuple[Callable[..., object], object]] = {}
+        self._tensors: dict[Hashable, Tensor] = {}
+        self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._described: dict[tuple[str, str, bool], Channel] = {}
         self._current: Channel | None = None
         self._sides: dict[int, torch.cuda.Stream] = {}
@@ -126,8 +130,17 @@ class BlockChannel:
         """A contiguous tensor in a rank's buffer (default: this rank's), `offset` bytes from its beginning.
 
         offset is a multiple of 128. Whatever has the same offset on two ranks is at the same place to `tile_push_data`
-        and `tile_pull_data`. ValueError for what does not fit.
+        and `tile_pull_data`. Asked again it is the same tensor. ValueError for what does not fit.
         """
+        key = shape, dtype, offset, rank
+        found = self._tensors.get(key)
+        if found is None:
+            if len(self._tensors) == _MOST_KEPT:
+                self._tensors.clear()
+            found = self._tensors[key] = self._find_tensor(shape, dtype, offset, rank)
+        return found
+
+    def _find_tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int, rank: int | None) -> Tensor:
         if offset % _ALIGNMENT or offset < 0:
             raise ValueError(f"a tensor begins at a multiple of {_ALIGNMENT} bytes, not at {offset}")
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -167,13 +180,47 @@ class BlockChannel:
         Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
         """
         self.check()
-        self._require_fitting(producer, consumer, mode, counts)
         channel = self._current = self.describe(operator, mode)
-        if launches:
-            begin_call[(1,)](
-                channel, producer, counts, slot, MEETS=meets, BLOCK=triton.next_power_of_2(self.channels), num_warps=4
-            )
+        block = 1 << (self.channels - 1).bit_length()
+        if counts is not None or not launches:
+            self._require_fitting(producer, consumer, mode, counts)
+            if launches:
+                begin_call[(1,)](channel, producer, counts, slot, MEETS=meets, BLOCK=block, num_warps=4)
+            return channel
+        key = operator, mode, id(producer), id(consumer), slot, meets
+        if ("begin_call", key, 1) not in self._launches:
+            self._require_fitting(producer, consumer, mode, counts)
+        arguments = channel, producer, counts, slot, meets, block
+        self.launch("begin_call", begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
         return channel
+
+    def launch(
+        self,
+        name: str,
+        kernel: Any,
+        key: Hashable,
+        programs: int,
+        arguments: tuple[Any, ...],
+        *,
+        kept: object = None,
+        **options: int,
+    ) -> None:
+        """Launch a kernel on so many programs; the second time with a key, without Triton's look at each argument.
+
+        With as many arguments as here that look takes 10 to 30 microseconds. name: the kernel's. key: all that decides
+        for what Triton compiles the kernel, which is not looked at again: sizes, dtypes, what is None, which pointers
+        are multiples of 16, which objects `arguments` has (kept: those whose id is in the key). arguments: one for each
+        parameter, constants as well. options: num_warps, num_stages.
+        """
+        known = self._launches.get((name, key, programs))
+        if known is not None:
+            known[0](*arguments)
+            return
+        compiled = kernel[(programs,)](*arguments, **options)
+        if compiled is not None:  # an interpreted kernel is not compiled
+            if len(self._launches) == _MOST_KEPT:
+                self._launches.clear()
+            self._launches[name, key, programs] = compiled[(programs, 1, 1)], kept
 
     def enter(self, operator: str, mode: str) -> Channel:
         """As `begin`, for a call of one kernel that begins and ends it by itself: nothing is launched, nobody is met.
@@ -253,6 +300,15 @@ class BlockChannel:
             self._sides[lane] = torch.cuda.Stream(self.device)
         return self._sides[lane]
 
+    def notified_words(self, index: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Two int32 [1]: that rank's counter of what this rank signals for a channel, and what it will be: `sends`."""
+        found = self._notified.get((index, rank))
+        if found is None:
+            counter = self.rank * self.channels + index
+            words = self._signals[rank][counter : counter + 1], self.sends()[rank, index : index + 1]
+            found = self._notified[index, rank] = words
+        return found
+
     def signal_words(self, rank: int) -> Tensor:
         """That rank's counters, int32: [world, channels] of producers, then [peer_tiles + 1, world] of peers."""
         return self._signals[rank]
@@ -265,7 +321,8 @@ class BlockChannel:
     def close(self) -> None:
         """Give the memory back; nothing of this channel may run any more."""
         self._signals = []
-        self._described.clear()
+        for known in (self._described, self._launches, self._tensors, self._notified):
+            known.clear()
         self._memory.close()
 
     def __enter__(self) -> "BlockChannel":

@@ -76,15 +76,14 @@ def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
     """
     _require_inside(channel, index, rank)
     # The counter takes the value that the call ends with, which the device knows: nothing of it is the host's.
-    value = channel.sends()[rank, index : index + 1]
-    counter = channel.rank * channel.channels + index
+    word, value = channel.notified_words(index, rank)
     if channel.device.type == "cpu":
         fence = find_fence()
         if fence is not None:
             fence()
-        channel.signal_words(rank).numpy()[counter] = value.item()
+        word.numpy()[0] = value.item()
     else:
-        channel.signal_words(rank)[counter : counter + 1].copy_(value, non_blocking=True)
+        word.copy_(value, non_blocking=True)
 
 
 def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
