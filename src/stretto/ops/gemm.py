@@ -70,7 +70,7 @@ class Operands(NamedTuple):
 
 
 def divide_up(number: int, by: int) -> int:
-    """How many parts of up to `by` a number has. Triton's own is made for kernels: the host takes microseconds for it."""
+    """How many parts of up to `by` a number has. Triton's own is made for kernels, and takes the host microseconds."""
     return -(-number // by)
 
 

@@ -1,0 +1,201 @@
+"""Launches of compiled kernels where there is no GPU: a driver of Triton's that writes down what it is given.
+
+A process that imports this can launch nothing else: tests run `main` in one of its own.
+"""
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stretto import tiles
+from stretto.ops import Blocks, Plan, copied_tiles, few_rows, gather_gemm, gemm_scatter
+from stretto.ops.workspace import Workspace
+
+WORLD = 4
+BLOCKS = Blocks(64, 64, 64, 2, 4, 2, 6)
+
+
+class Recorder:
+    """What Triton's driver has to have; `launches` is what was launched: grid, kernel, arguments."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (1, 1, 32, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": 1 << 20, "multiprocessor_count": 132},
+        )
+
+    def launcher_cls(self, source: Any, _metadata: Any) -> Any:
+        """Of one compiled kernel: known by its source and what it was compiled for."""
+        kernel = source.hash()
+
+        def launch(*arguments: Any) -> None:
+            grid, rest = arguments[:3], arguments[9:]
+            self.launches.append((grid, kernel, [describe(one) for one in rest]))
+
+        return launch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def describe(argument: Any) -> Any:
+    """An argument as something that can be compared."""
+    if isinstance(argument, torch.Tensor):
+        return "tensor", argument.dtype, argument.data_ptr()
+    if isinstance(argument, TensorDescriptor):
+        return "descriptor", argument.base.data_ptr(), list(argument.shape), list(argument.block_shape)
+    if isinstance(argument, tuple):
+        return [describe(one) for one in argument]
+    return getattr(argument, "value", argument)
+
+
+class Memory:
+    """Memory of four ranks, all in this process; this is rank 1, which Triton compiles in."""
+
+    rank, world_size = 1, WORLD
+
+    def __init__(self, size: int) -> None:
+        self._bytes = torch.zeros(WORLD, size, dtype=torch.uint8)
+
+    def buffer(self, rank: int | None = None) -> torch.Tensor:
+        return self._bytes[self.rank if rank is None else rank]
+
+
+def make_workspace(purpose: str) -> Workspace:
+    size, peer_tiles = 4 << 20, 256 if purpose == "slots" else 0
+    channel = tiles.BlockChannel(Memory(2 * size + (1 << 16)), 128, peer_tiles, 30.0)  # type: ignore[arg-type]
+    return Workspace(channel, size, 2, torch.zeros(1024, dtype=torch.int32), itertools.cycle(range(2)))
+
+
+class Kind(NamedTuple):
+    """All that a kernel may be compiled for."""
+
+    name: str
+    transfer: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    by_columns: bool
+    bias: torch.dtype | None
+    is_odd: bool
+    is_shifted: bool
+
+
+CHOICES: dict[str, list[Any]] = {
+    "name": ["gather", "scatter", "copied", "few"],
+    "transfer": ["copies", "programs"],
+    "shape": [(64, 128, 128), (128, 128, 128), (66, 128, 65), (64, 1, 128)],  # rows of a rank, n, k
+    "dtype": [torch.bfloat16, torch.float32],
+    "by_columns": [False, True],
+    "bias": [None, torch.float32, torch.bfloat16],
+    "is_odd": [False, True],  # nothing begins at a multiple of 16 bytes
+    "is_shifted": [True, False],
+}
+
+
+def draw_kinds(rng: random.Random, calls: int) -> Iterator[Kind]:
+    """Each differs from the last new one in one thing; half of them are one that was there before."""
+    known = [Kind(*(rng.choice(choices) for choices in CHOICES.values()))]
+    yield known[0]
+    for _ in range(calls - 1):
+        if rng.random() < 0.5:
+            what = rng.choice(list(CHOICES))
+            others = [choice for choice in CHOICES[what] if choice != getattr(known[-1], what)]
+            known.append(known[-1]._replace(**{what: rng.choice(others)}))
+            yield known[-1]
+        else:
+            yield rng.choice(known)
+
+
+def make_call(kind: Kind) -> Any:
+    """The call, with new tensors."""
+    rows, n, k = kind.shape
+
+    def make(*sizes: int) -> torch.Tensor:
+        numbers = torch.zeros(torch.Size(sizes).numel() + 1, dtype=kind.dtype)
+        return numbers[1:].view(sizes) if kind.is_odd else numbers[:-1].view(sizes)
+
+    weight = make(k, n).t() if kind.by_columns else make(n, k)
+    bias = None if kind.bias is None else torch.zeros(n, dtype=kind.bias)
+    plan = Plan(blocks=BLOCKS, transfer=kind.transfer, movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted)
+    return kind.name, plan, make(rows, k) if kind.name == "gather" else make(WORLD * rows, k), weight, bias
+
+
+def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
+    name, plan, x, weight, bias = call
+    n, dtype = weight.shape[0], x.dtype
+    out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
+    match name:
+        case "gather":
+            gather_gemm.launch(
+                workspaces["slots" if plan.transfer == "programs" else "met"], plan, x, weight, bias, out
+            )
+        case "few":
+            blocks = plan.blocks._replace(m=16)
+            few_rows.launch("matmul_reduce_scatter", "scatter", workspaces["packets"], x, weight, bias, out, blocks)
+        case "copied":
+            copied_tiles.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD)
+        case "scatter":
+            gemm_scatter.launch_scatter(plan._replace(transfer="programs"), x, weight, bias, out, dtype, "")
+
+
+def main(seed: int, calls: int) -> None:
+    """Launches with what is known kept must be those with all of it forgotten before each call."""
+    recorder = Recorder()
+    driver.set_active(recorder)
+    workspaces = {purpose: make_workspace(purpose) for purpose in ("slots", "met", "packets", "copied")}
+    for module in (gemm_scatter, copied_tiles):
+        module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
+    gemm_scatter.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
+    tiles.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs
+    found, wrong = 0, []
+    for number, kind in enumerate(draw_kinds(random.Random(seed), calls)):
+        call = make_call(kind)
+        launched, known = [], []
+        for forgets in (False, True):
+            for workspace in workspaces.values():
+                object.__setattr__(workspace, "turns", itertools.cycle([number % 2]))
+            if forgets:
+                kept = {name: dict(workspace.channel._launches) for name, workspace in workspaces.items()}
+                for workspace in workspaces.values():
+                    workspace.channel._launches.clear()
+            recorder.launches.clear()
+            known.append(sum(len(workspace.channel._launches) for workspace in workspaces.values()))
+            run_call(call, workspaces)
+            known.append(sum(len(workspace.channel._launches) for workspace in workspaces.values()))
+            launched.append([(grid, kernel, strip(arguments)) for grid, kernel, arguments in recorder.launches])
+        for name, workspace in workspaces.items():
+            workspace.channel._launches.clear()
+            workspace.channel._launches.update(kept[name])
+        found += known[0] == known[1]
+        if not launched[0] or launched[0] != launched[1]:
+            wrong.append((number, kind))
+    print(f"{found} of {calls} calls were known; wrong: {wrong}")
+    sys.exit(bool(wrong) or found < calls // 4)
+
+
+def strip(arguments: Any) -> Any:
+    """Without the addresses of what each call allocates anew."""
+    if isinstance(arguments, list):
+        return [strip(one) for one in arguments]
+    if isinstance(arguments, tuple) and arguments and arguments[0] in ("tensor", "descriptor"):
+        return arguments[0], arguments[1] if arguments[0] == "tensor" else arguments[2:]
+    return arguments
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
