@@ -100,7 +100,7 @@ def launch_copied(
         most = blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
         programs, waits = min(divide_up((part.stop - part.start) * blocks.m, height), most), part.start == 0
         arguments = begun, owners, gemm, stored[own], pushed, out, bias, rows, part.start, part.stop, waits
-        channel.launch("add_tiles", add_tiles, (waits, kind), programs, arguments, num_warps=4)
+        channel.launch(add_tiles, (waits, kind), programs, arguments, num_warps=4)
 
     try:
         with tiles.copy_engine(channel):
@@ -119,7 +119,6 @@ def launch_copied(
             plan.is_shifted,
         )
         channel.launch(
-            "multiply_tiles",
             multiply_tiles,
             kind,
             programs,

@@ -88,7 +88,6 @@ def launch(
         n * x.element_size() % (4 * _PACKET_BYTES) == 0,
     )
     workspace.channel.launch(
-        "gemm_exchange",
         gemm_exchange,
         (operator, form, describe_kind(blocks, x, weight, gemm, bias, out)),
         programs,

@@ -115,7 +115,6 @@ def launch(
             plan.is_shifted,
         )
         block_channel.launch(
-            "all_gather_gemm",
             all_gather_gemm,
             describe_kind(plan, x, weight, gemm, bias, out),
             programs,

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto.tiles import kind_of
+
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 
@@ -117,18 +119,17 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
 
 
 def describe_kind(plan: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Tensor | None) -> tuple[Hashable, ...]:
-    """All that decides for what Triton compiles a kernel that does a plan: see `BlockChannel.launch`.
+    """All that decides for what Triton compiles a kernel that does a plan: see `stretto.tiles.Launches`.
 
     tensors: others that the kernel is given as pointers; x and weight are, where TMA does not take them.
     """
-    pointers = (x, weight, *tensors)
     flags = gemm.by_tma.value, gemm.transposed.value, gemm.stores_by_tma.value, gemm.precision.value
     return (
         plan,
         x.shape,
         weight.shape,
         flags,
-        *(None if one is None else (one.dtype, one.data_ptr() % _TMA_BYTES == 0) for one in pointers),
+        *(kind_of(one) for one in (x, weight, *tensors)),
     )
 
 

@@ -101,7 +101,6 @@ def launch(
         plan.is_shifted,
     )
     block_channel.launch(
-        "gemm_reduce_scatter",
         gemm_reduce_scatter,
         (dtype, describe_kind(plan, x, weight, gemm, bias, out)),
         programs,

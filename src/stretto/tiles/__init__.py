@@ -19,6 +19,7 @@ from stretto.tiles.host import (
     rank_wait_all,
 )
 from stretto.tiles.intrinsics import INTERPRETED
+from stretto.tiles.launches import Launches, kind_of
 from stretto.tiles.mapping import (
     DynamicMapping,
     Mapping,
@@ -55,6 +56,7 @@ __all__ = [
     "BlockChannel",
     "Channel",
     "DynamicMapping",
+    "Launches",
     "Mapping",
     "StaticMapping",
     "begin_call",
@@ -69,6 +71,7 @@ __all__ = [
     "end_unsignalled_call",
     "finish_polls",
     "join_copies",
+    "kind_of",
     "look_up_tiles",
     "open_lane",
     "pack",

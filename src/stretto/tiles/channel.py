@@ -1,6 +1,6 @@
 """`BlockChannel`: what tiles of one group signal and move data through, on the host's side."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from stretto.memory import MAX_SIGNALS, PeerError, SymmetricMemory, allocate, find_own_rank
 from stretto.tiles import reports
 from stretto.tiles.intrinsics import INTERPRETED
+from stretto.tiles.launches import Launches
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
 from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, REPORT_WORDS, begin_call
 
 _ALIGNMENT = 128
-_MOST_KEPT = 1024  # views and launches that a channel knows, of each
+_MOST_KEPT = 1024  # tensors that a channel knows
 _MODES = ("local", "p2p", "broadcast")
 DEFAULT_TIMEOUT = 30.0
 
@@ -53,7 +54,7 @@ class BlockChannel:
     Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
 
     distances: bytes from this rank's buffer to each rank's, as they are mapped here. open_lanes: the side streams that
-    the current call has used.
+    the current call has used. launch: of its kernels.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -77,7 +78,7 @@ class BlockChannel:
         self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._operators: list[str] = []
-        self._launches: dict[Hashable, tuple[Callable[..., object], object]] = {}
+        self.launch = Launches()
         self._tensors: dict[Hashable, Tensor] = {}
         self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._described: dict[tuple[str, str, bool], Channel] = {}
@@ -180,47 +181,17 @@ class BlockChannel:
         Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
         """
         self.check()
+        # The second time, what is known to fit is not looked at again.
+        key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, meets)
+        if key is None or not self.launch.knows(begin_call, key):
+            self._require_fitting(producer, consumer, mode, counts)
         channel = self._current = self.describe(operator, mode)
-        block = 1 << (self.channels - 1).bit_length()
-        if counts is not None or not launches:
-            self._require_fitting(producer, consumer, mode, counts)
-            if launches:
-                begin_call[(1,)](channel, producer, counts, slot, MEETS=meets, BLOCK=block, num_warps=4)
-            return channel
-        key = operator, mode, id(producer), id(consumer), slot, meets
-        if ("begin_call", key, 1) not in self._launches:
-            self._require_fitting(producer, consumer, mode, counts)
-        arguments = channel, producer, counts, slot, meets, block
-        self.launch("begin_call", begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
+        arguments = channel, producer, counts, slot, meets, 1 << (self.channels - 1).bit_length()
+        if launches and key is not None:
+            self.launch(begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
+        elif launches:
+            begin_call[(1,)](*arguments, num_warps=4)
         return channel
-
-    def launch(
-        self,
-        name: str,
-        kernel: Any,
-        key: Hashable,
-        programs: int,
-        arguments: tuple[Any, ...],
-        *,
-        kept: object = None,
-        **options: int,
-    ) -> None:
-        """Launch a kernel on so many programs; the second time with a key, without Triton's look at each argument.
-
-        With as many arguments as here that look takes 10 to 30 microseconds. name: the kernel's. key: all that decides
-        for what Triton compiles the kernel, which is not looked at again: sizes, dtypes, what is None, which pointers
-        are multiples of 16, which objects `arguments` has (kept: those whose id is in the key). arguments: one for each
-        parameter, constants as well. options: num_warps, num_stages.
-        """
-        known = self._launches.get((name, key, programs))
-        if known is not None:
-            known[0](*arguments)
-            return
-        compiled = kernel[(programs,)](*arguments, **options)
-        if compiled is not None:  # an interpreted kernel is not compiled
-            if len(self._launches) == _MOST_KEPT:
-                self._launches.clear()
-            self._launches[name, key, programs] = compiled[(programs, 1, 1)], kept
 
     def enter(self, operator: str, mode: str) -> Channel:
         """As `begin`, for a call of one kernel that begins and ends it by itself: nothing is launched, nobody is met.
@@ -321,7 +292,7 @@ class BlockChannel:
     def close(self) -> None:
         """Give the memory back; nothing of this channel may run any more."""
         self._signals = []
-        for known in (self._described, self._launches, self._tensors, self._notified):
+        for known in (self._described, self.launch, self._tensors, self._notified):
             known.clear()
         self._memory.close()
 

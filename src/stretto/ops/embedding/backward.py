@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from stretto.ops.embedding.ways import (
     count_multiprocessors,
     describe_pooling,
     describe_shapes,
+    find_kind,
     hold_for_replays,
     keep_words,
     round_up_to_power,
@@ -38,6 +40,7 @@ from stretto.ops.embedding.ways import (
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient
+_launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
 _KEYS = Way(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
 
@@ -161,18 +164,10 @@ def _push(staging: _Staging, grad: Tensor, placement: Placement, way: BackwardWa
     groups = -(-placement.local_batch // rows)
     mapping = tiles.shard_tiles(groups, placement.world_size, 1, channels=min(_CHANNELS, groups))
     begun = staging.channel.begin("embedding_all_to_all's gradient", mapping, mapping, "p2p")
-    push_gradients[(way.pushes,)](
-        begun,
-        mapping,
-        grad,
-        staging.columns,
-        staging.everyones,
-        placement.local_batch,
-        placement.width,
-        ROWS=rows,
-        BLOCK=min(round_up_to_power(max(placement.widths)), 2048),
-        num_warps=8,
-    )
+    block = min(round_up_to_power(max(placement.widths)), 2048)
+    arguments = begun, mapping, grad, staging.columns, staging.everyones, placement.local_batch, placement.width
+    key = placement, tiles.kind_of(grad)
+    staging.channel.launch(push_gradients, key, way.pushes, (*arguments, rows, block), num_warps=8)
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,33 +195,29 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
     scales = torch.empty(total, dtype=torch.float32, device=device) if is_scaled else None
     groups = len(lookups.dims) * -(-placement.batch // _KEYS.bags)
     programs = 2 if device.type == "cpu" else min(_KEYS.programs * count_multiprocessors(device), groups)
-    find_keys[(programs,)](
-        lookup._replace(batch=placement.local_batch, width=staging.shape[1], total=total),
-        describe_pooling(_KEYS, lookups.mode, True),
-        lookups.indices,
-        lookups.offsets,
-        lookups.weights,
-        first_rows,
-        keys,
-        places,
-        scales,
-        placement.world_size,
-        rows,
-        faults.report(),
-        STEPS=8 if device.type == "cpu" else 32,
+    lookup = lookup._replace(batch=placement.local_batch, width=staging.shape[1], total=total)
+    steps, world = 8 if device.type == "cpu" else 32, placement.world_size
+    tensors = lookups.indices, lookups.offsets, lookups.weights, first_rows, keys, places, scales
+    pooling = describe_pooling(_KEYS, lookups.mode, True)
+    kinds = tuple(map(tiles.kind_of, tensors)), tiles.kind_of(world), tiles.kind_of(rows)
+    _launches[device](
+        find_keys,
+        (lookups.mode, find_kind(lookup), kinds),
+        programs,
+        (lookup, pooling, *tensors, world, rows, faults.report(), steps),
         num_warps=_KEYS.num_warps,
     )
     keys, order = torch.sort(keys, stable=True)
     blocks = -(-total // way.block)
     counts = torch.empty(blocks, 2, dtype=torch.int64, device=device)
-    count_chunks[(blocks,)](keys, counts, total, rows, LIMIT=way.limit, BLOCK=way.block, num_warps=4)
+    sizes = way, tiles.kind_of(keys), tiles.kind_of(total), tiles.kind_of(rows)
+    _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, way.limit, way.block), num_warps=4)
     sums = counts.cumsum(0)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
     numbers = torch.empty(total, dtype=torch.int32, device=device)
     uniques = torch.empty_like(keys)
-    place_chunks[(blocks,)](
-        keys, sums, starts, numbers, uniques, total, rows, LIMIT=way.limit, BLOCK=way.block, num_warps=4
-    )
+    arguments = keys, sums, starts, numbers, uniques, total, rows, way.limit, way.block
+    _launches[device](place_chunks, sizes, blocks, arguments, num_warps=4)
     quanta = staging.shape[1] // QUANTUM.value
     segments = Segments(keys, order, places, scales, starts, numbers, sums[-1], total, rows, quanta)
     return Staged(staging, segments, uniques, bases, way)
@@ -258,21 +249,18 @@ def reduce_rows(
     block = target.block.value
     cuts = (segments.total - 1) // way.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    reduce_chunks[(way.programs * count_multiprocessors(device),)](
-        segments,
-        target,
-        gradients,
-        partials,
-        LIMIT=way.limit,
-        CHUNKS=way.chunks,
-        ROWS=way.rows,
-        num_warps=way.num_warps,
-        num_stages=1,
+    kinds = (
+        way,
+        *map(tiles.kind_of, (*segments, meta, settings, gradients)),
+        (action, by_number, block, target.multiple.value),
+    )
+    arguments = segments, target, gradients, partials, way.limit
+    programs = way.programs * count_multiprocessors(device)
+    _launches[device](
+        reduce_chunks, kinds, programs, (*arguments, way.chunks, way.rows), num_warps=way.num_warps, num_stages=1
     )
     if cuts:
-        combine_chunks[(cuts,)](
-            segments, target, gradients, partials, LIMIT=way.limit, ROWS=way.rows, num_warps=1, num_stages=1
-        )
+        _launches[device](combine_chunks, kinds, cuts, (*arguments, way.rows), num_warps=1, num_stages=1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from stretto.ops.embedding.ways import (
     count_multiprocessors,
     describe_pooling,
     describe_tables,
+    find_kind,
     round_up_to_power,
 )
 from stretto.ops.workspace import find_kept
@@ -81,19 +82,16 @@ def look_up_and_send(
         "embedding_all_to_all", launch.unused, launch.unused, "p2p", counts=launch.counts, meets=False, launches=False
     )
     offset, finish = ring.take(shape, placement.dtype)
-    begin_pooling[(1,)](
-        channel,
-        launch.unused,
-        launch.counts,
-        ring.destinations,
-        ring.tickets,
-        offset // UNIT.value,
-        placement.fingerprint,
-        BLOCK=round_up_to_power(ring.channel.channels),
+    unit, block = offset // UNIT.value, round_up_to_power(ring.channel.channels)
+    ring.channel.launch(
+        begin_pooling,
+        (placement, tiles.kind_of(unit)),
+        1,
+        (channel, launch.unused, launch.counts, ring.destinations, ring.tickets, unit, placement.fingerprint, block),
         num_warps=4,
     )
     lookup = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
-    pool_and_send[(count_programs(way, placement, count, device),)](
+    arguments = (
         channel,
         launch.mapping,
         lookup,
@@ -107,7 +105,13 @@ def look_up_and_send(
         placement.fingerprint,
         ring.faults.report(),
         trace,
-        ORDER=way.order,
+        way.order,
+    )
+    ring.channel.launch(
+        pool_and_send,
+        (placement, way, mode, checks, find_kind(lookup), *map(tiles.kind_of, (indices, offsets, weights, trace))),
+        count_programs(way, placement, count, device),
+        arguments,
         num_warps=way.num_warps,
         num_stages=1,
     )

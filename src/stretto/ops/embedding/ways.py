@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.lookup import Lookup, Pooling
 from stretto.ops.embedding.placement import common_multiple
 from stretto.ops.embedding.table_set import TableSet
+from stretto.tiles import kind_of
 
 _LONG_BAGS = 16  # average indices of a bag from which on one bag fills a tile
 _MOST_TABLES_KEPT = 256
@@ -190,6 +191,12 @@ def describe_shapes(
         tl.constexpr(round_up_to_power(max(dims, default=4))),
         tl.constexpr(common_multiple(dims, itemsize) if dims else 4),
     )
+
+
+def find_kind(lookup: Lookup) -> tuple[Hashable, ...]:
+    """All that decides for what Triton compiles a kernel that is given these tables: see `stretto.tiles.Launches`."""
+    numbers = lookup.tables, lookup.batch, lookup.width, lookup.total
+    return *map(kind_of, (lookup.meta, *numbers)), lookup.dim.value, lookup.block.value, lookup.multiple.value
 
 
 @functools.lru_cache
