@@ -11,6 +11,7 @@ RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default
 
 
 @pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to send to: this needs two")
+@pytest.mark.exhaustive
 def test_both_ablations_are_measured(tmp_path: Path) -> None:
     setting = Setting(sizes=(1 << 20,), tiles=(480 * 8,), protocol="Simple", instances=2)
     rows = bench_ablations(RANKS, tmp_path, setting)

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stretto.parallel import Grid
 from stretto.parallel.pooled_exchange import _find_operators
 from stretto.train.config import DLRMTrainConfig, make_config
 from stretto.train.trainer import train
-from tests.gpu.watched import run_watched
+from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 IMPLEMENTATIONS = ("library", "kernel") if _find_operators() is not None else ("library",)
@@ -38,16 +37,15 @@ def train_on_gpus(folder: Path) -> None:
         options = [f"ranks={RANKS}", f"train.implementation={name}", f"train.resume={checkpoint}"]
         train(configure(folder / name, "cuda", *options), display="none")
         train(configure(folder / f"{name} again", "cuda", *options), display="none")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(gpu_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if RANKS == 0:
         pytest.fail("these tests need a GPU: run `make test` on a machine without one")
     folder = tmp_path_factory.mktemp("dlrm")
     train(configure(folder / "cpu", "cpu"), display="none")
-    run_watched(RANKS, train_on_gpus, folder)
+    gpu_pool.run(RANKS, train_on_gpus, folder, timeout=150)
     return folder
 
 

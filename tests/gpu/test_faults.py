@@ -60,6 +60,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_name_and_the_last_checkpoin
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.exhaustive
 def test_sigterm_writes_a_checkpoint_and_ends_the_run(running: subprocess.Popen[str], tmp_path: Path) -> None:
     running.send_signal(signal.SIGTERM)
     status, output, errors = finish(running)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stretto.parallel import Grid, Overlap
 from stretto.report import Timeline, plot_timeline, read_timeline
 from stretto.train.config import make_config
 from stretto.train.trainer import train
-from tests.gpu.watched import run_watched
+from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 OFF = [f"overlap.{field.name}=false" for field in fields(Overlap)]
@@ -32,21 +31,21 @@ def train_all(folder: Path) -> None:
             "device": "cuda",
             "ranks": RANKS,
             "data": {"path": str(folder / "text.txt")},
-            # Products that take longer than the host needs to launch them: otherwise nothing can be hidden.
-            "model": {"layers": 6, "hidden": 2048, "heads": 16},
+            # Products that take longer than the host needs to launch them: otherwise nothing can be hidden. And layers
+            # enough that the first gathers and the last scatters, which nothing hides, are the lesser part.
+            "model": {"layers": 10, "hidden": 2048, "heads": 16},
             "train": {"steps": 5, "batch": 8 * RANKS, "seq_len": 2048, "dtype": "bf16", "trace": True},
         }
         train(make_config(values, overrides), display="none")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(gpu_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if RANKS < 2:
         pytest.skip("one GPU has nobody to send to: this needs two")
     folder = tmp_path_factory.mktemp("trace")
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 40_000)
-    run_watched(RANKS, train_all, folder)
+    gpu_pool.run(RANKS, train_all, folder, timeout=150)
     return folder
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stretto.parallel import Grid
 from stretto.train.checkpoint_metadata import read_metadata
@@ -16,7 +15,7 @@ from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import make_config
 from stretto.train.gpt_run import GPTRun
 from stretto.train.trainer import train
-from tests.gpu.watched import run_watched
+from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 GRIDS = {1: ["", ""], 2: ["grid.x=2", "grid.z=2"], 4: ["grid.x=2 grid.z=2", "grid.data=2 grid.y=2"]}
@@ -66,15 +65,14 @@ def train_all(folder: Path) -> None:
         options = overrides.format(first=first, second=second).replace("whole/", f"{folder}/whole/").split()
         with mock.patch.object(GPTRun, "step", step_without_waiting):
             train(make_config(values, options), display="none")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(gpu_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if RANKS == 0:
         pytest.fail("these tests need a GPU: run `make test` on a machine without one")
     folder = tmp_path_factory.mktemp("trainer")
-    run_watched(RANKS, train_all, folder)
+    gpu_pool.run(RANKS, train_all, folder, timeout=150)
     return folder
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import AXES, Grid, clip_grad_norm_, gather, parallelize
-from tests.gpu.watched import run_watched
+from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 CONFIG = GPTConfig(
@@ -76,15 +76,15 @@ def train_on_all_grids() -> dict[str, Any]:
         results[f"share {name}"] = {
             key: p.to_local().numel() / p.numel() for key, p in model.named_parameters() if ".qkv.weight" in key
         }
-    dist.destroy_process_group()
-    return results
+    return results if dist.get_rank() == 0 else {}
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, Any]:
+def trained(gpu_pool: Pool) -> dict[str, Any]:
     if RANKS == 0:
         pytest.fail("these tests need a GPU: run `make test` on a machine without one")
-    return run_watched(RANKS, train_on_all_grids)
+    results: dict[str, Any] = gpu_pool.run(RANKS, train_on_all_grids, timeout=150)[0]
+    return results
 
 
 SHARDED = [f"sequence {sizes}" for sizes in grids() if sizes["x"] > 1]
