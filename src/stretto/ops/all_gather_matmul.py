@@ -7,6 +7,7 @@ from torch import Tensor
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.eager import shorten
 from stretto.ops.gather_gemm import launch
 from stretto.ops.gradients import differentiate_gather, save_gather
 from stretto.ops.plans import LIBRARY, Plan
@@ -33,8 +34,8 @@ def all_gather_matmul(
     """
     name, how = find_name(group), implementation.encode() if isinstance(implementation, Plan) else implementation
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:
-        return torch.ops.stretto.all_gather_matmul_gathered(x, weight, bias, name, how)[0]
-    return torch.ops.stretto.all_gather_matmul(x, weight, bias, name, how)
+        return _gathered(x, weight, bias, name, how)[0]
+    return _plain(x, weight, bias, name, how)
 
 
 def all_gather_matmul_gathered(
@@ -47,19 +48,30 @@ def all_gather_matmul_gathered(
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`; returns [m, n] and the gathered x [m, k] too."""
     how = implementation.encode() if isinstance(implementation, Plan) else implementation
-    return torch.ops.stretto.all_gather_matmul_gathered(x, weight, bias, find_name(group), how)
+    return _gathered(x, weight, bias, find_name(group), how)
 
 
-@torch.library.custom_op("stretto::all_gather_matmul", mutates_args=())
-def _all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+def _run_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
     return _run(x, weight, bias, group, implementation, returns_gathered=False)[0]
 
 
-@torch.library.custom_op("stretto::all_gather_matmul_gathered", mutates_args=())
-def _all_gather_matmul_gathered(
+def _run_gathered(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str
 ) -> tuple[Tensor, Tensor]:
     return _run(x, weight, bias, group, implementation, returns_gathered=True)
+
+
+_all_gather_matmul = torch.library.custom_op("stretto::all_gather_matmul", _run_plain, mutates_args=())
+_all_gather_matmul_gathered = torch.library.custom_op(
+    "stretto::all_gather_matmul_gathered", _run_gathered, mutates_args=()
+)
+_plain, _gathered = (
+    shorten(name, run, operator, save_gather, differentiate_gather)
+    for name, run, operator in (
+        ("AllGatherMatmul", _run_plain, torch.ops.stretto.all_gather_matmul),
+        ("AllGatherMatmulGathered", _run_gathered, torch.ops.stretto.all_gather_matmul_gathered),
+    )
+)
 
 
 @_all_gather_matmul.register_fake

@@ -7,6 +7,7 @@ from torch import Tensor
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.eager import shorten
 from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
 from stretto.ops.plans import LIBRARY, Plan
@@ -31,11 +32,10 @@ def matmul_all_reduce(
     for a rank that does not come.
     """
     how = implementation.encode() if isinstance(implementation, Plan) else implementation
-    return torch.ops.stretto.matmul_all_reduce(x, weight, bias, find_name(group), how)
+    return _call(x, weight, bias, find_name(group), how)
 
 
-@torch.library.custom_op("stretto::matmul_all_reduce", mutates_args=())
-def _matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
     key = identify("matmul_all_reduce", x, weight, bias, implementation)
     plan = recall(group, key)
     if plan is None:
@@ -58,6 +58,10 @@ def _matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: st
     workspace = find_workspace(group, x.device, few_rows.count_bytes(form, m, n, world, x.dtype), "packets")
     few_rows.launch("matmul_all_reduce", form, workspace, x, weight, bias, out, plan.blocks)
     return out
+
+
+_matmul_all_reduce = torch.library.custom_op("stretto::matmul_all_reduce", _run, mutates_args=())
+_call = shorten("MatmulAllReduce", _run, torch.ops.stretto.matmul_all_reduce, save_all_reduce, differentiate_all_reduce)
 
 
 @_matmul_all_reduce.register_fake

@@ -7,6 +7,7 @@ from torch import Tensor
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
+from stretto.ops.eager import shorten
 from stretto.ops.gemm import divide_up
 from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_scatter, save_scatter
@@ -34,11 +35,10 @@ def matmul_reduce_scatter(
     for a rank that does not come.
     """
     how = implementation.encode() if isinstance(implementation, Plan) else implementation
-    return torch.ops.stretto.matmul_reduce_scatter(x, weight, bias, find_name(group), reduce_dtype, how)
+    return _call(x, weight, bias, find_name(group), reduce_dtype, how)
 
 
-@torch.library.custom_op("stretto::matmul_reduce_scatter", mutates_args=())
-def _matmul_reduce_scatter(
+def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
     key = identify("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
@@ -56,6 +56,12 @@ def _matmul_reduce_scatter(
     out, dtype = x.new_empty(rows, n), reduce_dtype or x.dtype
     launch_scatter(plan, x, weight, bias, out, dtype, group)
     return out
+
+
+_matmul_reduce_scatter = torch.library.custom_op("stretto::matmul_reduce_scatter", _run, mutates_args=())
+_call = shorten(
+    "MatmulReduceScatter", _run, torch.ops.stretto.matmul_reduce_scatter, save_scatter, differentiate_scatter
+)
 
 
 @_matmul_reduce_scatter.register_fake

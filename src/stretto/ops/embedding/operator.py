@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.checks import find_name
+from stretto.ops.eager import is_traced
 from stretto.ops.embedding.backward import Lookups, find_gradients, update_tables
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
 from stretto.ops.embedding.put import find_put_slots
 from stretto.ops.embedding.ring import find_rings
-from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables, is_traced
+from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
 from stretto.ops.embedding.tuned import measure_ways
 from stretto.ops.embedding.ways import Way, choose_way, list_ways
 from stretto.ops.workspace import find_group

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stretto.ops.checks import DTYPES
 
 MAX_DIM = 2048
 _MOST_KEPT = 256
 _OPERATOR = "embedding_all_to_all"
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +36,6 @@ class TableSet:
                 f"{_OPERATOR}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
             )
         return any(self.have_gradients)
-
-
-def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether torch does more with a call than run it: traces, transforms or watches it, or has classes of its own."""
-    return (
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or not _PLAIN.issuperset(map(type, tensors))
-    )
 
 
 _looks_of = operator.attrgetter("shape", "dtype", "device", "requires_grad")
