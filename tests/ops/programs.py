@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
-from stretto.ops import choosing, gather_gemm, gemm_scatter, plans, shares, workspace
+from stretto.ops import choosing, copied_tiles, gather_gemm, gemm_scatter, plans, shares, workspace
 from stretto.tuning import Store
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
@@ -438,7 +438,10 @@ def disagree(debugs):
 def fall_behind(name, plan, calls):
     """Rank 1 launches its kernels late, when others are in their next call; the calls whose product is wrong."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
-    module, kernel = (gather_gemm, "all_gather_gemm") if name == "gather" else (gemm_scatter, "gemm_reduce_scatter")
+    module, kernel = {
+        "gather": (gather_gemm, "all_gather_gemm"),
+        "scatter": (copied_tiles, "add_tiles") if plan == "copies" else (gemm_scatter, "gemm_reduce_scatter"),
+    }[name]
     launch = getattr(module, kernel)
 
     class Late:

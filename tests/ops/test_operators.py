@@ -161,7 +161,8 @@ def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret,
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "packets")]
+    ("name", "plan"),
+    [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],
 )
 def test_who_is_a_call_behind_has_what_its_call_was_sent(interpret, name, plan):
     assert interpret(2, "fall_behind", name, plan, 5) == [[], []]

@@ -72,138 +72,162 @@ def launch_copied(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype, group: str, world: int
 ) -> None:
     """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
-    blocks, (rows, n) = plan.blocks, out.shape
-    assert blocks is not None
-    count = divide_up(rows, blocks.m) * divide_up(n, blocks.n)
-    size = count_bytes((world - 1) * count, blocks.m, blocks.n, dtype=dtype)
-    workspace = find_workspace(group, x.device, size, "copied")
-    channel, slot = workspace.channel, next(workspace.turns)
-    pieces, owners = cut_pieces(count, count_bytes(blocks.m, blocks.n, dtype=dtype), plan), map_owners(world)
-    stored = torch.empty(world, count, blocks.m, blocks.n, dtype=dtype, device=x.device)
-    pushed = channel.tensor((world - 1, count, blocks.m, blocks.n), dtype, offset=slot * workspace.slot_bytes)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    parts = count_store_parts(blocks, x.element_size(), dtype.itemsize)
-    target: Any = stored
-    if gemm.by_tma.value and parts:
-        gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-        target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
-    programs = min(blocks.programs, world * count)
-    order = _Order(channel.rank, world, plan.is_shifted)
-    own = order.position(channel.rank)
-    work = _Work(pieces, workspace.arrivals, stored, (world * count - 1) // programs * programs, own)
-    split = work.split(own)
-
-    kind = dtype, describe_kind(plan, x, weight, gemm, bias, out)
-
-    def add(part: slice) -> None:
-        height = max(1, _ADDED_ELEMENTS.value // blocks.n)
-        most = blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
-        programs, waits = min(divide_up((part.stop - part.start) * blocks.m, height), most), part.start == 0
-        arguments = begun, owners, gemm, stored[own], pushed, out, bias, rows, part.start, part.stop, waits
-        channel.launch(add_tiles, (waits, kind), programs, arguments, num_warps=4)
-
+    call = _Call(plan, x, weight, bias, out, dtype, group, world)
+    channel = call.channel
     try:
         with tiles.copy_engine(channel):
-            turn = slot if workspace.slots == 2 else None
-            begun = channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=turn)
-        arguments = (
-            channel.rank,
-            pieces,
-            workspace.arrivals,
-            gemm,
-            a,
-            b,
-            target,
-            rows,
-            world,
-            plan.is_shifted,
-        )
-        channel.launch(
-            multiply_tiles,
-            kind,
-            programs,
-            arguments,
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-        )
+            call.begin()
+        call.multiply()
         with tiles.copy_engine(channel, opens=False):
-            _push(channel, order, work, slot * workspace.slot_bytes)
+            call.push()
             tiles.open_lane(channel, _ADDING)
         with tiles.copy_engine(channel, lane=_ADDING, opens=False):
-            for part in work.await_pieces(order.position(channel.rank)):
-                add(part)
+            for part in call.await_pieces(call.own):
+                call.add(part)
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         tiles.join_copies(channel)
-    if split < count:
-        add(slice(split, count))
+    if call.split(call.own) < call.count:
+        call.add(slice(call.split(call.own), call.count))
 
 
-class _Order(NamedTuple):
-    """In which order a rank multiplies the owners' tiles: from the next rank's on, own ones last, or by rank."""
+class _Call:
+    """A call's operands and sizes, and its steps.
 
-    rank: int
-    world: int
-    is_shifted: bool
+    count: tiles of an owner. stored: what the kernel stores and counts, tiles [world, count, block_m, block_n] by owner
+    in the order of `position`; own: this rank's position. last_round: the first tile of it, counted through all.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        dtype: torch.dtype,
+        group: str,
+        world: int,
+    ) -> None:
+        assert plan.blocks is not None
+        self.plan, self.blocks, self.world = plan, plan.blocks, world
+        self.bias, self.out, (rows, n) = bias, out, out.shape
+        sizes = self.blocks.m, self.blocks.n
+        self.count = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
+        size = count_bytes((world - 1) * self.count, *sizes, dtype=dtype)
+        workspace = find_workspace(group, x.device, size, "copied")
+        self.channel, slot = workspace.channel, next(workspace.turns)
+        self.slot = slot if workspace.slots == 2 else None
+        self.pushed_at = slot * workspace.slot_bytes
+        self.pieces = cut_pieces(self.count, count_bytes(*sizes, dtype=dtype), plan)
+        self.counters = workspace.arrivals
+        self.stored = torch.empty(world, self.count, *sizes, dtype=dtype, device=x.device)
+        self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks)
+        parts = count_store_parts(self.blocks, x.element_size(), dtype.itemsize)
+        self.target: Any = self.stored
+        if self.gemm.by_tma.value and parts:
+            self.gemm = self.gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
+            self.target = TensorDescriptor.from_tensor(self.stored.view(-1, sizes[1]), [sizes[0], sizes[1] // parts])
+        self.kind = dtype, describe_kind(plan, x, weight, self.gemm, bias, out)
+        self.programs = min(self.blocks.programs, world * self.count)
+        self.last_round = (world * self.count - 1) // self.programs * self.programs
+        self.own = self.position(self.channel.rank)
 
     def position(self, owner: int) -> int:
-        """Which of all it is."""
-        return (owner - self.rank - 1) % self.world if self.is_shifted else owner
+        """In which place an owner's tiles are multiplied: from the next rank's on, or by rank."""
+        return (owner - self.channel.rank - 1) % self.world if self.plan.is_shifted else owner
 
-    def others(self) -> Iterator[tuple[int, int]]:
-        """(owner, which of its places is this rank's) of all others, in order."""
-        for position in range(self.world):
-            owner = (self.rank + 1 + position) % self.world if self.is_shifted else position
-            if owner != self.rank:
-                yield owner, find_place(self.rank, owner, self.world)
+    def split(self, position: int) -> int:
+        """How many of an owner's tiles are not in the last round."""
+        return min(max(self.last_round - position * self.count, 0), self.count)
+
+    def await_pieces(self, position: int) -> Iterator[slice]:
+        """Each piece's tiles that are counted, once the current stream waits until they are stored.
+
+        Own ones of the last round are not: the kernel's end tells of them.
+        """
+        split = self.split(position)
+        starts = [*range(0, split, self.pieces.size), split]
+        if split < self.count and position != self.own:
+            starts.append(self.count)
+        for piece, (start, stop) in enumerate(itertools.pairwise(starts)):
+            index = position * self.pieces.number + piece
+            tiles.rank_await_count(self.counters[index : index + 1], (stop - start) * self.pieces.threads)
+            yield slice(start, stop)
+
+    def begin(self) -> None:
+        """Begin the call; where peers push to is free from then on."""
+        owners = map_owners(self.world)
+        self.begun = self.channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=self.slot)
+
+    def multiply(self) -> None:
+        """Launch the product."""
+        operands = self.gemm, self.a, self.b, self.target
+        self.channel.launch(
+            multiply_tiles,
+            self.kind,
+            self.programs,
+            (
+                self.channel.rank,
+                self.pieces,
+                self.counters,
+                *operands,
+                self.out.shape[0],
+                self.world,
+                self.plan.is_shifted,
+            ),
+            num_warps=self.blocks.num_warps,
+            num_stages=self.blocks.num_stages,
+        )
+
+    def push(self) -> None:
+        """Push the tiles for each other rank, piece by piece as the kernel has stored them, and tell it after the last.
+
+        In the order in which they are multiplied, on one stream: several copies at once are slower.
+        """
+        rank = self.channel.rank
+        for owner in sorted(set(range(self.world)) - {rank}, key=self.position):
+            there, here = (
+                self.find_pushed(owner)[find_place(rank, owner, self.world)],
+                self.stored[self.position(owner)],
+            )
+            for part in self.await_pieces(self.position(owner)):
+                tiles.rank_copy_data(there[part], here[part])
+            tiles.rank_notify(self.channel, rank * self.world + owner, owner)
+
+    def add(self, part: slice) -> None:
+        """Add up some of own tiles; the first time, wait for what the others push."""
+        height = max(1, _ADDED_ELEMENTS.value // self.blocks.n)
+        most = self.blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
+        programs, waits = min(divide_up((part.stop - part.start) * self.blocks.m, height), most), part.start == 0
+        self.channel.launch(
+            add_tiles,
+            (waits, self.kind),
+            programs,
+            (
+                self.begun,
+                map_owners(self.world),
+                self.gemm,
+                self.stored[self.own],
+                self.find_pushed(),
+                self.out,
+                self.bias,
+                self.out.shape[0],
+                part.start,
+                part.stop,
+                waits,
+            ),
+            num_warps=4,
+        )
+
+    def find_pushed(self, rank: int | None = None) -> Tensor:
+        """Where others push to, at a rank, by default this one: [world - 1, count, block_m, block_n]."""
+        sizes = self.world - 1, *self.stored.shape[1:]
+        return self.channel.tensor(sizes, self.stored.dtype, offset=self.pushed_at, rank=rank)
 
 
 def find_place(source: int, owner: int, world: int) -> int:
     """Which of an owner's places for what others push is the source's."""
     return (owner - source - 1) % world
-
-
-class _Work(NamedTuple):
-    """What the kernel stores and counts: tiles [world, count, block_m, block_n], by owner in the order it has.
-
-    last_round: the first tile of all of it. own: which owner's tiles are this rank's; those of the last round are not
-    counted, since the kernel's end tells of them.
-    """
-
-    pieces: Pieces
-    counters: Tensor
-    stored: Tensor
-    last_round: int
-    own: int
-
-    def split(self, position: int) -> int:
-        """How many of an owner's tiles are not in the last round."""
-        return min(max(self.last_round - position * self.stored.shape[1], 0), self.stored.shape[1])
-
-    def await_pieces(self, position: int) -> Iterator[slice]:
-        """Each piece's tiles that are counted, once the current stream waits until they are stored."""
-        count, split = self.stored.shape[1], self.split(position)
-        starts = [*range(0, split, self.pieces.size), split]
-        if split < count and position != self.own:
-            starts.append(count)
-        for piece, (start, stop) in enumerate(itertools.pairwise(starts)):
-            index = position * self.pieces.number + piece
-            counter = self.counters[index : index + 1]
-            tiles.rank_await_count(counter, (stop - start) * self.pieces.threads)
-            yield slice(start, stop)
-
-
-def _push(channel: tiles.BlockChannel, order: _Order, work: _Work, offset: int) -> None:
-    """Push the tiles for each other rank, piece by piece as the kernel has stored them, and tell it at the end of all.
-
-    In the order in which they are multiplied, on one stream: several copies at once are slower.
-    """
-    rank, (world, *sizes) = channel.rank, work.stored.shape
-    for owner, place in order.others():
-        there = channel.tensor((world - 1, *sizes), work.stored.dtype, offset=offset, rank=owner)[place]
-        here = work.stored[order.position(owner)]
-        for part in work.await_pieces(order.position(owner)):
-            tiles.rank_copy_data(there[part], here[part])
-        tiles.rank_notify(channel, rank * world + owner, owner)
 
 
 @triton.jit
@@ -237,7 +261,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts`, in its piece: see `_Work`."""
+    """Count the index-th tile, if `counts`, in its piece: see `_Call.await_pieces`."""
     index = tl.maximum(index, 0)
     position = index // count
     tile = index - position * count
@@ -256,8 +280,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
     """out [rows, n], of own tiles `first` to `last` - 1: the sums over the ranks, in their order, + bias.
 
     stored: own partial sums [count, block_m, block_n]; pushed: the others' [world - 1, count, block_m, block_n].
-    Waits: the first of a call's, for all that others push. This rank has pushed all by then, or waits for no SM to do
-    so, so nobody waits for who waits for it.
+    Waits: the first of a call's, for all that others push. It is launched when this rank has pushed all, so nobody
+    waits for who waits for it.
     Reuse: `pushed` is one of two slots, in turn, or the only one. Ranks push there only when all ranks have begun the
     call after the last one that used it, and so have ended that one (`begin`).
     """
