@@ -125,6 +125,12 @@ def random_operands(m, n, k, dtype, has_bias):
     return inputs, weights, random_of(20 + rank, n, dtype=dtype) if has_bias else None
 
 
+def add_in_order(operator, plan):
+    """Of 4 ranks: fp32 sums of 2^24, 1, -2^24 and 1, which depend on their order."""
+    weight = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0])[dist.get_rank()].repeat(3, 1)
+    return getattr(ops, operator)(torch.ones(8, 1), weight, implementation=find_plan(plan)).unique().tolist()
+
+
 def cancel(reduce_dtype):
     """257 - 256 by two ranks in bf16, of which 257 is no number; (the sum, and of what kind it is)."""
     weight = torch.tensor([[256.0, 1.0], [-256.0, 0.0]][dist.get_rank()]).repeat(3, 1).bfloat16()

@@ -100,6 +100,21 @@ def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, 
     assert interpret(2, "cancel", reduce_dtype) == [([total], torch.bfloat16)] * 2
 
 
+@pytest.mark.parametrize(
+    ("operator", "plan"),
+    [
+        ("matmul_reduce_scatter", "tiles"),
+        ("matmul_reduce_scatter", "copies"),
+        ("matmul_reduce_scatter", "copies, unshifted"),
+        ("matmul_reduce_scatter", "packets"),
+        ("matmul_all_reduce", "one shot"),
+        ("matmul_all_reduce", "two shots"),
+    ],
+)
+def test_partial_sums_are_added_in_rank_order(interpret, operator, plan):
+    assert interpret(4, "add_in_order", operator, plan) == [[1.0]] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
 @pytest.mark.parametrize("way", ["saved", "gathered again", "both outputs used"])
