@@ -28,6 +28,7 @@ H200X4 = stretto.Cluster(
     gpu=stretto.cluster.GPU(name="NVIDIA H200", memory=141e9),
     in_node=stretto.cluster.NodeLink(bandwidth=450e9),
 )
+PCI_EXPRESS = stretto.cluster.NodeLink(bandwidth=50e9)
 H200X4_FULL = replace(
     H200X4,
     gpu=replace(H200X4.gpu, memory_bandwidth=4.8e12, peak_flops=stretto.cluster.FlopRates(bf16=989e12)),
@@ -54,9 +55,9 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     assert plan.peak_memory == pytest.approx(row["peak_memory_gib"] * 2**30, rel=0.03)
 
 
-def plan_of(grid: dict[str, int], **options: object) -> stretto.planner.Plan:
+def plan_of(grid: dict[str, int], cluster: stretto.Cluster = H200X4, **options: object) -> stretto.planner.Plan:
     config = GPTConfig(layers=24, hidden=4096, heads=32, vocab=50304, bias=False, norm="rmsnorm", positions="rotary")
-    plans = stretto.plan(config, H200X4, **{"gpus": 4, "batch": 8, "seq_len": 2048} | options)
+    plans = stretto.plan(config, cluster, **{"gpus": 4, "batch": 8, "seq_len": 2048} | options)
     return next(plan for plan in plans if plan.grid == {"data": 1, "x": 1, "y": 1, "z": 1} | grid)
 
 
@@ -77,6 +78,25 @@ def test_weights_gathered_over_z_are_there_whole_unless_they_are_freed():
     assert kept["gathered_weights"] == 2 * 24 * 12 * 4096**2
     freed = plan_of({"z": 4}, checkpoint_activations=False, keep_gathered=False).memory
     assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2  # two of the largest linear's
+
+
+def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
+    """NVLink between all ranks of z: a ring of nine of the largest gradient, and gathered weights till the end."""
+    nvlink, pci = plan_of({"z": 4}).memory, plan_of({"z": 4}, cluster=replace(H200X4, in_node=PCI_EXPRESS)).memory
+    assert nvlink["temporary"] - pci["temporary"] == 9 * 4 * 4096**2 * 2
+    assert nvlink["logits"] - pci["logits"] == 50304 * 4096 * 2  # the head's weight too
+    network = stretto.cluster.NetworkLink(bandwidth=25e9)
+    apart = replace(H200X4, gpus_per_node=2, nodes=2, nics_per_node=2, between_nodes=network)
+    assert plan_of({"z": 4}, cluster=apart).memory["temporary"] == pci["temporary"]
+    freed = plan_of({"z": 4}, keep_gathered=False).memory
+    assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2
+
+
+def test_nvlink_is_told_by_name_and_bandwidth():
+    names = {name for name in stretto.Cluster.presets() if stretto.Cluster.preset(name).has_nvlink}
+    assert {"perlmutter", "alps", "azure-ndv4", "dgx-h100", "dgx-h200"} <= names
+    assert not names & {"frontier", "mi210-ib"}
+    assert not replace(H200X4, in_node=PCI_EXPRESS).has_nvlink
 
 
 def test_checkpointing_keeps_one_input_a_block_and_one_block_whole():

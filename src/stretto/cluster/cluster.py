@@ -9,6 +9,8 @@ from stretto.cluster.description import describe
 from stretto.cluster.model import GPU, InNodeBandwidth, Matmul, NetworkLink, NodeLink, Transfer
 from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
 
+_PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -85,6 +87,12 @@ class Cluster:
     def describe(self) -> str:
         """A plain-text table for people: every figure with its unit, what is unknown, and the sources."""
         return describe(self)
+
+    @property
+    def has_nvlink(self) -> bool:
+        """Whether NVLink joins a node's GPUs, as far as their name and bandwidth tell: more than PCI Express has."""
+        is_nvidia = self.gpu.name.startswith(("NVIDIA", "Tesla"))
+        return is_nvidia and (self.in_node.bandwidth or self.in_node.pair_bandwidth or 0) > _PCI_EXPRESS
 
     @property
     def gpus(self) -> int | None:

@@ -48,11 +48,12 @@ def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float,
     return norms + attention + mlp, model.hidden / y
 
 
-def memory(workload: Workload, choice: Choice) -> dict[str, float]:
+def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[str, float]:
     """Bytes by component at the peak, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
-    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
+    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides). pushes: whether
+    copy engines send what goes over z: their buffers are kept all the time (`stretto.parallel.pushed`).
     """
     model, grid, element = workload.model, choice.grid, workload.element
     parameters = local_parameters(model, grid)
@@ -64,7 +65,11 @@ def memory(workload: Workload, choice: Choice) -> dict[str, float]:
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
     kept, own_input = activations_of_a_block(model, grid)
-    one = block_weights if choice.keep_gathered else 2 * largest
+    pushes = pushes and grid.z > 1
+    stays = pushes and choice.keep_gathered and not choice.checkpoint_activations
+    one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else 2 * largest
+    # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
+    ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.gradient_element if pushes else 0.0
     if choice.checkpoint_activations:
         activations, gathered = model.layers * own_input * tokens, 2 * largest
     else:
@@ -87,15 +92,15 @@ def memory(workload: Workload, choice: Choice) -> dict[str, float]:
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": (activations + edges) * element,
             "logits": min(vocab * tokens, LOGITS_SLICE) * (workload.master + element)
-            + head * (workload.master + 2 * element),
-            "temporary": 0.0,
+            + head * (workload.master + (3 if stays else 2) * element),
+            "temporary": ring,
         },
         {  # the end of the backward pass
             "gradients": gradients,
             "gathered_weights": one * element if is_copied else 0.0,
             "activations": kept * tokens * element,
-            "logits": 0.0,
-            "temporary": (widest + max(2 * largest, head) + scattered) * element + bucket,
+            "logits": head * element if stays else 0.0,
+            "temporary": (widest + max(2 * largest, head) + scattered) * element + bucket + ring,
         },
     ]
     if choice.checkpoint_activations:
@@ -105,7 +110,7 @@ def memory(workload: Workload, choice: Choice) -> dict[str, float]:
                 "gathered_weights": one * element if is_copied else 0.0,
                 "activations": (activations + kept * tokens) * element,
                 "logits": 0.0,
-                "temporary": (widest + 2 * largest + scattered) * element,
+                "temporary": (widest + 2 * largest + scattered) * element + ring,
             }
         )
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
@@ -116,12 +121,12 @@ def peak(components: Mapping[str, float]) -> float:
     return sum(components.values())
 
 
-def largest_micro_batch(workload: Workload, choice: Choice, limit: float) -> int | None:
-    """The largest micro-batch at which the choice stays within `limit` bytes; None if none does."""
+def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, pushes: bool = False) -> int | None:
+    """The largest micro-batch at which the choice stays within `limit` bytes; None if none does. See `memory`."""
     candidates = divisors(workload.batch // choice.grid.batch_parts)
 
     def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(choice, micro_batch=micro_batch))) > limit
+        return peak(memory(workload, replace(choice, micro_batch=micro_batch), pushes=pushes)) > limit
 
     fitting = bisect_left(candidates, True, key=is_too_large)
     return candidates[fitting - 1] if fitting else None

@@ -177,9 +177,13 @@ def _judge(
     local = workload.batch // choice.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
-    size = micro_batch or (largest_micro_batch(workload, choice, limit) if impossible is None else None)
+    # As `stretto.parallel` does where NVLink reaches all ranks of z, which are x * y apart.
+    pushes = overlaps and cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
+    size = micro_batch
+    if size is None and impossible is None:
+        size = largest_micro_batch(workload, choice, limit, pushes=pushes)
     choice = replace(choice, micro_batch=size or 1)
-    components = memory(workload, choice)
+    components = memory(workload, choice, pushes=pushes)
     fits = impossible is None and peak(components) <= limit
     cost = (
         paper_cost(workload, choice, cluster)
