@@ -117,7 +117,10 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
             poison()
             if late == rank:
                 torch.cuda._sleep(cycles)
-            out, *others = (OPERATORS[name](operand, weight, bias=own_bias, implementation=plan) for _ in range(4))
+            more = {"reduce_dtype": rng.choice([None, torch.float32])} if name == "scatter" else {}
+            out, *others = (
+                OPERATORS[name](operand, weight, bias=own_bias, implementation=plan, **more) for _ in range(4)
+            )
             product = (gather(x) if name == "gather" else operand).double() @ weight.double().T
             if name == "scatter":
                 product = scatter(product)

@@ -131,10 +131,11 @@ def add_in_order(operator, plan):
     return getattr(ops, operator)(torch.ones(8, 1), weight, implementation=find_plan(plan)).unique().tolist()
 
 
-def cancel(reduce_dtype):
+def cancel(reduce_dtype, plan):
     """257 - 256 by two ranks in bf16, of which 257 is no number; (the sum, and of what kind it is)."""
     weight = torch.tensor([[256.0, 1.0], [-256.0, 0.0]][dist.get_rank()]).repeat(3, 1).bfloat16()
-    out = ops.matmul_reduce_scatter(torch.ones(4, 2).bfloat16(), weight, reduce_dtype=reduce_dtype)
+    x, how = torch.ones(4, 2).bfloat16(), find_plan(plan)
+    out = ops.matmul_reduce_scatter(x, weight, reduce_dtype=reduce_dtype, implementation=how)
     return out.unique().tolist(), out.dtype
 
 

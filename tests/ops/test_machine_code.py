@@ -98,12 +98,12 @@ def gather_arguments(
 
 
 def scatter_arguments(
-    blocks=PUSHED, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, shares=WHOLE, by_tma=True
+    blocks=PUSHED, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, shares=WHOLE, by_tma=True, sums=None
 ):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, blocks.n, dtype=dtype)
-    pushed, parts = None, count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
+    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, blocks.n, dtype=sums or dtype)
+    pushed, parts = None, count_store_parts(blocks, dtype.itemsize, (sums or dtype).itemsize)
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
@@ -112,14 +112,15 @@ def scatter_arguments(
 
 
 def copied_arguments(
-    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, kernel="tiles"
+    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, kernel="tiles", sums=None
 ):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     count = -(-rows // blocks.m) * -(-n // blocks.n)
-    out, stored = torch.empty(rows, n, dtype=dtype), torch.empty(WORLD, count, blocks.m, blocks.n, dtype=dtype)
+    out = torch.empty(rows, n, dtype=dtype)
+    stored = torch.empty(WORLD, count, blocks.m, blocks.n, dtype=sums or dtype)
     pieces = cut_pieces(count, 1 << 16, Plan(blocks=blocks))._replace(threads=32 * blocks.num_warps)
-    target, parts = stored, count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
+    target, parts = stored, count_store_parts(blocks, dtype.itemsize, stored.element_size())
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
@@ -264,6 +265,17 @@ def test_loops_over_whole_tiles_are_flattened_and_pipelined(name, blocks):
     loads = tma_loads(to_ptx(name, blocks=blocks))
     assert len(loads) == 2 * blocks.num_stages * LOOPS[name]
     assert sum(guarded for _, guarded, _ in loads) == (blocks.num_stages if name == "gather" else 0)
+
+
+@pytest.mark.parametrize("blocks", [WIDE, NARROW])
+@pytest.mark.parametrize("name", ["scatter", "copied"])
+def test_sums_in_fp32_of_16_bit_operands_are_stored_by_tma_beside_the_loads(name, blocks, tmp_path):
+    kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks, sums=torch.float32)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    assert count_shared_bytes(kernel, arguments, options, "sm_90") + 1024 <= (228 << 10) * 132 // blocks.programs
+    lines = compile_to_ptx(kernel, arguments, **options)
+    assert sum("cp.async.bulk.tensor.2d.global" in line for line in lines) >= 4
+    assert find_spills(lines, tmp_path) == 0
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(PUSHED, 1), (WIDE, 2), (NARROW, 2)])

@@ -95,9 +95,10 @@ def test_the_library_does_the_same_and_says_so(interpret, dtype):
         assert ran == {("matmul_all_reduce", "library"): 3}
 
 
+@pytest.mark.parametrize("plan", ["auto", "copies", "tiles"])
 @pytest.mark.parametrize(("reduce_dtype", "total"), [(None, 0.0), (torch.bfloat16, 0.0), (torch.float32, 1.0)])
-def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, total):
-    assert interpret(2, "cancel", reduce_dtype) == [([total], torch.bfloat16)] * 2
+def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, total, plan):
+    assert interpret(2, "cancel", reduce_dtype, plan) == [([total], torch.bfloat16)] * 2
 
 
 @pytest.mark.parametrize(

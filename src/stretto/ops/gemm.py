@@ -171,8 +171,9 @@ def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int
     """
     held = _SHARED_BYTES if blocks.num_warps > 4 else _SHARED_BYTES // 2
     loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
-    for parts in (1, 2):
-        if loads + blocks.m * blocks.n * stored_size // parts <= held:
+    for parts in (1, 2, 4):  # four: of fp32 sums beside 16-bit operands
+        fits = loads + blocks.m * blocks.n * stored_size // parts <= held
+        if fits and blocks.n // parts * stored_size >= _TMA_BYTES:
             return parts
     return 0
 
@@ -287,7 +288,12 @@ def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def]
     """Round a tile and store what of it is inside of out [m, n]."""
     if gemm.stores_by_tma:
-        if gemm.out_parts == 2:
+        if gemm.out_parts == 4:
+            left, right = halve(total)
+            quarters = halve(left) + halve(right)
+            for quarter in tl.static_range(4):
+                out.store([row, column + quarter * (gemm.block_n // 4)], quarters[quarter].to(out.dtype))
+        elif gemm.out_parts == 2:
             left, right = halve(total)
             out.store([row, column], left.to(out.dtype))
             out.store([row, column + gemm.block_n // 2], right.to(out.dtype))
