@@ -117,6 +117,18 @@ def share(what, shape, plan):
     return max(more), *result
 
 
+def trace():
+    """The operators in what torch.jit.trace sees of two calls."""
+    x, up, down = torch.randn(4, 8), torch.randn(6, 8), torch.randn(8, 6)
+
+    def layer(x):
+        return ops.matmul_reduce_scatter(ops.all_gather_matmul(x, up), down)
+
+    traced = torch.jit.trace(layer, (x,))
+    assert torch.equal(traced(x), layer(x))
+    return [node.kind() for node in traced.graph.nodes() if node.kind().startswith("stretto::")]
+
+
 def random_operands(m, n, k, dtype, has_bias):
     """All ranks' x and weight, and this one's bias."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -161,6 +161,10 @@ def test_the_operators_are_registered_as_torch_asks(interpret):
     interpret(2, "check_registration", (8, 16, 16), timeout=200.0)
 
 
+def test_a_trace_has_the_operators_and_not_what_they_do(interpret):
+    assert interpret(2, "trace") == [["stretto::all_gather_matmul", "stretto::matmul_reduce_scatter"]] * 2
+
+
 def test_torch_compile_takes_them_without_a_graph_break(interpret):
     assert interpret(2, "compile_an_mlp", (16, 32, 16), timeout=200.0) == [[True] * 4] * 2
 

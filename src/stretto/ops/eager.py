@@ -15,6 +15,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     """Whether torch does more with a call than run it: traces, transforms or watches it, or has classes of its own."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # by torch.jit.trace
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or not _PLAIN.issuperset(map(type, tensors))

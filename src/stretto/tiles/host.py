@@ -121,8 +121,8 @@ def rank_await_count(counter: Tensor, count: int) -> None:
     failed = failed or driver.cuStreamWriteValue32_v2(stream, counter.data_ptr(), 0, 0)
     if failed:
         raise RuntimeError(
-            f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, which GEMM + reduce-scatter "
-            'by copy engines needs: give it a plan with transfer="programs"'
+            f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that a "
+            'kernel stores do; operators do without them by a plan with transfer="programs"'
         )
 
 

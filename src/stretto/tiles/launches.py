@@ -44,7 +44,8 @@ class Launches:
         if compiled is not None:  # an interpreted kernel is not compiled
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()
-            self._known[id(kernel), key] = compiled, kept
+            # The kernel too: of what is freed the id may come again.
+            self._known[id(kernel), key] = compiled, (kernel, kept)
 
     def knows(self, kernel: Any, key: Hashable) -> bool:
         """Whether it has launched the like before."""
@@ -57,8 +58,9 @@ class Launches:
 
 def kind_of(argument: Tensor | int | None) -> Hashable:
     """What Triton compiles in of an argument that changes from call to call."""
-    if argument is None:
-        return None
+    if argument is None or isinstance(argument, bool):
+        return argument
     if isinstance(argument, int):
-        return argument == 1, argument % _ALIGNMENT == 0, -(1 << 31) <= argument < 1 << 31
+        bits = 32 if -(1 << 31) <= argument < 1 << 31 else 63 if argument < 1 << 63 else 64
+        return argument == 1, argument % _ALIGNMENT == 0, bits
     return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
