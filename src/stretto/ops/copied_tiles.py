@@ -95,7 +95,10 @@ class _Call:
 
     count: tiles of an owner. stored: what the kernel stores and counts, tiles [world, count, block_m, block_n] by owner
     in the order of `position`; own: this rank's position. last_round: the first tile of it, counted through all.
+    pushed_at: where peers push to, in bytes from the buffer's beginning.
     """
+
+    begun: tiles.Channel
 
     def __init__(
         self,
@@ -186,12 +189,10 @@ class _Call:
         """
         rank = self.channel.rank
         for owner in sorted(set(range(self.world)) - {rank}, key=self.position):
-            there, here = (
-                self.find_pushed(owner)[find_place(rank, owner, self.world)],
-                self.stored[self.position(owner)],
-            )
-            for part in self.await_pieces(self.position(owner)):
-                tiles.rank_copy_data(there[part], here[part])
+            position = self.position(owner)
+            there = self.find_pushed(owner)[find_place(rank, owner, self.world)]
+            for part in self.await_pieces(position):
+                tiles.rank_copy_data(there[part], self.stored[position, part])
             tiles.rank_notify(self.channel, rank * self.world + owner, owner)
 
     def add(self, part: slice) -> None:
