@@ -31,9 +31,10 @@ def train_all(folder: Path) -> None:
             "device": "cuda",
             "ranks": RANKS,
             "data": {"path": str(folder / "text.txt")},
-            # Products that take longer than the host needs to launch them: otherwise nothing can be hidden. And layers
-            # enough that the first gathers and the last scatters, which nothing hides, are the lesser part.
-            "model": {"layers": 10, "hidden": 2048, "heads": 16},
+            # Products that take longer than the host needs to launch them, with a profiler that watches: otherwise
+            # nothing can be hidden. And layers enough that the first gathers and the last scatters, which nothing
+            # hides, are the lesser part.
+            "model": {"layers": 6, "hidden": 4096, "heads": 32},
             "train": {"steps": 5, "batch": 8 * RANKS, "seq_len": 2048, "dtype": "bf16", "trace": True},
         }
         train(make_config(values, overrides), display="none")

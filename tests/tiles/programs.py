@@ -300,7 +300,9 @@ def copy_by_the_host(direction, calls):
                     for distance in range(world):
                         peer = (rank + distance) % world
                         there = channel.tensor((world * rows, COLUMNS), torch.float32, offset=HALF // 2, rank=peer)
-                        tiles.rank_copy_data(there[rank * rows : (rank + 1) * rows], shards[rank])
+                        # In two parts, of which each comes to where it belongs.
+                        for part in (slice(0, 7), slice(7, rows)):
+                            tiles.rank_copy_data(there, shards[rank], rows=part, to=rank * rows + part.start)
                         for index in (2 * rank, 2 * rank + 1):
                             tiles.rank_notify(channel, index, peer)
             else:
@@ -451,6 +453,10 @@ def ask_wrongly():
             ("do not fit", lambda: channel.tensor((2 * HALF + 1,), torch.int8)),
             ("one shape, dtype and device", lambda: tiles.rank_copy_data(torch.zeros(2), torch.zeros(3))),
             ("contiguous tensors", lambda: tiles.rank_copy_data(torch.zeros(2, 2).T, torch.zeros(2, 2))),
+            ("rows 1 to 4 of 3", lambda: tiles.rank_copy_data(torch.zeros(9), torch.zeros(3), rows=slice(1, 4))),
+            ("to row 8 on of 9", lambda: tiles.rank_copy_data(torch.zeros(9), torch.zeros(3), rows=slice(1, 3), to=8)),
+            ("to row -1 on", lambda: tiles.rank_copy_data(torch.zeros(9), torch.zeros(3), rows=slice(1, 3), to=-1)),
+            ("one shape", lambda: tiles.rank_copy_data(torch.zeros(9, 2), torch.zeros(3, 1), rows=slice(1, 3))),
             ("tile_rows is 1 or more, not 0", lambda: static(24, 2, 0)),
             ("rows are 0 or more", lambda: static(-1, 2, 8)),
             ("12 rows or more will do", lambda: static(24, 2, 8, channels=2, channel_rows=8)),

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops.gemm import (
     count_store_parts,
     describe_gemm,
     describe_kind,
+    describe_matrix,
     divide_up,
     multiply_tile,
     order_tiles,
@@ -93,8 +93,8 @@ def launch_copied(
 class _Call:
     """A call's operands and sizes, and its steps.
 
-    count: tiles of an owner. stored: what the kernel stores and counts, tiles [world, count, block_m, block_n] by owner
-    in the order of `position`; own: this rank's position. last_round: the first tile of it, counted through all.
+    count: tiles of an owner. stored: what the kernel stores and counts, tiles [world * count, block_m, block_n] by
+    owner in the order of `position`; own: this rank's position. last_round: the first tile of it, counted through all.
     pushed_at: where peers push to, in bytes from the buffer's beginning.
     """
 
@@ -123,13 +123,13 @@ class _Call:
         self.pushed_at = slot * workspace.slot_bytes
         self.pieces = cut_pieces(self.count, count_bytes(*sizes, dtype=dtype), plan)
         self.counters = workspace.arrivals
-        self.stored = torch.empty(world, self.count, *sizes, dtype=dtype, device=x.device)
+        self.stored = torch.empty(world * self.count, *sizes, dtype=dtype, device=x.device)
         self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks)
         parts = count_store_parts(self.blocks, x.element_size(), dtype.itemsize)
         self.target: Any = self.stored
         if self.gemm.by_tma.value and parts:
             self.gemm = self.gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-            self.target = TensorDescriptor.from_tensor(self.stored.view(-1, sizes[1]), [sizes[0], sizes[1] // parts])
+            self.target = describe_matrix(self.stored.view(-1, sizes[1]), (sizes[0], sizes[1] // parts))
         self.kind = dtype, describe_kind(plan, x, weight, self.gemm, bias, out)
         self.programs = min(self.blocks.programs, world * self.count)
         self.last_round = (world * self.count - 1) // self.programs * self.programs
@@ -189,10 +189,11 @@ class _Call:
         """
         rank = self.channel.rank
         for owner in sorted(set(range(self.world)) - {rank}, key=self.position):
-            position = self.position(owner)
-            there = self.find_pushed(owner)[find_place(rank, owner, self.world)]
-            for part in self.await_pieces(position):
-                tiles.rank_copy_data(there[part], self.stored[position, part])
+            here, there = self.position(owner) * self.count, find_place(rank, owner, self.world) * self.count
+            pushed = self.find_pushed(owner)
+            for part in self.await_pieces(self.position(owner)):
+                rows = slice(here + part.start, here + part.stop)
+                tiles.rank_copy_data(pushed, self.stored, rows=rows, to=there + part.start)
             tiles.rank_notify(self.channel, rank * self.world + owner, owner)
 
     def add(self, part: slice) -> None:
@@ -208,7 +209,7 @@ class _Call:
                 self.begun,
                 map_owners(self.world),
                 self.gemm,
-                self.stored[self.own],
+                self.stored[self.own * self.count :],
                 self.find_pushed(),
                 self.out,
                 self.bias,
@@ -221,8 +222,8 @@ class _Call:
         )
 
     def find_pushed(self, rank: int | None = None) -> Tensor:
-        """Where others push to, at a rank, by default this one: [world - 1, count, block_m, block_n]."""
-        sizes = self.world - 1, *self.stored.shape[1:]
+        """Where others push to, at a rank, by default this one: [(world - 1) * count, block_m, block_n]."""
+        sizes = (self.world - 1) * self.count, *self.stored.shape[1:]
         return self.channel.tensor(sizes, self.stored.dtype, offset=self.pushed_at, rank=rank)
 
 

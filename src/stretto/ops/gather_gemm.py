@@ -88,7 +88,7 @@ def launch(
         if not direct:
             # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and there is none free
             # once the kernel runs.
-            tiles.rank_copy_data(gathered[block_channel.rank * rows : (block_channel.rank + 1) * rows], x)
+            tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
         with tiles.copy_engine(block_channel):
             _push(block_channel, producer, x, offset)
             if returned is not None:
@@ -135,10 +135,10 @@ def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: T
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
     for distance in range(1, world):
         peer = (rank - distance) % world
-        there = block_channel.tensor((world, rows, k), x.dtype, offset=offset, rank=peer)[rank]
+        there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
-            part = slice(start, start + producer.channel_rows)
-            tiles.rank_copy_data(there[part], x[part])
+            part = slice(start, min(start + producer.channel_rows, rows))
+            tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
             tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
 
 
@@ -150,13 +150,12 @@ def _copy_gathered(
     A rank's pieces come in stream order, so the signal of its last one stands for all.
     """
     rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
-    tiles.rank_copy_data(returned[rank * rows : (rank + 1) * rows], x)
+    tiles.rank_copy_data(returned, x, rows=slice(0, rows), to=rank * rows)
     last = divide_up(rows, producer.channel_rows) - 1
     for distance in range(1, world):
         peer = (rank + distance) % world
         tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
-        shard = slice(peer * rows, (peer + 1) * rows)
-        tiles.rank_copy_data(returned[shard], gathered[shard])
+        tiles.rank_copy_data(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
 
 
 @triton.jit

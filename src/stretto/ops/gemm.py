@@ -111,10 +111,10 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks)
     exact = torch.get_float32_matmul_precision() == "highest"
     gemm = _describe(m, n, k, blocks, by_tma, transposed, stores_by_tma, exact, a.element_size())
     if by_tma:
-        a = TensorDescriptor.from_tensor(a, [blocks.m, blocks.k])
-        b = TensorDescriptor.from_tensor(b, [blocks.k, blocks.n] if transposed else [blocks.n, blocks.k])
-    if stores_by_tma:
-        out = TensorDescriptor.from_tensor(out, [blocks.m, blocks.n // gemm.out_parts.value])
+        a = describe_matrix(a, (blocks.m, blocks.k))
+        b = describe_matrix(b, (blocks.k, blocks.n) if transposed else (blocks.n, blocks.k))
+    if out is not None and stores_by_tma:
+        out = describe_matrix(out, (blocks.m, blocks.n // gemm.out_parts.value))
     return Operands(gemm, a, b, out)
 
 
@@ -182,7 +182,23 @@ def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
     """Another A, of the same k, as the kernel takes it; None where it cannot be taken as the first one is."""
     if not gemm.by_tma.value:
         return matrix
-    return TensorDescriptor.from_tensor(matrix, [gemm.block_m.value, gemm.block_k.value]) if takes_tma(matrix) else None
+    return describe_matrix(matrix, (gemm.block_m.value, gemm.block_k.value)) if takes_tma(matrix) else None
+
+
+def describe_matrix(matrix: Tensor, block: tuple[int, int]) -> Any:
+    """A descriptor of a matrix that TMA takes (`takes_tma`), without Triton's look at it, in blocks of that shape."""
+    described: Any = object.__new__(TensorDescriptor)
+    known = _known_block(block)
+    described.base, described.shape, described.strides = matrix, matrix.shape, matrix.stride()
+    described.block_shape, described.padding, described.round_f32_to_tf32 = known, "zero", False
+    return described
+
+
+@lru_cache
+def _known_block(block: tuple[int, int]) -> list[int]:
+    """As Triton takes it. AssertionError or ValueError for a block that it refuses."""
+    sizes = list(block)
+    return TensorDescriptor(torch.empty(0, dtype=torch.float64), sizes, [16 * block[1], 1], sizes).block_shape
 
 
 def _stored(weight: Tensor) -> Tensor:
@@ -204,11 +220,12 @@ def count_processors(index: int) -> int:
 
 def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
-    if matrix.device.type == "cuda" and find_capability(matrix.device.index) < (9, 0):
+    if matrix.is_cuda and find_capability(matrix.device.index) < (9, 0):
         return False
-    if matrix.numel() == 0 or matrix.stride(1) != 1:  # another stride is of a dim of size 1
+    row, column = matrix.stride()
+    if column != 1 or matrix.numel() == 0:  # another stride is of a dim of size 1
         return False
-    return not (matrix.data_ptr() % _TMA_BYTES or matrix.stride(0) * matrix.element_size() % _TMA_BYTES)
+    return not (matrix.data_ptr() % _TMA_BYTES or row * matrix.element_size() % _TMA_BYTES)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from stretto.tiles import BlockChannel
+from stretto.tiles.streams import find_current
 
 CHANNELS = 32
 """Channels of each rank: the most pieces of its part that are signalled one by one."""
@@ -132,8 +133,10 @@ def _find_cache(name: str) -> _Cache:
 
 def _follow_calls(cache: _Cache, device: torch.device) -> None:
     """Have the current stream come after the group's last call, whichever stream that was on."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        stream = torch.cuda.current_stream(device)
+    if device.type != "cuda":
+        return
+    stream = find_current(device)
+    if stream is not cache.stream and not torch.cuda.is_current_stream_capturing():
         if cache.stream is not None and cache.stream != stream:
             stream.wait_stream(cache.stream)
         cache.stream = stream

@@ -122,7 +122,7 @@ class PushedScatter:
                 rank_copy_data(self._place(slot, rank, part, peer), part)
                 rank_set_slot(channel, ARRIVED.value, peer, word)
             side = channel.side_stream()
-            pushed = None if side is None else side.record_event()
+            pushed = None if side is None else side.stream.record_event()
         own = gradient[rank * chunk : rank * chunk + local_rows]
         result = torch.empty_like(own, dtype=dtype)
         pending = _Summed(result, _WORK, gradient, self, slot, own, pushed)

@@ -14,6 +14,7 @@ from stretto.tiles.intrinsics import INTERPRETED
 from stretto.tiles.launches import Launches
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
 from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, REPORT_WORDS, begin_call
+from stretto.tiles.streams import SideStream
 
 _ALIGNMENT = 128
 _MOST_KEPT = 1024  # tensors that a channel knows
@@ -77,13 +78,14 @@ class BlockChannel:
         self._state = torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=self.device)
         self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
         self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._reported = self._report.numpy()
         self._operators: list[str] = []
         self.launch = Launches()
         self._tensors: dict[Hashable, Tensor] = {}
         self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._described: dict[tuple[str, str, bool], Channel] = {}
         self._current: Channel | None = None
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._sides: dict[int, SideStream] = {}
         self.open_lanes: set[int] = set()
         reports.register(self._report.data_ptr(), self)
 
@@ -239,7 +241,7 @@ class BlockChannel:
 
         It reads memory that kernels write to, and waits for nothing: synchronize first to be sure of what has run.
         """
-        words = self._report.numpy()
+        words = self._reported
         if not words[0]:
             return
         kind, operator, epoch, tile, index, peer, seen, target = (int(word) for word in words[:8])
@@ -263,12 +265,12 @@ class BlockChannel:
             raise ValueError("no call has begun: call begin first")
         return self._current
 
-    def side_stream(self, lane: int = 0) -> torch.cuda.Stream | None:
+    def side_stream(self, lane: int = 0) -> SideStream | None:
         """A stream of this channel's copies; None where the host copies."""
         if self.device.type != "cuda":
             return None
         if lane not in self._sides:
-            self._sides[lane] = torch.cuda.Stream(self.device)
+            self._sides[lane] = SideStream(self.device)
         return self._sides[lane]
 
     def notified_words(self, index: int, rank: int) -> tuple[Tensor, Tensor]:

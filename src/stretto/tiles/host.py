@@ -6,19 +6,16 @@ device memory (so that CUDA graphs replay), a wait as a kernel of one block. On 
 
 import contextlib
 import ctypes
-import functools
-from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from stretto.memory.ordering import find_fence
 from stretto.tiles.channel import BlockChannel
 from stretto.tiles.signals import wait_for_all, wait_for_channel
+from stretto.tiles.streams import find_driver, find_handle
 
 
-@contextlib.contextmanager
-def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> Iterator[None]:
+def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> contextlib.AbstractContextManager[None]:
     """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` go to a side stream of the channel, beside the kernels.
 
     They come after what the current stream had before; opens=False: after what it had when the lane was opened, earlier
@@ -27,19 +24,14 @@ def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> 
     """
     if opens:
         open_lane(channel, lane)
-    side = channel.side_stream(lane)
-    if side is None:
-        yield
-        return
-    with torch.cuda.stream(side):
-        yield
+    return channel.side_stream(lane) or contextlib.nullcontext()
 
 
 def open_lane(channel: BlockChannel, lane: int) -> None:
     """Have what a side stream of the channel gets from now on come after what the current stream has so far."""
     side = channel.side_stream(lane)
     if side is not None:
-        side.wait_stream(torch.cuda.current_stream(channel.device))
+        side.open()
         channel.open_lanes.add(lane)
 
 
@@ -48,23 +40,43 @@ def join_copies(channel: BlockChannel) -> None:
     for lane in sorted(channel.open_lanes):
         side = channel.side_stream(lane)
         if side is not None:
-            torch.cuda.current_stream(channel.device).wait_stream(side)
+            side.join()
     channel.open_lanes.clear()
 
 
-def rank_copy_data(destination: Tensor, source: Tensor) -> None:
+def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:
     """Copy a tensor to another rank (push) or from it (pull): `BlockChannel.tensor` makes either end.
 
-    Both are contiguous, of one shape, dtype and device, as copy engines take them; ValueError for others.
+    rows: only these of the source, to as many rows of the destination from row `to` on. Both are contiguous, of one
+    dtype and device, and of one shape or, but for their number of rows, with `rows`, as copy engines take them;
+    ValueError for others, and for rows that there are not.
     """
-    if destination.shape != source.shape or destination.dtype != source.dtype or destination.device != source.device:
+    cut = 0 if rows is None else 1
+    if (
+        destination.shape[cut:] != source.shape[cut:]
+        or destination.dtype != source.dtype
+        or destination.device != source.device
+    ):
         raise ValueError(
             f"a copy has two ends of one shape, dtype and device: {list(destination.shape)} {destination.dtype} on "
             f"{destination.device} and {list(source.shape)} {source.dtype} on {source.device}"
         )
     if not destination.is_contiguous() or not source.is_contiguous():
         raise ValueError("a copy engine copies contiguous tensors: copy row by row, or call contiguous() on the source")
-    destination.copy_(source, non_blocking=True)
+    if rows is None:
+        there, here, size = destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
+    else:
+        start, stop = rows.start, rows.stop
+        if not (0 <= start <= stop <= source.shape[0] and 0 <= to <= destination.shape[0] - (stop - start)):
+            raise ValueError(
+                f"rows {start} to {stop} of {source.shape[0]} cannot go to row {to} on of {destination.shape[0]}"
+            )
+        row = source.numel() // max(source.shape[0], 1) * source.element_size()
+        there, here, size = destination.data_ptr() + to * row, source.data_ptr() + start * row, (stop - start) * row
+    if source.device.type == "cpu":
+        ctypes.memmove(there, here, size)
+    elif size:
+        find_driver().copy(there, here, size, find_handle(source.device))
 
 
 def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
@@ -76,14 +88,7 @@ def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
     """
     _require_inside(channel, index, rank)
     # The counter takes the value that the call ends with, which the device knows: nothing of it is the host's.
-    word, value = channel.notified_words(index, rank)
-    if channel.device.type == "cpu":
-        fence = find_fence()
-        if fence is not None:
-            fence()
-        word.numpy()[0] = value.item()
-    else:
-        word.copy_(value, non_blocking=True)
+    _set_word(*channel.notified_words(index, rank))
 
 
 def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
@@ -110,45 +115,30 @@ def rank_await_count(counter: Tensor, count: int) -> None:
     The GPU's front end waits, not a kernel, which could have no place beside the one that counts. Where the host copies
     kernels are over, and a count that is missing is a RuntimeError.
     """
-    if counter.device.type == "cpu":
-        if counter.item() != count:
-            raise RuntimeError(f"{counter.item()} was counted, and not {count}")
+    if counter.device.type != "cpu":
+        find_driver().await_count(counter.data_ptr(), count, find_handle(counter.device))
+    elif counter.item() != count:
+        raise RuntimeError(f"{counter.item()} was counted, and not {count}")
+    else:
         counter.zero_()
-        return
-    stream = torch.cuda.current_stream(counter.device).cuda_stream
-    driver = _find_driver()
-    failed = driver.cuStreamWaitValue32_v2(stream, counter.data_ptr(), count, _AT_LEAST)
-    failed = failed or driver.cuStreamWriteValue32_v2(stream, counter.data_ptr(), 0, 0)
-    if failed:
-        raise RuntimeError(
-            f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that a "
-            'kernel stores do; operators do without them by a plan with transfer="programs"'
-        )
-
-
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
-
-
-@functools.cache
-def _find_driver() -> ctypes.CDLL:
-    """CUDA's driver, for what torch has no word for."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    for function in (driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2):
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    return driver
 
 
 def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:
     """Put `value` (int32 [1], on the device) into `rank`'s slot of a tile between peers. See `rank_notify`."""
     if not 0 <= tile < channel.peer_tiles:
         raise ValueError(f"the channel has peer_tiles 0 to {channel.peer_tiles - 1}, not {tile}")
-    if channel.device.type == "cpu":
+    _set_word(channel.slot_word(rank, tile), value)
+
+
+def _set_word(word: Tensor, value: Tensor) -> None:
+    """word [1] = value [1], both int32, after all stores before it."""
+    if word.device.type == "cpu":
         fence = find_fence()
         if fence is not None:
             fence()
-        channel.slot_word(rank, tile).numpy()[0] = value.item()
+        word.numpy()[0] = value.item()
     else:
-        channel.slot_word(rank, tile).copy_(value, non_blocking=True)
+        find_driver().copy(word.data_ptr(), value.data_ptr(), value.element_size(), find_handle(word.device))
 
 
 def _require_inside(channel: BlockChannel, index: int, rank: int) -> None:

@@ -1,0 +1,97 @@
+"""CUDA's streams and driver, by handles: what torch has no word for, and what its words take the host long for.
+
+Copies and signals of one operator are dozens of calls, and there are hosts on which each costs torch ten microseconds.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+_MOST_KEPT = 64
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_kept: dict[int, torch.cuda.Stream] = {}
+
+
+def find_handle(device: torch.device) -> int:
+    """The current stream's handle."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def find_current(device: torch.device) -> torch.cuda.Stream:
+    """The current stream, as an object that is kept: torch makes one anew each time."""
+    handle = find_handle(device)
+    stream = _kept.get(handle)
+    if stream is None or stream.device_index != device.index:  # the default stream's handle is 0 on every device
+        if len(_kept) == _MOST_KEPT:
+            _kept.clear()
+        stream = _kept[handle] = torch.cuda.current_stream(device)
+    return stream
+
+
+class SideStream:
+    """A stream of copies, which is opened and joined by whichever stream is the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._opened, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._before: list[dict[str, int]] = []
+
+    def open(self) -> None:
+        """Have what it gets from now on come after what the current stream has so far."""
+        self._opened.record(find_current(self.device))
+        self.stream.wait_event(self._opened)
+
+    def join(self) -> None:
+        """Have what the current stream gets from now on come after what it has so far."""
+        self._joined.record(self.stream)
+        find_current(self.device).wait_event(self._joined)
+
+    def __enter__(self) -> None:
+        """Inside, it is the current stream."""
+        before = torch._C._cuda_getCurrentStream(self.device.index)
+        self._before.append(dict(zip(("stream_id", "device_index", "device_type"), before, strict=True)))
+        stream = self.stream
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._cuda_setStream(**self._before.pop())
+
+
+class Driver:
+    """CUDA's driver. RuntimeError for what it refuses."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        word = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._copy = _declare(library.cuMemcpyAsync, [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, word[0]])
+        self._await = _declare(library.cuStreamWaitValue32_v2, word)
+        self._write = _declare(library.cuStreamWriteValue32_v2, word)
+
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        """Copy `size` bytes between addresses, in stream order."""
+        failed = self._copy(destination, source, size, stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of a copy of {size} bytes")
+
+    def await_count(self, address: int, count: int, stream: int) -> None:
+        """Have the stream wait until an int32 has come to `count`, then set it to 0."""
+        failed = self._await(stream, address, count, _AT_LEAST) or self._write(stream, address, 0, 0)
+        if failed:
+            raise RuntimeError(
+                f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that "
+                'a kernel stores do; operators do without them by a plan with transfer="programs"'
+            )
+
+
+@functools.cache
+def find_driver() -> Driver:
+    """This machine's."""
+    return Driver()
+
+
+def _declare(function: Any, arguments: list[Any]) -> Any:
+    function.argtypes = arguments
+    return function
