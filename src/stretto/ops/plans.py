@@ -165,7 +165,7 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
                 piece_bytes=SCATTER_PIECE_BYTES,
             )
         case _:
-            transfer, movers = next(row[1:] for row in GATHER_TRANSFERS if call.m <= row[0])
+            transfer, movers = find_gather_transfer(call.m)
             plan = plan._replace(transfer=transfer, movers=min(movers, machine.processors))
     return plan, f"nothing was measured for {weight_bytes} bytes of weight, and it is the default"
 
@@ -191,6 +191,11 @@ ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
 
 
+def find_gather_transfer(m: int) -> tuple[str, int]:
+    """Who moves the rows of a gather of m rows where nothing was measured, and how many programs do."""
+    return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
+
+
 def default_blocks(call: Call, machine: Machine) -> Blocks:
     """Tile sizes where nothing was measured."""
     if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
@@ -208,9 +213,13 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and not is_fp32:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
-        # Rows of tiles that are gone through together are of one rank, or the first tiles would wait for all ranks.
-        most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" else blocks.group_rows
-        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, call.m // call.world // blocks.m)))
+        # Where copy engines bring rows, tiles that are gone through together are of one rank, or the first would wait for
+        # all ranks. What programs push comes from all ranks at about one time, and the weight is read once, not by rank.
+        rows, most = call.m // call.world, blocks.group_rows
+        if call.operator == "all_gather_matmul":
+            by_copies = find_gather_transfer(call.m)[0] == "copies"
+            rows, most = (rows, MOST_GATHERED_ROWS) if by_copies else (call.m, most)
+        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, rows // blocks.m)))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
 
 

@@ -60,8 +60,8 @@ class Launches:
 
 def launch_compiled(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
     """Launch a compiled kernel on the current stream, past what Triton gathers for hooks where there are none."""
-    runtime = knobs.runtime
-    if any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)):
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
         compiled[(programs, 1, 1)](*arguments)
         return
     active = driver.active
@@ -72,6 +72,8 @@ def launch_compiled(compiled: Any, programs: int, arguments: tuple[Any, ...]) ->
 
 def kind_of(argument: Tensor | int | None) -> Hashable:
     """What Triton compiles in of an argument that changes from call to call."""
+    if type(argument) is Tensor:  # most are: first, and past isinstance, which asks torch's own class
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, int):
