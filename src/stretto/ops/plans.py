@@ -213,8 +213,8 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and not is_fp32:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
-        # Where copy engines bring rows, tiles that are gone through together are of one rank, or the first would wait for
-        # all ranks. What programs push comes from all ranks at about one time, and the weight is read once, not by rank.
+        # Where copy engines bring rows, tiles that are gone through together are of one rank, or the first would wait
+        # for all ranks. What programs push comes from all ranks at about one time, and the weight is read once so.
         rows, most = call.m // call.world, blocks.group_rows
         if call.operator == "all_gather_matmul":
             by_copies = find_gather_transfer(call.m)[0] == "copies"
