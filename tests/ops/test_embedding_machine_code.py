@@ -49,7 +49,7 @@ def forward_arguments(
 def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, scaled=True):
     grads = torch.zeros(64, dtype=dtype)
     segments = backward_kernel.Segments(
-        WORDS, LONGS, WORDS, FLOATS if scaled else None, LONGS, WORDS, LONGS, 100_000, 6_400_000, 4096
+        WORDS, WORDS, FLOATS if scaled else None, LONGS, WORDS, WORDS, LONGS, 100_000, 6_400_000, 4096
     )
     settings = None if action == "store" else FLOATS
     target = backward_kernel.Target(LONGS, WORDS, settings, *constants(action, by_number, 256, 4))
@@ -61,7 +61,9 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
             look_up(0), pooling(8, 1, True), LONGS, LONGS, FLOATS, LONGS, WORDS, WORDS, FLOATS, 4, 640, REPORT, 32,
         ),
         "count_chunks": (WORDS, LONGS, 100_000, 6_400_000, 1024, 2048),
-        "place_chunks": (WORDS, LONGS, LONGS, WORDS, WORDS, 100_000, 6_400_000, 1024, 2048),
+        "place_chunks": (
+            WORDS, LONGS, WORDS, FLOATS if scaled else None, WORDS, LONGS, segments, WORDS, 1024, 2048,
+        ),
         "reduce_chunks": (segments, target, grads, partials, 1024, 2, 4),
         "combine_chunks": (segments, target, grads, partials, 1024, 4),
     }  # fmt: skip
@@ -136,11 +138,10 @@ def test_a_slice_is_signalled_after_its_stores_and_a_barrier(target):
         assert before[-1].startswith("bar.sync"), before[-3:]
 
 
-def test_gradients_come_by_16_bytes_too():
-    name = "reduce_chunks"
-    lines = compile_to_ptx(
-        backward_kernel.reduce_chunks, backward_launches("store")[name], "sm_90", num_warps=1, num_stages=1
-    )
-    assert sum(bool(re.search(WIDE_LOAD, line)) for line in lines) >= 16
+@pytest.mark.parametrize(("action", "rows"), [("store", 0), ("sgd", 4)])
+def test_gradients_and_rows_that_they_change_come_by_16_bytes_too(action, rows):
+    launch = backward_launches(action, scaled=False)["reduce_chunks"]
+    lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
+    assert sum(bool(re.search(WIDE_LOAD, line)) for line in lines) >= rows + 16
     assert any(re.search(r"st\.global\.v4\.b32", line) for line in lines)
     assert not any("local" in line for line in lines if re.match(r"(ld|st)\.", line))

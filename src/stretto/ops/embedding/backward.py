@@ -214,12 +214,16 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
     _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, way.limit, way.block), num_warps=4)
     sums = counts.cumsum(0)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
-    numbers = torch.empty(total, dtype=torch.int32, device=device)
+    sorted_places, numbers, tables = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(3))
+    sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
-    arguments = keys, sums, starts, numbers, uniques, total, rows, way.limit, way.block
-    _launches[device](place_chunks, sizes, blocks, arguments, num_warps=4)
     quanta = staging.shape[1] // QUANTUM.value
-    segments = Segments(keys, order, places, scales, starts, numbers, sums[-1], total, rows, quanta)
+    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, sums[-1], total, rows, quanta)
+    tables_of = _find_tables_of(lookups.dims, device)
+    hold_for_replays(tables_of)
+    arguments = keys, order, places, scales, tables_of, sums, segments, uniques, way.limit, way.block
+    placed = *map(tiles.kind_of, (*segments, order, places, scales)), sizes
+    _launches[device](place_chunks, placed, blocks, arguments, num_warps=4)
     return Staged(staging, segments, uniques, bases, way)
 
 

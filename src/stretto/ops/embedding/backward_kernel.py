@@ -24,18 +24,18 @@ class Segments(NamedTuple):
     """Sorted lookups, as kernels take them; one argument.
 
     keys: [total], a row's number among the rows of all tables, sorted; `rows`, the number of them all, for a lookup
-    that has none. order: int64 [total], each sorted lookup's position. places: int32 [total], by position, where its
-    bag's gradient lies. scales: fp32 [total], by position, its factor; None for 1. starts: int64, the first lookup of
-    each chunk, and the end of the last one. numbers: int32, each chunk's segment. totals: int64 [2], chunks, segments.
-    total: of lookups. quanta: of a row of the gradient.
+    that has none. places: int32 [total], where each sorted lookup's bag has its gradient. scales: fp32 [total], its
+    factor; None for 1. starts: int64, the first lookup of each chunk, and the end of the last one. numbers, tables:
+    int32, each chunk's segment and its table. totals: int64 [2], chunks, segments. total: of lookups. quanta: of a row
+    of the gradient.
     """
 
     keys: Any
-    order: Any
     places: Any
     scales: Any
     starts: Any
     numbers: Any
+    tables: Any
     totals: Any
     total: Any
     rows: Any
@@ -153,18 +153,32 @@ def count_chunks(keys, counts, total, rows, LIMIT: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def place_chunks(keys, sums, starts, numbers, uniques, total, rows, LIMIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write down where chunks begin and which segment they are of. sums: counts of this and all earlier blocks."""
+def place_chunks(  # type: ignore[no-untyped-def]
+    keys, order, places, scales, tables_of, sums, segments, uniques, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write down where chunks begin, which segment and which table they are of, and what each sorted lookup adds.
+
+    keys, order: sorted, and each one's position; places, scales: by position. sums: counts of this and all earlier
+    blocks. What hangs on a position is loaded here, where nothing waits for it, and not where gradients are added up.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total, rows = segments.total, segments.rows
     key, begins, chunk, is_end = _find_boundaries(keys, total, rows, at, LIMIT)
+    position = tl.load(order + at, mask=at < total, other=0)
+    place = tl.load(places + position, mask=at < total, other=0)
+    tl.store(segments.places + at, place, mask=at < total)
+    if scales is not None:
+        tl.store(segments.scales + at, tl.load(scales + position, mask=at < total, other=0), mask=at < total)
     chunks_here, segments_here = chunk.to(tl.int32), begins.to(tl.int32)
     after = tl.load(sums + tl.program_id(0) * 2) - tl.sum(chunks_here, 0) + tl.cumsum(chunks_here, 0)
     number = tl.load(sums + tl.program_id(0) * 2 + 1) - tl.sum(segments_here, 0) + tl.cumsum(segments_here, 0) - 1
-    tl.store(starts + after - 1, at, mask=chunk)
-    tl.store(numbers + after - 1, number.to(tl.int32), mask=chunk)
+    tl.store(segments.starts + after - 1, at, mask=chunk)
+    tl.store(segments.numbers + after - 1, number.to(tl.int32), mask=chunk)
+    table = tl.load(tables_of + place % segments.quanta, mask=chunk, other=0)
+    tl.store(segments.tables + after - 1, table, mask=chunk)
     tl.store(uniques + number, key, mask=begins)
-    tl.store(starts + after, at, mask=is_end)
-    tl.store(starts + after, at + 1, mask=(at == total - 1) & (key < rows))
+    tl.store(segments.starts + after, at, mask=is_end)
+    tl.store(segments.starts + after, at + 1, mask=(at == total - 1) & (key < rows))
 
 
 @triton.jit
@@ -178,36 +192,35 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
     columns = tl.arange(0, target.block)
     steps = tl.arange(0, ROWS)
     for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS), tl.num_programs(0)):
+        # Loads that hang on each other are three deep: chunks, then keys and places, then gradients and target rows.
         chunk = tl.cast(tile, tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
         inside = chunk < chunks
         start = tl.load(segments.starts + chunk, mask=inside, other=0)
         end = tl.load(segments.starts + chunk + 1, mask=inside, other=0)
+        table = tl.load(segments.tables + chunk, mask=inside, other=0)
+        number = tl.load(segments.numbers + chunk, mask=inside, other=0)
         key = tl.load(segments.keys + start, mask=inside, other=0)
-        first = tl.load(segments.order + start, mask=inside, other=0)
-        table, dim = _find_table(segments, target, tl.load(segments.places + first, mask=inside, other=0), inside)
+        begins = tl.load(segments.keys + start - 1, mask=inside & (start > 0), other=-1) != key
+        ends = tl.load(segments.keys + end, mask=inside & (end < segments.total), other=-1) != key
+        row, pointers, columns_inside, state, dim = _locate(target, staging, table, key, number, inside)
+        held = _read(target, pointers, columns_inside)
         total = tl.zeros((CHUNKS, target.block), tl.float32)
         at = start[:, None] + steps[None, :]
-        # Three loads hang on each other, a lookup's position, its place and its gradient: each is a step ahead.
-        position = tl.load(segments.order + at, mask=at < end[:, None], other=0)
-        next_position = tl.load(segments.order + at + ROWS, mask=at + ROWS < end[:, None], other=0)
-        place = tl.load(segments.places + position, mask=at < end[:, None], other=0)
+        place = tl.load(segments.places + at, mask=at < end[:, None], other=0)
         for _ in range(0, tl.max(end - start, 0), ROWS):
             known = at < end[:, None]
-            at += ROWS
-            next_place = tl.load(segments.places + next_position, mask=at < end[:, None], other=0)
-            later_position = tl.load(segments.order + at + ROWS, mask=at + ROWS < end[:, None], other=0)
+            next_place = tl.load(segments.places + at + ROWS, mask=at + ROWS < end[:, None], other=0)
             offset = tl.multiple_of(place.to(tl.int64) * QUANTUM, (target.multiple, target.multiple))
             mask = known[:, :, None] & (columns[None, None, :] < dim[:, None, None])
             values = tl.load(staging + (offset[:, :, None] + columns[None, None, :]), mask=mask, other=0.0)
             values = values.to(tl.float32)
             if segments.scales is not None:
-                values *= tl.load(segments.scales + position, mask=known, other=0.0)[:, :, None]
+                values *= tl.load(segments.scales + at, mask=known, other=0.0)[:, :, None]
             total += tl.sum(values, 1)
-            position, next_position, place = next_position, later_position, next_place
-        begins = tl.load(segments.keys + start - 1, mask=inside & (start > 0), other=-1) != key
-        ends = tl.load(segments.keys + end, mask=inside & (end < segments.total), other=-1) != key
-        number = tl.load(segments.numbers + chunk, mask=inside, other=0)
-        _apply(target, staging, table, dim, key, number, total, inside & begins & ends)
+            at += ROWS
+            place = next_place
+        whole = inside & begins & ends
+        _apply(target, pointers, columns_inside & whole[:, None], row, state, dim, held, total, whole)
         part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
         tl.store(pointers, total, mask=(inside & ((begins & ends) == 0))[:, None])
@@ -239,13 +252,13 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
         # As a tile of one segment. Any of its lookups says which table it is of: the one at the cut, say.
         one = tl.zeros((1,), tl.int64) + cut * LIMIT
         inside = one >= 0
-        place = tl.load(segments.places + tl.load(segments.order + one))
-        table, dim = _find_table(segments, target, place, inside)
-        keys = tl.load(segments.keys + one)
+        table = tl.load(target.tables_of + tl.load(segments.places + one) % segments.quanta)
         number = tl.zeros((1,), tl.int32)
         if target.by_number:
             number = tl.load(segments.numbers + _find_chunk(segments, one))
-        _apply(target, staging, table, dim, keys, number, total[None, :], inside)
+        row, pointers, mask, state, dim = _locate(target, staging, table, tl.load(segments.keys + one), number, inside)
+        held = _read(target, pointers, mask)
+        _apply(target, pointers, mask, row, state, dim, held, total[None, :], inside)
 
 
 @triton.jit
@@ -262,19 +275,11 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find_table(segments, target, place, inside):  # type: ignore[no-untyped-def]
-    """(table, dim) of segments, by where one of their gradients lies."""
-    table = tl.load(target.tables_of + place % segments.quanta, mask=inside, other=0)
-    dim = tl.load(target.meta + table * META + 2, mask=inside, other=0)
-    return table, tl.multiple_of(dim, target.multiple)
-
-
-@triton.jit
-def _apply(target, staging, table, dim, key, number, total, inside):  # type: ignore[no-untyped-def]
-    """What becomes of segments' sums, fp32 [segments, block]: stored, or a step of an optimizer on their rows."""
+def _locate(target, staging, table, key, number, inside):  # type: ignore[no-untyped-def]
+    """(row, pointers to it [segments, block], which of them are inside, last word, dim) of segments' targets."""
     words = target.meta + table * META
-    first = tl.load(words + 1, mask=inside, other=0)
-    row = key.to(tl.int64) - first
+    dim = tl.multiple_of(tl.load(words + 2, mask=inside, other=0), target.multiple)
+    row = key.to(tl.int64) - tl.load(words + 1, mask=inside, other=0)
     last = tl.load(words + 3, mask=inside, other=0)
     if target.by_number:
         row = number.to(tl.int64) - last
@@ -283,17 +288,32 @@ def _apply(target, staging, table, dim, key, number, total, inside):  # type: ig
     base = tl.multiple_of(tl.load(words, mask=inside, other=0), 16).to(staging.dtype)
     base = tl.multiple_of(base, 16)
     offset = tl.multiple_of(row * dim, target.multiple)
-    pointers = (base + offset)[:, None] + columns[None, :]
+    return row, (base + offset)[:, None] + columns[None, :], mask, last, dim
+
+
+@triton.jit
+def _read(target, pointers, mask):  # type: ignore[no-untyped-def]
+    """What the target's rows hold; of one that is only stored to, nothing."""
+    held = tl.zeros(pointers.shape, tl.float32)
+    if target.action != "store":
+        held = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return held
+
+
+@triton.jit
+def _apply(target, pointers, mask, row, state, dim, held, total, inside):  # type: ignore[no-untyped-def]
+    """What becomes of segments' sums, fp32 [segments, block]: stored, or a step of an optimizer on their rows.
+
+    state: the address of the table's state; held: what `_read` has read.
+    """
     if target.action == "store":
-        tl.store(pointers, total.to(staging.dtype.element_ty), mask=mask)
+        tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)
     else:
-        rate = tl.load(target.settings)
-        step = total * rate
+        step = total * tl.load(target.settings)
         if target.action == "adagrad":
-            state = last.to(tl.pointer_type(tl.float32)) + row
+            squares_at = state.to(tl.pointer_type(tl.float32)) + row
             squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
-            squares += tl.load(state, mask=inside, other=0.0)
-            tl.store(state, squares, mask=inside)
+            squares += tl.load(squares_at, mask=inside, other=0.0)
+            tl.store(squares_at, squares, mask=inside)
             step = step / (tl.sqrt_rn(squares) + tl.load(target.settings + 1))[:, None]
-        value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) - step
-        tl.store(pointers, value.to(staging.dtype.element_ty), mask=mask)
+        tl.store(pointers, (held - step).to(pointers.dtype.element_ty), mask=mask)
