@@ -1,5 +1,6 @@
 """Embedding look-ups on real GPUs: random jagged batches past stragglers, graphs, gradients, updates and faults."""
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from stretto.ops.embedding import forward
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.ways import Way
 from stretto.parallel import Grid
+from tests.ops.backward_ways import push_by_copies
 from tests.ops.jagged import Case, Kind, fill_case, is_close
 
 Run = Callable[..., list[Any]]
@@ -107,16 +109,18 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
         case = fill_case(kinds[number % len(kinds)], seed + number, device)
         expected = case.expected_gradients(rank)
         first: list[torch.Tensor] = []
-        for sparse in (False, False, True):
+        for sparse, by_copies in ((False, False), (False, True), (True, False)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
             if number % RANKS == rank:
                 torch.cuda._sleep(1_000_000)
-            call(case, tables, sparse=sparse).backward(own_rows(case, case.grad))
+            out = call(case, tables, sparse=sparse)
+            with push_by_copies() if by_copies else contextlib.nullcontext():
+                out.backward(own_rows(case, case.grad))
             grads = [table.grad.to_dense() if sparse else table.grad for table in tables]
             first = first or grads
             for place, (grad, right) in enumerate(zip(grads, expected, strict=True)):
                 if not is_close(grad, right, grad.dtype) or not torch.equal(grad, first[place]):
-                    wrong.append((number, sparse, place, (grad.double() - right).abs().max().item()))
+                    wrong.append((number, sparse, by_copies, place, (grad.double() - right).abs().max().item()))
     write(folder, wrong)
 
 

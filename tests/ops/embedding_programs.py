@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ops.backward_ways import push_by_copies
 from tests.ops.jagged import is_close, make_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,10 +83,11 @@ def differentiate(first, calls):
         dtype = case.grad.dtype
         expected = case.expected_gradients(rank)
         found = {}
-        for sparse in (False, True, True):
+        for sparse, by_copies in ((False, False), (True, False), (True, True), (False, True)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
             out = call(case, tables, sparse=sparse)
-            out.backward(own_rows(case, case.grad))
+            with push_by_copies() if by_copies else contextlib.nullcontext():
+                out.backward(own_rows(case, case.grad))
             grads = [table.grad for table in tables]
             if sparse and any(
                 sorted(grad._indices()[0].tolist()) != touched_rows(case, place) for place, grad in enumerate(grads)

@@ -47,9 +47,9 @@ def join_copies(channel: BlockChannel) -> None:
 def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:
     """Copy a tensor to another rank (push) or from it (pull): `BlockChannel.tensor` makes either end.
 
-    rows: only these of the source, to as many rows of the destination from row `to` on. Both are contiguous, of one
-    dtype and device, and of one shape or, but for their number of rows, with `rows`, as copy engines take them;
-    ValueError for others, and for rows that there are not.
+    rows: only these of the source, to as many rows of the destination from row `to` on. Both are of one dtype and
+    device, and of one shape or, but for their number of rows, with `rows`; contiguous or, without `rows`, matrices
+    whose rows are, as copy engines take them. ValueError for others, and for rows that there are not.
     """
     cut = 0 if rows is None else 1
     if (
@@ -62,21 +62,35 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
             f"{destination.device} and {list(source.shape)} {source.dtype} on {source.device}"
         )
     if not destination.is_contiguous() or not source.is_contiguous():
-        raise ValueError("a copy engine copies contiguous tensors: copy row by row, or call contiguous() on the source")
-    if rows is None:
-        there, here, size = destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
-    else:
+        if rows is not None or any(end.dim() != 2 or end.stride(1) != 1 for end in (destination, source)):
+            raise ValueError(
+                "a copy engine copies contiguous tensors, or matrices of contiguous rows: copy row by row, or call "
+                "contiguous() on the source"
+            )
+        _copy_matrix(destination, source)
+        return
+    row = source.numel() // max(source.shape[0], 1) * source.element_size() if source.dim() else 0
+    there, here, size = destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
+    if rows is not None:
         start, stop = rows.start, rows.stop
         if not (0 <= start <= stop <= source.shape[0] and 0 <= to <= destination.shape[0] - (stop - start)):
             raise ValueError(
                 f"rows {start} to {stop} of {source.shape[0]} cannot go to row {to} on of {destination.shape[0]}"
             )
-        row = source.numel() // max(source.shape[0], 1) * source.element_size()
-        there, here, size = destination.data_ptr() + to * row, source.data_ptr() + start * row, (stop - start) * row
+        there, here, size = there + to * row, here + start * row, (stop - start) * row
     if source.device.type == "cpu":
         ctypes.memmove(there, here, size)
     elif size:
         find_driver().copy(there, here, size, find_handle(source.device))
+
+
+def _copy_matrix(destination: Tensor, source: Tensor) -> None:
+    if source.device.type == "cpu":
+        destination.copy_(source)
+    elif source.numel():
+        size = source.element_size()
+        target, origin = ((end.data_ptr(), end.stride(0) * size) for end in (destination, source))
+        find_driver().copy_rows(target, origin, source.shape[1] * size, source.shape[0], find_handle(source.device))
 
 
 def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 _MOST_KEPT = 64
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_BY_ADDRESS = 4  # CU_MEMORYTYPE_UNIFIED
 _kept: dict[int, torch.cuda.Stream] = {}
 
 
@@ -60,6 +61,24 @@ class SideStream:
         torch._C._cuda_setStream(**self._before.pop())
 
 
+class _Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D: a copy of rows that lie `pitch` bytes apart, each from a column on."""
+
+    _fields_ = [
+        field
+        for end in ("source", "target")
+        for field in (
+            (f"{end}_column", ctypes.c_size_t),
+            (f"{end}_row", ctypes.c_size_t),
+            (f"{end}_kind", ctypes.c_int),
+            (f"{end}_host", ctypes.c_void_p),
+            (f"{end}_device", ctypes.c_uint64),
+            (f"{end}_array", ctypes.c_void_p),
+            (f"{end}_pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+
+
 class Driver:
     """CUDA's driver. RuntimeError for what it refuses."""
 
@@ -67,6 +86,7 @@ class Driver:
         library = ctypes.CDLL("libcuda.so.1")
         word = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         self._copy = _declare(library.cuMemcpyAsync, [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, word[0]])
+        self._copy_rows = _declare(library.cuMemcpy2DAsync_v2, [ctypes.POINTER(_Memcpy2D), word[0]])
         self._await = _declare(library.cuStreamWaitValue32_v2, word)
         self._write = _declare(library.cuStreamWriteValue32_v2, word)
 
@@ -75,6 +95,15 @@ class Driver:
         failed = self._copy(destination, source, size, stream)
         if failed:
             raise RuntimeError(f"CUDA error {failed} of a copy of {size} bytes")
+
+    def copy_rows(self, target: tuple[int, int], source: tuple[int, int], size: int, count: int, stream: int) -> None:
+        """Copy `count` rows of `size` bytes between addresses and pitches (bytes from row to row), in stream order."""
+        rows = _Memcpy2D(width=size, height=count)
+        rows.target_kind = rows.source_kind = _BY_ADDRESS
+        (rows.target_device, rows.target_pitch), (rows.source_device, rows.source_pitch) = target, source
+        failed = self._copy_rows(ctypes.byref(rows), stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of a copy of {count} rows of {size} bytes")
 
     def await_count(self, address: int, count: int, stream: int) -> None:
         """Have the stream wait until an int32 has come to `count`, then set it to 0."""

@@ -48,7 +48,8 @@ class BackwardWay(NamedTuple):
     """How the backward pass is launched; `limit`, `chunks` and `rows` may change its bits.
 
     limit: lookups of a chunk, at most. chunks, rows: of a tile. num_warps, programs (on each multiprocessor): of the
-    reducing kernel. pushes: programs that push gradients. block: sorted lookups that a program cuts into chunks.
+    reducing kernel. pushes: programs that push gradients; 0: copy engines do; all ranks have the same. block: sorted
+    lookups that a program cuts into chunks.
     """
 
     limit: int
@@ -160,6 +161,10 @@ def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel
 
 
 def _push(staging: _Staging, grad: Tensor, placement: Placement, way: BackwardWay) -> None:
+    """Each rank's columns to their owner, and wait for what the others push; on a side stream."""
+    if not way.pushes:
+        _copy_columns(staging, grad, placement)
+        return
     rows = 4
     groups = -(-placement.local_batch // rows)
     mapping = tiles.shard_tiles(groups, placement.world_size, 1, channels=min(_CHANNELS, groups))
@@ -168,6 +173,20 @@ def _push(staging: _Staging, grad: Tensor, placement: Placement, way: BackwardWa
     arguments = begun, mapping, grad, staging.columns, staging.everyones, placement.local_batch, placement.width
     key = placement, tiles.kind_of(grad)
     staging.channel.launch(push_gradients, key, way.pushes, (*arguments, rows, block), num_warps=8)
+
+
+def _copy_columns(staging: _Staging, grad: Tensor, placement: Placement) -> None:
+    """As `push_gradients`, by copy engines: no multiprocessor is taken from the sorting."""
+    channel, rank, world, batch = staging.channel, placement.rank, placement.world_size, placement.local_batch
+    mapping = tiles.shard_tiles(1, world, 1, channels=1)
+    channel.begin("embedding_all_to_all's gradient", mapping, mapping, "broadcast")
+    for distance in range(1, world + 1):
+        owner = (rank + distance) % world
+        first, width = placement.first_column(owner), placement.widths[owner]
+        there = channel.tensor((placement.batch, width), placement.dtype, rank=owner)
+        tiles.rank_copy_data(there[rank * batch : (rank + 1) * batch], grad[:, first : first + width])
+        tiles.rank_notify(channel, rank, owner)
+    tiles.rank_wait_all(channel, 0, 1)
 
 
 @functools.lru_cache(maxsize=256)
