@@ -195,17 +195,23 @@ def hold_outputs(count):
     return right, sum(inside)
 
 
-def keep_a_view():
-    """A slot is not taken again while a view of its output lives, and is when that dies."""
+def keep_a_part():
+    """A slot is not taken again while a view of its output lives, or its storage, and is when that dies."""
     table, offsets = [torch.ones(1, 4)], torch.arange(2)
-    first = ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
-    address, row = first.data_ptr(), first[0, 1:]
-    del first
-    second = ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
-    is_other = second.data_ptr() != address
-    del row, second
-    third = ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
-    return is_other, third.data_ptr() == address
+
+    def look_up():
+        return ops.embedding_all_to_all(torch.zeros(1, dtype=torch.int64), offsets, table)
+
+    found = []
+    for take_part in (lambda out: out[0, 1:], torch.Tensor.untyped_storage):
+        first = look_up()
+        address, part = first.data_ptr(), take_part(first)
+        del first
+        second = look_up()
+        found.append(second.data_ptr() != address)
+        del part, second
+        found.append(look_up().data_ptr() == address)
+    return found
 
 
 def look_up_other_tables_under_one_name():

@@ -54,7 +54,7 @@ def test_an_output_is_not_written_over_while_it_lives_however_many_do(interpret)
 
 
 def test_a_view_keeps_its_output_and_a_dead_output_gives_its_place_back(interpret):
-    assert interpret(1, "keep_a_view", module=MODULE) == [(True, True)]
+    assert interpret(1, "keep_a_part", module=MODULE) == [[True] * 4]
 
 
 def test_ranks_that_see_other_tables_say_so(interpret):

@@ -4,7 +4,7 @@ Which slot a call's output takes is each rank's own affair: it tells its peers w
 slots is free takes a spare one, and copies the output out of it.
 """
 
-import weakref
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -45,9 +45,9 @@ class OutputRing:
         self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
         self.faults = Faults(channel.rank, channel.device)
-        self._parts = self.slots[: slot_bytes * outputs].chunk(outputs)
-        self._spare = self.slots[slot_bytes * outputs :]
-        self._leases: list[weakref.ref[object] | None] = [None] * outputs
+        parts = self.slots.chunk(outputs + 1)
+        self._spare = parts[-1]
+        self._parts = [_Part(part) for part in parts[:-1]]
         self._captures: list[int | None] = [None] * outputs
 
     @classmethod
@@ -76,26 +76,11 @@ class OutputRing:
         graph's for good, since its replays write there.
         """
         capture = find_capture(self.channel.device)
-        for slot in range(self.outputs):
-            lease = self._leases[slot]
-            is_free = lease is None or lease() is None
-            if is_free and self._captures[slot] in (None, capture):
+        for slot, part in enumerate(self._parts):
+            if part.is_unused() and self._captures[slot] in (None, capture):
                 self._captures[slot] = capture
-                return slot * self.slot_bytes, partial(self._lease, slot, shape, dtype)
+                return slot * self.slot_bytes, partial(_view, part.memory, shape, dtype)
         return self.outputs * self.slot_bytes, lambda: _view(self._spare, shape, dtype).clone()
-
-    def _lease(self, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The slot as a tensor of a storage of its own, which this ring sees the end of."""
-        memory = self._parts[slot]
-        owner: object
-        if memory.device.type == "cpu":
-            owner = memory.numpy()
-            storage = torch.from_numpy(owner)
-        else:
-            owner = _CudaMemory(memory)
-            storage = torch.as_tensor(owner, device=memory.device)
-        self._leases[slot] = weakref.ref(owner)
-        return _view(storage, shape, dtype)
 
 
 def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -107,6 +92,26 @@ def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 def find_rings(group: str) -> list[OutputRing]:
     """All rings of a group."""
     return [kept for kept in list_kept(group) if isinstance(kept, OutputRing)]
+
+
+class _Part:
+    """A slot as a tensor of a storage of its own, of which it is known who else uses it. memory: bytes."""
+
+    def __init__(self, part: Tensor) -> None:
+        on_cuda = part.device.type == "cuda"
+        self.memory = (
+            torch.as_tensor(_CudaMemory(part), device=part.device) if on_cuda else torch.from_numpy(part.numpy())
+        )
+        self._storage = self.memory.untyped_storage()
+        self._unused = self._count_users()
+
+    def is_unused(self) -> bool:
+        """Whether nobody else has a tensor of it, or its storage."""
+        return self._count_users() == self._unused
+
+    def _count_users(self) -> tuple[int, int]:
+        """Tensors; and Python's users of the storage, of which torch gives all the same object, and counts it once."""
+        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
 
 
 class _CudaMemory:
