@@ -5,10 +5,8 @@ tile's back (docs/decisions/010). On three streams: the product; the beginning o
 by small kernels, each as soon as there is what it adds up.
 """
 
-import itertools
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,34 +25,13 @@ from stretto.ops.gemm import (
     store_tile,
 )
 from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
+from stretto.ops.pieces import chart, cut_pieces, find_place
 from stretto.ops.plans import Plan
 from stretto.ops.workspace import CHANNELS, count_bytes, find_workspace
 
-_MOST_PIECES = 8  # that an owner's tiles are cut into, but for the last round
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
 _ADDING = 1  # the side stream of sums
-
-
-class Pieces(NamedTuple):
-    """How an owner's tiles are pushed or added up: in pieces of `size` tiles, up to `number` of them.
-
-    A new one begins with the last round of tiles, so that the others need not wait for that. threads: that count a
-    tile.
-    """
-
-    number: Any
-    size: Any
-    threads: Any
-
-
-@lru_cache(maxsize=4096)
-def cut_pieces(count: int, tile_bytes: int, plan: Plan) -> Pieces:
-    """How `count` tiles for each owner are pushed and added up, in pieces of about the plan's piece_bytes."""
-    assert plan.blocks is not None
-    size = divide_up(count, max(1, min(count * tile_bytes // plan.piece_bytes, _MOST_PIECES, count)))
-    threads = 1 if tiles.INTERPRETED.value else 32 * plan.blocks.num_warps
-    return Pieces(divide_up(count, size) + 1, size, threads)
 
 
 @lru_cache(maxsize=4096)
@@ -73,7 +50,7 @@ def launch_copied(
 ) -> None:
     """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
     call = _Call(plan, x, weight, bias, out, dtype, group, world)
-    channel = call.channel
+    channel, added = call.channel, 0
     try:
         with tiles.copy_engine(channel):
             call.begin()
@@ -82,20 +59,21 @@ def launch_copied(
             call.push()
             tiles.open_lane(channel, _ADDING)
         with tiles.copy_engine(channel, lane=_ADDING, opens=False):
-            for part in call.await_pieces(call.own):
-                call.add(part)
+            for part in call.course.adds:
+                tiles.rank_await_count(call.counters, part.counter, part.target)
+                call.add(part.start, part.stop)
+                added = part.stop
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         tiles.join_copies(channel)
-    if call.split(call.own) < call.count:
-        call.add(slice(call.split(call.own), call.count))
+    if added < call.count:
+        call.add(added, call.count)
 
 
 class _Call:
     """A call's operands and sizes, and its steps.
 
     count: tiles of an owner. stored: what the kernel stores and counts, tiles [world * count, block_m, block_n] by
-    owner in the order of `position`; own: this rank's position. last_round: the first tile of it, counted through all.
-    pushed_at: where peers push to, in bytes from the buffer's beginning.
+    owner in the course's order. pushed_at: where peers push to, in bytes from the buffer's beginning.
     """
 
     begun: tiles.Channel
@@ -132,30 +110,7 @@ class _Call:
             self.target = describe_matrix(self.stored.view(-1, sizes[1]), (sizes[0], sizes[1] // parts))
         self.kind = dtype, describe_kind(plan, x, weight, self.gemm, bias, out)
         self.programs = min(self.blocks.programs, world * self.count)
-        self.last_round = (world * self.count - 1) // self.programs * self.programs
-        self.own = self.position(self.channel.rank)
-
-    def position(self, owner: int) -> int:
-        """In which place an owner's tiles are multiplied: from the next rank's on, or by rank."""
-        return (owner - self.channel.rank - 1) % self.world if self.plan.is_shifted else owner
-
-    def split(self, position: int) -> int:
-        """How many of an owner's tiles are not in the last round."""
-        return min(max(self.last_round - position * self.count, 0), self.count)
-
-    def await_pieces(self, position: int) -> Iterator[slice]:
-        """Each piece's tiles that are counted, once the current stream waits until they are stored.
-
-        Own ones of the last round are not: the kernel's end tells of them.
-        """
-        split = self.split(position)
-        starts = [*range(0, split, self.pieces.size), split]
-        if split < self.count and position != self.own:
-            starts.append(self.count)
-        for piece, (start, stop) in enumerate(itertools.pairwise(starts)):
-            index = position * self.pieces.number + piece
-            tiles.rank_await_count(self.counters[index : index + 1], (stop - start) * self.pieces.threads)
-            yield slice(start, stop)
+        self.course = chart(self.channel.rank, world, self.count, self.programs, self.pieces, plan.is_shifted)
 
     def begin(self) -> None:
         """Begin the call; where peers push to is free from then on."""
@@ -188,19 +143,20 @@ class _Call:
         In the order in which they are multiplied, on one stream: several copies at once are slower.
         """
         rank = self.channel.rank
-        for owner in sorted(set(range(self.world)) - {rank}, key=self.position):
-            here, there = self.position(owner) * self.count, find_place(rank, owner, self.world) * self.count
+        for owner, position, parts in self.course.pushes:
+            here, there = position * self.count, find_place(rank, owner, self.world) * self.count
             pushed = self.find_pushed(owner)
-            for part in self.await_pieces(self.position(owner)):
+            for part in parts:
+                tiles.rank_await_count(self.counters, part.counter, part.target)
                 rows = slice(here + part.start, here + part.stop)
                 tiles.rank_copy_data(pushed, self.stored, rows=rows, to=there + part.start)
             tiles.rank_notify(self.channel, rank * self.world + owner, owner)
 
-    def add(self, part: slice) -> None:
-        """Add up some of own tiles; the first time, wait for what the others push."""
+    def add(self, start: int, stop: int) -> None:
+        """Add up own tiles `start` to `stop` - 1; the first time, wait for what the others push."""
         height = max(1, _ADDED_ELEMENTS.value // self.blocks.n)
         most = self.blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
-        programs, waits = min(divide_up((part.stop - part.start) * self.blocks.m, height), most), part.start == 0
+        programs, waits = min(divide_up((stop - start) * self.blocks.m, height), most), start == 0
         self.channel.launch(
             add_tiles,
             (waits, self.kind),
@@ -209,13 +165,13 @@ class _Call:
                 self.begun,
                 map_owners(self.world),
                 self.gemm,
-                self.stored[self.own * self.count :],
+                self.stored[self.course.own * self.count :],
                 self.find_pushed(),
                 self.out,
                 self.bias,
                 self.out.shape[0],
-                part.start,
-                part.stop,
+                start,
+                stop,
                 waits,
             ),
             num_warps=4,
@@ -225,11 +181,6 @@ class _Call:
         """Where others push to, at a rank, by default this one: [(world - 1) * count, block_m, block_n]."""
         sizes = (self.world - 1) * self.count, *self.stored.shape[1:]
         return self.channel.tensor(sizes, self.stored.dtype, offset=self.pushed_at, rank=rank)
-
-
-def find_place(source: int, owner: int, world: int) -> int:
-    """Which of an owner's places for what others push is the source's."""
-    return (owner - source - 1) % world
 
 
 @triton.jit
@@ -263,7 +214,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts`, in its piece: see `_Call.await_pieces`."""
+    """Count the index-th tile, if `counts`, in its piece: see `chart`."""
     index = tl.maximum(index, 0)
     position = index // count
     tile = index - position * count

@@ -122,19 +122,20 @@ def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
     wait_for_all[(1,)](channel.current, index, stride, num_warps=1)
 
 
-def rank_await_count(counter: Tensor, count: int) -> None:
-    """Have what comes after it on its stream wait until `counter` (int32 [1]) has come to `count`; then set it to 0.
+def rank_await_count(counters: Tensor, index: int, count: int) -> None:
+    """Have what comes after it on its stream wait until counters[index] (int32) has come to `count`; then set it to 0.
 
     For what `producer_tile_count` has counted on this GPU, in a kernel that waits for nobody: there is no time limit.
     The GPU's front end waits, not a kernel, which could have no place beside the one that counts. Where the host copies
     kernels are over, and a count that is missing is a RuntimeError.
     """
-    if counter.device.type != "cpu":
-        find_driver().await_count(counter.data_ptr(), count, find_handle(counter.device))
-    elif counter.item() != count:
-        raise RuntimeError(f"{counter.item()} was counted, and not {count}")
+    if counters.device.type != "cpu":
+        address = counters.data_ptr() + index * counters.element_size()
+        find_driver().await_count(address, count, find_handle(counters.device))
+    elif counters[index].item() != count:
+        raise RuntimeError(f"{counters[index].item()} was counted, and not {count}")
     else:
-        counter.zero_()
+        counters[index] = 0
 
 
 def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:
