@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,13 +73,17 @@ class Lookups(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """What rows are reduced from: gradients for this rank's tables, sorted lookups, and each table's first key."""
+    """What rows are reduced from: gradients for this rank's tables, sorted lookups, and each table's first key.
+
+    kind: all of the segments that kernels are compiled for.
+    """
 
     gradients: Tensor
     segments: Segments
     uniques: Tensor
     bases: tuple[int, ...]
     way: BackwardWay
+    kind: Hashable
 
 
 class _Staging(NamedTuple):
@@ -216,12 +220,15 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
     programs = 2 if device.type == "cpu" else min(_KEYS.programs * count_multiprocessors(device), groups)
     lookup = lookup._replace(batch=placement.local_batch, width=staging.shape[1], total=total)
     steps, world = 8 if device.type == "cpu" else 32, placement.world_size
-    tensors = lookups.indices, lookups.offsets, lookups.weights, first_rows, keys, places, scales
+    given = lookups.indices, lookups.offsets, lookups.weights
+    tensors = *given, first_rows, keys, places, scales
     pooling = describe_pooling(_KEYS, lookups.mode, True)
-    kinds = tuple(map(tiles.kind_of, tensors)), tiles.kind_of(world), tiles.kind_of(rows)
+    quanta = staging.shape[1] // QUANTUM.value
+    # Of memory that is allocated here torch begins all at the same multiple: kernels differ in its dtypes only.
+    sizes = way, keys.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
     _launches[device](
         find_keys,
-        (lookups.mode, find_kind(lookup), kinds),
+        (lookups.mode, find_kind(lookup), tiles.kind_of(world), sizes, *map(tiles.kind_of, given)),
         programs,
         (lookup, pooling, *tensors, world, rows, faults.report(), steps),
         num_warps=_KEYS.num_warps,
@@ -229,21 +236,18 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
     keys, order = torch.sort(keys, stable=True)
     blocks = -(-total // way.block)
     counts = torch.empty(blocks, 2, dtype=torch.int64, device=device)
-    sizes = way, tiles.kind_of(keys), tiles.kind_of(total), tiles.kind_of(rows)
     _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, way.limit, way.block), num_warps=4)
     sums = counts.cumsum(0)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
     sorted_places, numbers, tables = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(3))
     sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
-    quanta = staging.shape[1] // QUANTUM.value
     segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, sums[-1], total, rows, quanta)
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
     arguments = keys, order, places, scales, tables_of, sums, segments, uniques, way.limit, way.block
-    placed = *map(tiles.kind_of, (*segments, order, places, scales)), sizes
-    _launches[device](place_chunks, placed, blocks, arguments, num_warps=4)
-    return Staged(staging, segments, uniques, bases, way)
+    _launches[device](place_chunks, sizes, blocks, arguments, num_warps=4)
+    return Staged(staging, segments, uniques, bases, way, sizes)
 
 
 def reduce_rows(
@@ -272,11 +276,8 @@ def reduce_rows(
     block = target.block.value
     cuts = (segments.total - 1) // way.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    kinds = (
-        way,
-        *map(tiles.kind_of, (*segments, meta, settings, gradients)),
-        (action, by_number, block, target.multiple.value),
-    )
+    constants = action, by_number, block, target.multiple.value
+    kinds = staged.kind, gradients.dtype, tiles.kind_of(settings), constants
     arguments = segments, target, gradients, partials, way.limit
     programs = way.programs * count_multiprocessors(device)
     _launches[device](
