@@ -22,6 +22,7 @@ _REDUCTIONS = {
     dist.ReduceOp.MAX: "max",
 }
 _SECONDS_TO_END = 5.0
+_OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
 _alive: set["PythonBackend"] = set()
 """Until they are shut down: where torch puts a wrapper around one, it keeps no reference to the Python object, without
 which its methods would be gone."""
@@ -82,6 +83,7 @@ class PythonBackend(Backend):
         self._split = split
         self._options = Backend.Options("stretto", timedelta(milliseconds=milliseconds))
         self._is_coalescing = False
+        self._sequence_number = 0
         self._last_split: tuple[str, Backend] | None = None
         _alive.add(self)
 
@@ -123,7 +125,7 @@ class PythonBackend(Backend):
             inner.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._cpu._get_sequence_number_for_group()
+        return self._sequence_number
 
     def _set_sequence_number_for_group(self) -> None:
         """Numbers start at 0 on all ranks."""
@@ -202,6 +204,7 @@ class PythonBackend(Backend):
         root = getattr(opts, "rootRank", 0)
         note = "coalescing" if self._is_coalescing else note
         return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
+        self._sequence_number += operation not in _OF_SOME_RANKS
 
 
 def _first(lists: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:

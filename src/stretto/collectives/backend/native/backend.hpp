@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
@@ -194,17 +195,17 @@ class StrettoBackend : public Backend {
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
-    tell("send", tensors);
+    tell_of_some("send", tensors);
     return inner_of(tensors)->send(tensors, to, tag);
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
-    tell("recv", tensors);
+    tell_of_some("recv", tensors);
     return inner_of(tensors)->recv(tensors, from, tag);
   }
 
   intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
-    tell("recv_anysource", tensors);
+    tell_of_some("recv_anysource", tensors);
     return inner_of(tensors)->recvAnysource(tensors, tag);
   }
 
@@ -215,7 +216,7 @@ class StrettoBackend : public Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
-    tell("monitored_barrier", {});
+    tell_of_some("monitored_barrier", {});
     cpu_->monitoredBarrier(opts, wait_for_all);
   }
 
@@ -316,7 +317,7 @@ class StrettoBackend : public Backend {
   }
 
   uint64_t getSequenceNumberForGroup() override {
-    return cpu_->getSequenceNumberForGroup();
+    return sequence_number_;
   }
 
   void abort() override {
@@ -370,6 +371,18 @@ class StrettoBackend : public Backend {
 
   void close(double seconds) {
     if (Py_IsInitialized()) {
+    ++sequence_number_;
+    return consult(operation, outputs, inputs, reduction, root, timeout, note);
+  }
+
+  intrusive_ptr<Work> consult(
+      const char* operation,
+      const Tensors& outputs,
+      const Tensors& inputs,
+      const char* reduction,
+      int64_t root,
+      Milliseconds timeout,
+      const char* note) {
       py::gil_scoped_acquire gil;
       dispatch_.get().attr("close")(seconds);
     }
@@ -380,9 +393,15 @@ class StrettoBackend : public Backend {
   Kept dispatch_;
   Kept split_;
   intrusive_ptr<StrettoOptions> options_;
+  // What not all ranks of the group call.
+  void tell_of_some(const char* operation, const Tensors& tensors) {
+    consult(operation, tensors, tensors, "", 0, Milliseconds(0), "");
+  }
+
   bool coalescing_ = false;
   std::string last_split_name_;
   c10::weak_intrusive_ptr<Backend> last_split_{intrusive_ptr<Backend>()};
 };
 
 } // namespace stretto
+  std::atomic<uint64_t> sequence_number_{0};
