@@ -1,5 +1,6 @@
 """The backend's name is known, whoever is imported first; it costs nothing until it is used, and leaves nothing."""
 
+import copy
 import gc
 import logging
 import os
@@ -232,3 +233,14 @@ def count_calls():
 
 def test_the_sequence_number_counts_collectives_whatever_runs_them(ranks):
     ranks(2).run(count_calls)
+
+
+def read_options():
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=7))
+    options = group._get_backend(torch.device("cpu")).options
+    assert options._timeout == timedelta(seconds=7)
+    assert copy.deepcopy(options)._timeout == timedelta(seconds=7)  # as torch.distributed.split_group copies them
+
+
+def test_a_groups_options_tell_its_time_limit(ranks):
+    ranks(1).run(read_options)

@@ -73,6 +73,10 @@ class StrettoBackend : public Backend {
   }
 
   intrusive_ptr<Backend> inner(at::DeviceType device) {
+  intrusive_ptr<StrettoOptions> options() {
+    return options_;
+  }
+
     if (device == at::kCPU) {
       return cpu_;
     }
