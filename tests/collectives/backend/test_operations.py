@@ -124,6 +124,23 @@ def test_averages_and_strided_tensors_run_by_schedules(ranks):
     ranks(3).run(average_and_stride)
 
 
+def infer():
+    """Inference tensors, which no other thread may write into, outside of inference mode."""
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    operations.install_all(group)
+    with torch.inference_mode():
+        for operation, name, calls in operations.SCHEDULED:
+            ran_as = compare(operation, torch.float32, 5, group, reference)
+            assert [(ran[0], ran[1].split()[0], count) for ran, count in ran_as.items()] == [(name, "schedule", calls)]
+        tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0] * 3
+
+
+def test_inference_tensors_run_by_schedules(ranks):
+    ranks(2).run(infer)
+
+
 def call_back():
     """A callback of one call's future may wait for the next call."""
     group = dist.new_group(backend="stretto")
