@@ -80,7 +80,7 @@ class Call:
     @property
     def bytes(self) -> int:
         """Of the larger one of input and output, all tensors together."""
-        return max(sum(tensor.nbytes for tensor in side) for side in (self.inputs, self.outputs))
+        return max(sum(map(_bytes_of, side)) for side in (self.inputs, self.outputs))
 
     def parts(self) -> Iterator[Part]:
         """The collectives that it consists of."""
@@ -128,3 +128,8 @@ def find_obstacle(call: Call, ranks: int) -> str | None:
     if any(part.input_elements * of_input != part.output_elements * of_output for part in call.parts()):
         return "its input does not fit its output"
     return None
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Of all its elements; of a sparse tensor, those of the dense one."""
+    return tensor.numel() * tensor.element_size()
