@@ -141,6 +141,48 @@ def test_inference_tensors_run_by_schedules(ranks):
     ranks(2).run(infer)
 
 
+def outcome(call, *arguments):
+    """What a call made of its first list, or the first line of its error, without gloo's time and line."""
+    try:
+        call(*arguments).wait()
+    except RuntimeError as error:
+        return str(error).split("\n")[0].rpartition("] ")[2]
+    return [tensor.tolist() for tensor in arguments[0] if isinstance(tensor, torch.Tensor)]
+
+
+def bring_odd_lists(group):
+    """Calls of the group itself whose lists are no schedule's collective: (name, outcome)."""
+    size = dist.get_world_size(group)
+    for call in (group.allreduce, group.broadcast):
+        yield call.__name__, outcome(call, [torch.ones(2), torch.full((2,), 10.0)])
+        yield f"{call.__name__} of several sizes", outcome(call, [torch.ones(2), torch.ones(3)])
+    yield "reduce", outcome(group.reduce, [torch.ones(2), torch.ones(2)])
+    for call, options in ((group.broadcast, dist.BroadcastOptions()), (group.reduce, dist.ReduceOptions())):
+        options.rootTensor = 1
+        yield f"{call.__name__} of the second tensor", outcome(call, [torch.ones(2)], options)
+    for name, parts in (
+        ("one part", [torch.zeros(2 * size)]),
+        ("halves", [torch.zeros(1) for _ in range(2 * size)]),
+        ("other shapes", [torch.zeros(2, 1) for _ in range(size)]),
+    ):
+        yield f"allgather into {name}", outcome(group.allgather, [parts], [torch.ones(2)])
+        yield f"reduce_scatter of {name}", outcome(group.reduce_scatter, [torch.ones(2)], [parts])
+
+
+def compare_odd_lists():
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    operations.install_all(group)
+    right = dict(bring_odd_lists(reference))
+    assert dict(bring_odd_lists(group)) == right
+    assert right["allreduce"] == [[33.0] * 2] * 2  # the two tensors are summed up, too
+    assert right["broadcast"] == [[1.0, 1.0]] * 2
+    assert {ran for _, ran in counts(group)} == {"gloo"}
+
+
+def test_lists_that_mean_something_else_to_c10d_run_on_gloo_or_are_refused_there(ranks):
+    ranks(3).run(compare_odd_lists)
+
+
 def call_back():
     """A callback of one call's future may wait for the next call."""
     group = dist.new_group(backend="stretto")

@@ -202,9 +202,10 @@ class PythonBackend(Backend):
         timeout = getattr(opts, "timeout", timedelta(0))
         limit = timeout if timeout > timedelta(0) else self._options._timeout
         root = getattr(opts, "rootRank", 0)
+        note = note if getattr(opts, "rootTensor", 0) == 0 else "root tensor"
         note = "coalescing" if self._is_coalescing else note
-        return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
         self._sequence_number += operation not in _OF_SOME_RANKS
+        return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
 
 
 def _first(lists: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
