@@ -184,7 +184,7 @@ def test_lists_that_mean_something_else_to_c10d_run_on_gloo_or_are_refused_there
 
 
 def call_back():
-    """A callback of one call's future may wait for the next call."""
+    """A future has its value when its work has been awaited, and its callback may wait for the next call."""
     group = dist.new_group(backend="stretto")
     operations.install_all(group)
     later = torch.ones(3)
@@ -193,6 +193,11 @@ def call_back():
         dist.all_reduce(later, group=group, async_op=True).get_future().wait()
         return future.value()[0] + later
 
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        future = work.get_future()
+        work.wait()
+        assert future.value()[0].tolist() == [2.0] * 3
     future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
     assert future.then(add).wait().tolist() == [4.0] * 3
     given = torch.ones(3, requires_grad=True)

@@ -56,6 +56,7 @@ class PythonWork(Work):
             raise RuntimeError(f"the schedule has not ended within {timeout.total_seconds():g} s")
         if self._error is not None:
             raise self._error
+        self._future.wait()  # who has waited for the work may ask the future for its value
         return True
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
