@@ -198,6 +198,23 @@ def allocate_too_much():
         memory.allocate(8, backend="tape")
 
 
+def allocate_where_one_has_none():
+    """Only rank 1's machine has no memory left, which it sees before the others."""
+    rank, before = dist.get_rank(), open_descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(host.os, "posix_fallocate", lambda *arguments: os.open("/nowhere", 0))
+        message = "No such file" if rank == 1 else "rank 1 has no shared memory to give: .*No such file"
+        with pytest.raises((OSError, ValueError), match=message):
+            memory.allocate(8, timeout=50)
+    assert open_descriptors() == before
+    memory.allocate(8).close()
+
+
+def test_all_ranks_raise_where_one_has_no_memory(ranks):
+    ranks(3).run(allocate_where_one_has_none, timeout=30)
+
+
 def test_sizes_are_checked_before_anything_is_allocated(ranks):
     ranks(1).run(allocate_too_much)
     with pytest.raises(ValueError, match="no process group"):

@@ -43,7 +43,7 @@ class Process(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank tells its peers of its region: where it is, and the sizes that it was asked for."""
+    """What a rank tells its peers of its region: where it is, the sizes that it was asked for, why there is none."""
 
     process: Process
     descriptor: int
@@ -51,6 +51,7 @@ class _Offer(NamedTuple):
     size: int
     signals: int
     what: str
+    refusal: str
 
 
 class HostMemory(SymmetricMemory):
@@ -83,13 +84,15 @@ class HostMemory(SymmetricMemory):
         find_fence()
         rank, world_size = find_own_rank(group)
         total = _pad_bytes(world_size, signals) + size
-        _require_available(total, world_size)
         name = f"stretto-{secrets.token_hex(8)}"
         descriptor = os.memfd_create(name)
         try:
-            os.posix_fallocate(descriptor, 0, total)  # now, not as a SIGBUS at the first store
-            offer = _Offer(Process(os.getpid(), _started(os.getpid())), descriptor, name, size, signals, what)
-            offers = exchange(offer, group, timeout)
+            error = _reserve(descriptor, total, world_size)  # raised when the others know, who would wait for this rank
+            process, refusal = Process(os.getpid(), _started(os.getpid())), "" if error is None else str(error)
+            offers = exchange(_Offer(process, descriptor, name, size, signals, what, refusal), group, timeout)
+            if error is not None:
+                raise error
+            _require_offered(offers)
             _require_same(offers, rank)
             regions = [_map(offer, total, rank, peer) for peer, offer in enumerate(offers)]
             meet(group, timeout)  # all have mapped it: the descriptor may go
@@ -159,6 +162,16 @@ def _pad_bytes(world_size: int, signals: int) -> int:
     return max(-(-4 * world_size * signals // _ALIGNMENT), 1) * _ALIGNMENT
 
 
+def _reserve(descriptor: int, total: int, world_size: int) -> Exception | None:
+    """Allocate the region's bytes now, not as a SIGBUS at the first store; returns why they cannot be had."""
+    try:
+        _require_available(total, world_size)
+        os.posix_fallocate(descriptor, 0, total)
+    except (ValueError, OSError) as error:
+        return error
+    return None
+
+
 def _require_available(total: int, world_size: int) -> None:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
@@ -168,6 +181,12 @@ def _require_available(total: int, world_size: int) -> None:
                     f"{world_size} ranks of {total} bytes of shared memory each need {total * world_size} bytes, and "
                     f"this machine has {available} left"
                 )
+
+
+def _require_offered(offers: list[_Offer]) -> None:
+    for peer, offer in enumerate(offers):
+        if offer.refusal:
+            raise ValueError(f"rank {peer} has no shared memory to give: {offer.refusal}")
 
 
 def _require_same(offers: list[_Offer], rank: int) -> None:

@@ -124,8 +124,67 @@ def test_averages_and_strided_tensors_run_by_schedules(ranks):
     ranks(3).run(average_and_stride)
 
 
+def infer():
+    """Inference tensors, which no other thread may write into, outside of inference mode."""
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    operations.install_all(group)
+    with torch.inference_mode():
+        for operation, name, calls in operations.SCHEDULED:
+            ran_as = compare(operation, torch.float32, 5, group, reference)
+            assert [(ran[0], ran[1].split()[0], count) for ran, count in ran_as.items()] == [(name, "schedule", calls)]
+        tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0] * 3
+
+
+def test_inference_tensors_run_by_schedules(ranks):
+    ranks(2).run(infer)
+
+
+def outcome(call, *arguments):
+    """What a call made of its first list, or the first line of its error, without gloo's time and line."""
+    try:
+        call(*arguments).wait()
+    except RuntimeError as error:
+        return str(error).split("\n")[0].rpartition("] ")[2]
+    return [tensor.tolist() for tensor in arguments[0] if isinstance(tensor, torch.Tensor)]
+
+
+def bring_odd_lists(group):
+    """Calls of the group itself whose lists are no schedule's collective: (name, outcome)."""
+    size = dist.get_world_size(group)
+    for call in (group.allreduce, group.broadcast):
+        yield call.__name__, outcome(call, [torch.ones(2), torch.full((2,), 10.0)])
+        yield f"{call.__name__} of several sizes", outcome(call, [torch.ones(2), torch.ones(3)])
+    yield "reduce", outcome(group.reduce, [torch.ones(2), torch.ones(2)])
+    for call, options in ((group.broadcast, dist.BroadcastOptions()), (group.reduce, dist.ReduceOptions())):
+        options.rootTensor = 1
+        yield f"{call.__name__} of the second tensor", outcome(call, [torch.ones(2)], options)
+    for name, parts in (
+        ("one part", [torch.zeros(2 * size)]),
+        ("halves", [torch.zeros(1) for _ in range(2 * size)]),
+        ("other shapes", [torch.zeros(2, 1) for _ in range(size)]),
+    ):
+        yield f"allgather into {name}", outcome(group.allgather, [parts], [torch.ones(2)])
+        yield f"reduce_scatter of {name}", outcome(group.reduce_scatter, [torch.ones(2)], [parts])
+
+
+def compare_odd_lists():
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    operations.install_all(group)
+    right = dict(bring_odd_lists(reference))
+    assert dict(bring_odd_lists(group)) == right
+    assert right["allreduce"] == [[33.0] * 2] * 2  # the two tensors are summed up, too
+    assert right["broadcast"] == [[1.0, 1.0]] * 2
+    assert {ran for _, ran in counts(group)} == {"gloo"}
+
+
+def test_lists_that_mean_something_else_to_c10d_run_on_gloo_or_are_refused_there(ranks):
+    ranks(3).run(compare_odd_lists)
+
+
 def call_back():
-    """A callback of one call's future may wait for the next call."""
+    """A future has its value when its work has been awaited, and its callback may wait for the next call."""
     group = dist.new_group(backend="stretto")
     operations.install_all(group)
     later = torch.ones(3)
@@ -134,6 +193,11 @@ def call_back():
         dist.all_reduce(later, group=group, async_op=True).get_future().wait()
         return future.value()[0] + later
 
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        future = work.get_future()
+        work.wait()
+        assert future.value()[0].tolist() == [2.0] * 3
     future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
     assert future.then(add).wait().tolist() == [4.0] * 3
     given = torch.ones(3, requires_grad=True)

@@ -59,3 +59,13 @@ def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, m
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     runner = CudaRunner(Member(0, 1, "g"))
     assert runner.start_best(Call("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note)) == (None, "", why)
+
+
+def test_a_call_with_a_sparse_tensor_is_said_with_the_bytes_of_a_dense_one(caplog):
+    dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
+    tensors = [torch.eye(3).to_sparse()]
+    with caplog.at_level(logging.DEBUG, "stretto.collectives"):
+        assert dispatcher("allreduce", tensors, tensors, "sum", 0, 1000, "") is None
+    assert caplog.messages == [
+        "group g: allreduce sum of 9 float32 (36 bytes) on cpu runs as gloo: a tensor is not dense"
+    ]

@@ -1,5 +1,6 @@
 """The backend's name is known, whoever is imported first; it costs nothing until it is used, and leaves nothing."""
 
+import copy
 import gc
 import logging
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -197,12 +199,48 @@ def watch_under_detail():
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         group = dist.new_group(backend="stretto")
-        install(find("ring-all-reduce").compile(ranks=2), group)
+        install(find("ring-all-reduce").compile(ranks=3), group)
+        group.monitored_barrier(timedelta(seconds=30))  # in which rank 0 sends more than others
         dist.all_reduce(torch.ones(3), group=group)
         assert counts(group)["allreduce", "schedule ring-all-reduce"] == 1
+        with pytest.raises(RuntimeError, match="mismatch between collectives"):
+            dist.all_reduce(torch.ones(3 + dist.get_rank()), group=group)
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def test_it_works_under_torchs_detailed_checks(ranks):
-    ranks(2).run(watch_under_detail)
+    ranks(3).run(watch_under_detail)
+
+
+def count_calls():
+    """Once for each collective, by a schedule or not; never for what only some ranks call."""
+    group = dist.new_group(backend="stretto")
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend._get_sequence_number_for_group() == 0
+    dist.all_reduce(torch.ones(3), group=group)
+    assert backend._get_sequence_number_for_group() == 1
+    install(find("ring-all-reduce").compile(ranks=2), group)
+    started = backend._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3), group)
+    dist.barrier(group)
+    send_or_receive = dist.send if dist.get_rank() == 0 else dist.recv
+    send_or_receive(torch.ones(3), 1 - dist.get_rank(), group)
+    group.monitored_barrier(timedelta(seconds=30))
+    assert backend._get_sequence_number_for_group() == started + 3
+
+
+def test_the_sequence_number_counts_collectives_whatever_runs_them(ranks):
+    ranks(2).run(count_calls)
+
+
+def read_options():
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=7))
+    options = group._get_backend(torch.device("cpu")).options
+    assert options._timeout == timedelta(seconds=7)
+    assert copy.deepcopy(options)._timeout == timedelta(seconds=7)  # as torch.distributed.split_group copies them
+
+
+def test_a_groups_options_tell_its_time_limit(ranks):
+    ranks(1).run(read_options)

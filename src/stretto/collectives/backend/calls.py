@@ -21,6 +21,8 @@ COLLECTIVES = {
 }
 """The operations of c10d that a schedule can run, each with its collective's name in schedules."""
 _PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
+# Several tensors are those of a rank's devices to c10d: an all-reduce adds them up too, a broadcast fills all alike.
+_OF_ONE_TENSOR = {"allreduce", "broadcast", "reduce"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Call:
     operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
     "avg", "prod", "min", "max", "another", or "" for an operation that adds nothing; root: a rank of the group;
     timeout: in seconds; note: "coalescing" (it is one of several that NCCL is to begin at once), "even sizes" or
-    "uneven sizes" (of an all-to-all that is given the sizes of its parts), "cuda" (where no tensor shows it), or "".
+    "uneven sizes" (of an all-to-all that is given the sizes of its parts), "cuda" (where no tensor shows it), "root
+    tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
     """
 
     operation: str
@@ -80,7 +83,7 @@ class Call:
     @property
     def bytes(self) -> int:
         """Of the larger one of input and output, all tensors together."""
-        return max(sum(tensor.nbytes for tensor in side) for side in (self.inputs, self.outputs))
+        return max(sum(map(_bytes_of, side)) for side in (self.inputs, self.outputs))
 
     def parts(self) -> Iterator[Part]:
         """The collectives that it consists of."""
@@ -113,14 +116,15 @@ def find_obstacle(call: Call, ranks: int) -> str | None:
         return "its tensors' dtypes differ"
     if call.reduction == "another":
         return "no schedule does its reduction"
+    if call.note == "root tensor":
+        return "its root's tensor is not the first of its list"
     for tensor in (*call.inputs, *call.outputs):
         if tensor.layout is not torch.strided:
             return "a tensor is not dense"
         if tensor.device.type != call.device_type:
             return "its tensors are on several devices"
-    sizes = {tensor.numel() for tensor in (call.outputs if call.operation == "allgather" else call.inputs)}
-    if call.operation in ("allgather", "reduce_scatter") and len(sizes) > 1:
-        return "its tensors' sizes differ"
+    if (of_lists := _find_obstacle_in_lists(call, ranks)) is not None:
+        return of_lists
     if call.note == "uneven sizes":
         return None  # this rank's alone decide nothing: who has promised even ones is told, on all ranks
     factors = {"allgather": (ranks, 1), "reducescatter": (1, ranks)}
@@ -128,3 +132,26 @@ def find_obstacle(call: Call, ranks: int) -> str | None:
     if any(part.input_elements * of_input != part.output_elements * of_output for part in call.parts()):
         return "its input does not fit its output"
     return None
+
+
+def _find_obstacle_in_lists(call: Call, ranks: int) -> str | None:
+    """Why its lists are not those of one collective: c10d has other meanings for such, or refuses them."""
+    if call.operation in _OF_ONE_TENSOR:
+        return "it has several tensors" if len(call.inputs) > 1 else None
+    match call.operation:
+        case "allgather":
+            parts, others = call.outputs, call.inputs
+        case "reduce_scatter":
+            parts, others = call.inputs, call.outputs
+        case _:
+            return None
+    if len(parts) != ranks or len(others) != 1:
+        return "its list has not one tensor for each rank"
+    if any(part.shape != others[0].shape for part in parts):
+        return "its tensors' shapes differ"
+    return None
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Of all its elements; of a sparse tensor, those of the dense one."""
+    return tensor.numel() * tensor.element_size()

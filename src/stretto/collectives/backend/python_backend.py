@@ -22,6 +22,7 @@ _REDUCTIONS = {
     dist.ReduceOp.MAX: "max",
 }
 _SECONDS_TO_END = 5.0
+_OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
 _alive: set["PythonBackend"] = set()
 """Until they are shut down: where torch puts a wrapper around one, it keeps no reference to the Python object, without
 which its methods would be gone."""
@@ -55,6 +56,7 @@ class PythonWork(Work):
             raise RuntimeError(f"the schedule has not ended within {timeout.total_seconds():g} s")
         if self._error is not None:
             raise self._error
+        self._future.wait()  # who has waited for the work may ask the future for its value
         return True
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
@@ -82,6 +84,7 @@ class PythonBackend(Backend):
         self._split = split
         self._options = Backend.Options("stretto", timedelta(milliseconds=milliseconds))
         self._is_coalescing = False
+        self._sequence_number = 0
         self._last_split: tuple[str, Backend] | None = None
         _alive.add(self)
 
@@ -123,7 +126,7 @@ class PythonBackend(Backend):
             inner.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._cpu._get_sequence_number_for_group()
+        return self._sequence_number
 
     def _set_sequence_number_for_group(self) -> None:
         """Numbers start at 0 on all ranks."""
@@ -200,7 +203,9 @@ class PythonBackend(Backend):
         timeout = getattr(opts, "timeout", timedelta(0))
         limit = timeout if timeout > timedelta(0) else self._options._timeout
         root = getattr(opts, "rootRank", 0)
+        note = note if getattr(opts, "rootTensor", 0) == 0 else "root tensor"
         note = "coalescing" if self._is_coalescing else note
+        self._sequence_number += operation not in _OF_SOME_RANKS
         return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
 
 

@@ -48,10 +48,10 @@ class Worker:
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
-    torch.set_grad_enabled(False)  # of this thread
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or it would keep its tensors until the next one
+    with torch.inference_mode():  # of this thread: elsewhere nothing may be written into a caller's inference tensors
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # or it would keep its tensors until the next one
 
 
 def _end(jobs: SimpleQueue[Job | None], thread: threading.Thread, seconds: float) -> None:

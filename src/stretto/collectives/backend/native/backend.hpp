@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,7 +48,8 @@ inline const char* name_of(const c10d::ReduceOp& reduction) {
 class StrettoBackend : public Backend {
  public:
   // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
-  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes), "cuda" (where no tensor shows it), or "".
+  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes), "cuda" (where no tensor shows it),
+  // "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
   // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None where this is none.
   StrettoBackend(
       int rank,
@@ -69,6 +71,10 @@ class StrettoBackend : public Backend {
   // With the GIL held.
   py::object dispatch() {
     return dispatch_.get();
+  }
+
+  intrusive_ptr<StrettoOptions> options() {
+    return options_;
   }
 
   intrusive_ptr<Backend> inner(at::DeviceType device) {
@@ -94,7 +100,7 @@ class StrettoBackend : public Backend {
   // ------------------------------------------------------------------------ calls that a schedule may run
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    auto work = ask("broadcast", tensors, tensors, "", opts.rootRank, opts.timeout);
+    auto work = ask("broadcast", tensors, tensors, "", opts.rootRank, opts.timeout, note_of_root(opts.rootTensor));
     return work ? work : inner_of(tensors)->broadcast(tensors, opts);
   }
 
@@ -109,7 +115,8 @@ class StrettoBackend : public Backend {
   }
 
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    auto work = ask("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts.timeout);
+    const char* note = note_of_root(opts.rootTensor);
+    auto work = ask("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts.timeout, note);
     return work ? work : inner_of(tensors)->reduce(tensors, opts);
   }
 
@@ -194,17 +201,17 @@ class StrettoBackend : public Backend {
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
-    tell("send", tensors);
+    tell_of_some("send", tensors);
     return inner_of(tensors)->send(tensors, to, tag);
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
-    tell("recv", tensors);
+    tell_of_some("recv", tensors);
     return inner_of(tensors)->recv(tensors, from, tag);
   }
 
   intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
-    tell("recv_anysource", tensors);
+    tell_of_some("recv_anysource", tensors);
     return inner_of(tensors)->recvAnysource(tensors, tag);
   }
 
@@ -215,7 +222,7 @@ class StrettoBackend : public Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
-    tell("monitored_barrier", {});
+    tell_of_some("monitored_barrier", {});
     cpu_->monitoredBarrier(opts, wait_for_all);
   }
 
@@ -315,8 +322,10 @@ class StrettoBackend : public Backend {
     each([](Backend& backend) { backend.setSequenceNumberForGroup(); });
   }
 
+  // Of collectives alone, whatever runs them. torch's detailed checks compare it between ranks, and gloo also counts
+  // what only some ranks send, of a monitored barrier too, in which rank 0 sends more than others.
   uint64_t getSequenceNumberForGroup() override {
-    return cpu_->getSequenceNumberForGroup();
+    return sequence_number_;
   }
 
   void abort() override {
@@ -332,6 +341,10 @@ class StrettoBackend : public Backend {
  private:
   static bool is_even(const std::vector<int64_t>& sizes) {
     return std::all_of(sizes.begin(), sizes.end(), [&sizes](int64_t size) { return size == sizes.front(); });
+  }
+
+  static const char* note_of_root(int64_t tensor) {
+    return tensor == 0 ? "" : "root tensor";
   }
 
   static Tensors first_of(const std::vector<Tensors>& lists) {
@@ -358,6 +371,18 @@ class StrettoBackend : public Backend {
       int64_t root,
       Milliseconds timeout,
       const char* note = "") {
+    ++sequence_number_;
+    return consult(operation, outputs, inputs, reduction, root, timeout, note);
+  }
+
+  intrusive_ptr<Work> consult(
+      const char* operation,
+      const Tensors& outputs,
+      const Tensors& inputs,
+      const char* reduction,
+      int64_t root,
+      Milliseconds timeout,
+      const char* note) {
     const auto limit = timeout.count() > 0 ? timeout : options_->timeout;
     py::gil_scoped_acquire gil;
     auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), coalescing_ ? "coalescing" : note);
@@ -366,6 +391,11 @@ class StrettoBackend : public Backend {
 
   void tell(const char* operation, const Tensors& tensors) {
     ask(operation, tensors, tensors, "", 0, Milliseconds(0));
+  }
+
+  // What not all ranks of the group call.
+  void tell_of_some(const char* operation, const Tensors& tensors) {
+    consult(operation, tensors, tensors, "", 0, Milliseconds(0), "");
   }
 
   void close(double seconds) {
@@ -380,6 +410,7 @@ class StrettoBackend : public Backend {
   Kept dispatch_;
   Kept split_;
   intrusive_ptr<StrettoOptions> options_;
+  std::atomic<uint64_t> sequence_number_{0};
   bool coalescing_ = false;
   std::string last_split_name_;
   c10::weak_intrusive_ptr<Backend> last_split_{intrusive_ptr<Backend>()};

@@ -47,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("split"),
           py::arg("options"))
       .def_property_readonly("dispatch", &stretto::StrettoBackend::dispatch)
+      .def_property_readonly("options", &stretto::StrettoBackend::options)
       // new_group calls it on ranks outside of the group; members make new communicators, and split none.
       .def("perform_nocolor_split", [](stretto::StrettoBackend&, const py::object&) {}, py::arg("device"));
 }

@@ -74,6 +74,8 @@ class ScheduledWork : public c10d::Work {
       } else if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
         TORCH_CHECK_WITH(DistBackendError, false, "the schedule has not ended within ", timeout.count(), " ms");
       }
+      lock.unlock();
+      await_future();
     }
     if (error_) {
       py::gil_scoped_acquire gil;
@@ -100,6 +102,15 @@ class ScheduledWork : public c10d::Work {
   }
 
  private:
+  // Who has waited for the work may ask the future for its value, as with gloo. In a callback of the future it has one.
+  void await_future() {
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    if (auto future = future_) {
+      lock.unlock();
+      future->wait();
+    }
+  }
+
   static void settle(
       const c10::intrusive_ptr<c10::ivalue::Future>& future,
       const std::exception_ptr& error,
