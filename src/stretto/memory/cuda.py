@@ -42,7 +42,7 @@ class CudaMemory(SymmetricMemory):
     ) -> "CudaMemory":
         """See `stretto.memory.allocate`; ranks that do not come are waited for as long as the group's own limit.
 
-        what: for people, and the same on all ranks.
+        what: for people, and the same on all ranks. ValueError on all ranks where one of them has no memory left.
         """
         import torch.distributed._symmetric_memory as symmetric
 
@@ -53,13 +53,18 @@ class CudaMemory(SymmetricMemory):
             raise ValueError("symmetric memory on GPUs needs GPUs, and this process sees none")
         device = torch.device("cuda", torch.cuda.current_device())
         rank, world_size = find_own_rank(group)
+        found = _try(_pad_bytes(world_size, signals) + max(size, 1), device)
         own = size, signals, what
-        asked = [own] * world_size
-        dist.all_gather_object(asked, own, group=group)
-        for peer, other in enumerate(asked):
+        asked = [(own, "")] * world_size
+        # What could not be had is raised when the others know, who would wait for this rank.
+        dist.all_gather_object(asked, (own, str(found) if isinstance(found, Exception) else ""), group=group)
+        for peer, (other, _) in enumerate(asked):
             require_same(own, other, rank, peer)
-        total = _pad_bytes(world_size, signals) + max(size, 1)
-        storage = _allocate(total, device)
+        for peer, (_, refusal) in enumerate(asked):
+            if refusal:
+                raise ValueError(f"rank {peer} has no symmetric memory to give: {refusal}")
+        assert isinstance(found, Tensor)
+        storage = found
         storage.zero_()
         torch.cuda.synchronize(device)
         memory = cls(storage, symmetric.rendezvous(storage, group), size, signals, group)
@@ -115,6 +120,14 @@ class CudaMemory(SymmetricMemory):
 def allocated_bytes(device: torch.device) -> int:
     """What this process holds of symmetric memory on a GPU; torch.cuda.memory_allocated does not count it."""
     return sum(memory.held_bytes() for memory in list(_alive) if memory.device == device)
+
+
+def _try(total: int, device: torch.device) -> Tensor | Exception:
+    """`_allocate`, or why not."""
+    try:
+        return _allocate(total, device)
+    except (ValueError, RuntimeError) as error:  # torch's errors of the driver are the latter
+        return error
 
 
 def _allocate(total: int, device: torch.device) -> Tensor:
