@@ -16,21 +16,19 @@ from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 OFF = [f"overlap.{field.name}=false" for field in fields(Overlap)]
-GRIDS = {"z": f"grid.z={RANKS}", "x": f"grid.x={RANKS}"}
-# Those that are to be fast come last, when the process has all that a first run makes.
-RUNS = {(axis, is_on): [GRIDS[axis], *([] if is_on else OFF)] for is_on in (False, True) for axis in GRIDS}
 
 
 def out_of(folder: Path, axis: str, is_on: bool) -> Path:
     return folder / f"{axis}-overlap-{'on' if is_on else 'off'}"
 
 
-def train_all(folder: Path) -> None:
-    Grid(data=RANKS, device="cuda")  # one process group for all runs
+def train_both(folder: Path, axis: str) -> None:
+    Grid(data=RANKS, device="cuda")  # one process group for both runs
     gc.collect()
     gc.freeze()  # what other tests have left in this process would be gone through again, for milliseconds, in a step
     torch.cuda.empty_cache()
-    for (axis, is_on), overrides in RUNS.items():
+    # The one that is to be fast comes last, when the process has all that a first run makes.
+    for is_on in (False, True):
         values = {
             "out": str(out_of(folder, axis, is_on)),
             "device": "cuda",
@@ -42,16 +40,27 @@ def train_all(folder: Path) -> None:
             "model": {"layers": 6, "hidden": 4096, "heads": 32},
             "train": {"steps": 5, "batch": 8 * RANKS, "seq_len": 2048, "dtype": "bf16", "trace": True},
         }
-        train(make_config(values, overrides), display="none")
+        train(make_config(values, [f"grid.{axis}={RANKS}", *([] if is_on else OFF)]), display="none")
 
 
 @pytest.fixture(scope="module")
-def folder(gpu_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if RANKS < 2:
         pytest.skip("one GPU has nobody to send to: this needs two")
     folder = tmp_path_factory.mktemp("trace")
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 40_000)
-    gpu_pool.run(RANKS, train_all, folder, timeout=150)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def over_z(gpu_pool: Pool, folder: Path) -> Path:
+    gpu_pool.run(RANKS, train_both, folder, "z", timeout=150)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def over_x(gpu_pool: Pool, folder: Path) -> Path:
+    gpu_pool.run(RANKS, train_both, folder, "x", timeout=150)
     return folder
 
 
@@ -59,28 +68,29 @@ def timeline_of(folder: Path, axis: str, *, is_on: bool) -> Timeline:
     return read_timeline(out_of(folder, axis, is_on) / "trace.json")
 
 
-def test_overlap_hides_most_of_what_z_sends(folder: Path) -> None:
-    hidden, exposed = (timeline_of(folder, "z", is_on=is_on).exposed_by_axis["z"] for is_on in (True, False))
+def test_overlap_hides_most_of_what_z_sends(over_z: Path) -> None:
+    hidden, exposed = (timeline_of(over_z, "z", is_on=is_on).exposed_by_axis["z"] for is_on in (True, False))
     assert hidden < exposed / 2, f"exposed z: {hidden * 1e3:.2f} ms a step with overlap, {exposed * 1e3:.2f} without"
 
 
-def test_overlap_hides_a_part_of_what_x_sends(folder: Path) -> None:
-    hidden, exposed = (timeline_of(folder, "x", is_on=is_on).exposed_by_axis["x"] for is_on in (True, False))
+@pytest.mark.exhaustive
+def test_overlap_hides_a_part_of_what_x_sends(over_x: Path) -> None:
+    hidden, exposed = (timeline_of(over_x, "x", is_on=is_on).exposed_by_axis["x"] for is_on in (True, False))
     assert hidden < exposed, f"exposed x: {hidden * 1e3:.2f} ms a step with overlap, {exposed * 1e3:.2f} without"
 
 
-@pytest.mark.parametrize("axis", ["x", "z"])
-def test_without_overlap_what_is_sent_is_exposed(folder: Path, axis: str) -> None:
-    timeline = timeline_of(folder, axis, is_on=False)
+@pytest.mark.parametrize("axis", [pytest.param("x", marks=pytest.mark.exhaustive), "z"])
+def test_without_overlap_what_is_sent_is_exposed(request: pytest.FixtureRequest, axis: str) -> None:
+    timeline = timeline_of(request.getfixturevalue(f"over_{axis}"), axis, is_on=False)
     assert timeline.exposed_by_axis[axis] > 0.9 * timeline.communication[axis] > 0
 
 
-def test_a_trace_has_both_steps_and_computation_in_most_of_their_time(folder: Path, tmp_path: Path) -> None:
-    timeline = timeline_of(folder, "z", is_on=True)
+def test_a_trace_has_both_steps_and_computation_in_most_of_their_time(over_z: Path, tmp_path: Path) -> None:
+    timeline = timeline_of(over_z, "z", is_on=True)
     assert [step.number for step in timeline.steps] == [4, 5]
     assert 0.5 < timeline.compute / timeline.step_time <= 1
     assert timeline.rows[:2] == ("compute", "z")
-    summary = json.loads((out_of(folder, "z", True) / "summary.json").read_text())
+    summary = json.loads((out_of(over_z, "z", True) / "summary.json").read_text())
     assert summary["measured"] == timeline.summary()
     plot_timeline(timeline, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 0
