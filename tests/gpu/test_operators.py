@@ -161,7 +161,7 @@ def call_often(folder: Path, seed: int, calls: int, device: str) -> None:
     Grid(data=RANKS, device=device)
     rng, rank, is_gpu = random.Random(seed), dist.get_rank(), device == "cuda"
     torch.manual_seed(seed + rank)
-    # Each is compiled for minutes of processors' time: few, where the calls are.
+    # Each is compiled, for longer than hundreds of calls take.
     makes = [make_case(rng, device) for _ in range(2 if not is_gpu else 3 if calls < 1000 else 5)]
     busy = torch.randn(2048, 2048, device=device) if is_gpu else None
     side, wrong = torch.cuda.Stream() if is_gpu else None, []
