@@ -218,10 +218,47 @@ def generate_in_step(model: nn.Module) -> None:
     model.generate = generate_on_every_rank  # type: ignore[assignment]
 
 
-def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:
-    """A sharded stand-in for transformers' causal-LM loss: labels [batch, seq] are shifted here, as theirs are."""
+def install_loss(model: nn.Module, loss: ParallelLoss | None) -> ParallelLoss | None:
+    """Put the sharded loss in the place of the model's own, if it computes the same; returns what was put there.
 
-    def causal_lm_loss(
+    What the model has instead is told by its function, not its class: losses of token classification take labels as
+    those of language models do, but unshifted, and a user may have set another one.
+    """
+    is_shifted = _shifts_labels(model)
+    if loss is None or is_shifted is None:
+        return None
+    model.loss_function = _loss_function(loss, is_shifted=is_shifted)  # type: ignore[assignment]
+    return loss
+
+
+def _shifts_labels(model: nn.Module) -> bool | None:
+    """Whether the model's loss compares logits with the next token's label, or with its own; None for other losses."""
+    is_default = getattr(model, "loss_type", None) is None and "_loss_function" not in vars(model)
+    if is_default and hasattr(type(model), "loss_function"):
+        return True  # transformers takes the causal loss then, and warns
+    own = getattr(model, "loss_function", None)
+    is_known = str(getattr(own, "__module__", "")).startswith("transformers.")
+    return {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(getattr(own, "__name__", "")) if is_known else None
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether the model's forward computes its loss by `loss_function`, not by code of its own."""
+    forward = inspect.unwrap(type(model).forward)
+    return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
+
+
+def refusal_of_loss(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
+        "transformers' losses of causal and masked language models. Call it without labels, and compute the loss from "
+        "its logits with stretto.parallel.mean_over_batch"
+    )
+
+
+def _loss_function(loss: ParallelLoss, *, is_shifted: bool) -> Callable[..., Tensor]:
+    """A sharded stand-in for transformers' language-model losses: labels [batch, seq] are shifted where theirs are."""
+
+    def language_model_loss(
         logits: Tensor,
         labels: Tensor | None = None,
         vocab_size: int | None = None,
@@ -235,9 +272,9 @@ def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:
         if shift_labels is None:
             if labels is None:
                 raise ValueError("the loss needs labels or shift_labels")
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if is_shifted else labels
         if ignore_index != IGNORED_TARGET:
             shift_labels = torch.where(shift_labels == ignore_index, IGNORED_TARGET, shift_labels)
         return loss(logits, shift_labels.contiguous(), num_items_in_batch)
 
-    return causal_lm_loss
+    return language_model_loss
