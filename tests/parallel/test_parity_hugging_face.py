@@ -9,7 +9,7 @@ from math import prod
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import ConvNextConfig, ConvNextModel, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from stretto.parallel import Grid, gather, parallelize, validate
 from tests.parallel import hugging_face
@@ -210,3 +210,11 @@ def test_dropout_that_a_block_reads_from_its_config_is_refused_too():
     config = FalconConfig(vocab_size=61, num_hidden_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.1)
     with pytest.raises(ValueError, match=r"config\.hidden_dropout is 0\.1, and FalconDecoderLayer draws"):
         validate(FalconForCausalLM(config), {"x": 2})
+
+
+def test_a_model_without_token_embeddings_is_refused_by_its_submodules():
+    model = ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1]))
+    with pytest.raises(
+        ValueError, match=r"nothing says what these submodules are: embeddings\.patch_embeddings \(Conv2d\)"
+    ):
+        validate(model, {"x": 2})

@@ -83,8 +83,10 @@ def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], d
     head = getattr(model, "lm_head", None)
     if head is not None:
         named["lm_head"] = "head"
-    inputs = model.get_input_embeddings()  # type: ignore[operator]
-    if roles or known:
+    inputs = None
+    with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
+        inputs = model.get_input_embeddings()  # type: ignore[operator]
+    if inputs is not None and (roles or known):
         modules = dict(model.named_modules(remove_duplicate=False))
         named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
