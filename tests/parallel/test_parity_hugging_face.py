@@ -218,3 +218,10 @@ def test_a_model_without_token_embeddings_is_refused_by_its_submodules():
         ValueError, match=r"nothing says what these submodules are: embeddings\.patch_embeddings \(Conv2d\)"
     ):
         validate(model, {"x": 2})
+
+
+def test_a_model_whose_layers_have_different_heads_is_refused_by_the_linear_that_makes_them():
+    pytest.importorskip("transformers.integrations.heterogeneity")
+    model = hugging_face.causal_lm("gpt_neox", hidden_dropout=0.0, per_layer_config={1: {"num_key_value_heads": 4}})
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.query_key_value of GPTNeoXModel: .* all layers"):
+        validate(model, {"x": 2})

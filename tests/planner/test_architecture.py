@@ -145,6 +145,7 @@ def test_what_a_family_adds_to_llamas_block_is_counted_and_what_its_file_leaves_
     [
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be a truth value"),
         ({"attention_bias": 1}, "attention_bias is 1, but must be a truth value"),
+        ({"per_layer_config": {"1": {"intermediate_size": 48}}}, "layers of different sizes"),
         ({"add_cross_attention": True}, "cross-attention cannot be planned yet"),
     ],
 )

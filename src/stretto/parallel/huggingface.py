@@ -130,8 +130,14 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
     if role != "normal" or not isinstance(head_dim, int) or not isinstance(linear, nn.Linear):
         return role
     config: Any = base.config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    except RuntimeError as error:  # a configuration whose layers differ raises it
+        raise ValueError(
+            f"{prefix}{name} of {type(base).__name__}: its configuration gives no number of heads for all layers "
+            f"({error}): say what it is with roles={{{prefix + name!r}: ...}}"
+        ) from None
     if linear.out_features == heads * head_dim:
         return {"role": role, "unit": head_dim, "unit_name": "attention heads"}
     if linear.out_features == kv_heads * head_dim:

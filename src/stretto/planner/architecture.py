@@ -246,6 +246,8 @@ def from_hugging_face(name: str, config: Mapping[str, Any]) -> Architecture:
     kind = config.get("model_type")
     if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"{name}: a mixture of experts cannot be planned yet")
+    if config.get("per_layer_config"):
+        raise ValueError(f"{name}: layers of different sizes (per_layer_config) cannot be planned yet")
     if config.get("add_cross_attention"):
         raise ValueError(f"{name}: cross-attention cannot be planned yet")
     if kind in _GPT2:
