@@ -167,6 +167,18 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
             raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")
 
 
+def refuse_alibi(model: nn.Module) -> None:
+    """Refuse biases that depend on an attention head's number: transformers' code makes those of the first heads."""
+    for module in model.modules():
+        is_theirs = type(module).__module__.startswith("transformers")  # transformers_modules: code from the hub
+        names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
+        if found := [name for name in names if getattr(module, name, None) is not False]:
+            raise ValueError(
+                f"{type(module).__name__} adds to attention what depends on a head's number (ALiBi: {found[0]}), and "
+                "its code does not know which heads a rank of x has: choose x=1"
+            )
+
+
 def _refuse_config_dropout(model: nn.Module) -> None:
     """Refuse dropout whose probability a module's code reads from its config: no nn.Dropout can be replaced."""
     for kind, module in {type(module): module for module in model.modules() if hasattr(module, "config")}.items():
