@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import re
+import sys
 from collections.abc import Mapping
 from types import SimpleNamespace as Namespace
 from typing import TYPE_CHECKING, Any
@@ -103,6 +105,8 @@ def parallelize(
     )  # the builder holds the whole model: it goes
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gather_ahead, gradient_sum))
     model.register_forward_hook(lambda *_: _end_forward(gather_ahead), always_call=True)
+    if grid.size("x") * grid.size("y") > 1:
+        model.register_forward_hook(_explain_sizes, always_call=True)
     return model
 
 
@@ -326,6 +330,18 @@ def _begin_forward(model: nn.Module, gather_ahead: GatherAhead, gradient_sum: Gr
 @torch.compiler.disable
 def _end_forward(gather_ahead: GatherAhead) -> None:
     gather_ahead.end_forward()
+
+
+@torch.compiler.disable
+def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Add to a forward's error about sizes what may be behind it: code that counts the whole model's heads."""
+    error = sys.exception()
+    if output is None and isinstance(error, RuntimeError) and re.search(r"\b(sizes?|shapes?)\b", str(error)):
+        error.add_note(
+            f"{type(model).__name__} is on a grid: a rank has 1/x of heads and inner features and 1/y of hidden ones. "
+            "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
+            "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
+        )
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
