@@ -122,3 +122,19 @@ def test_a_loss_that_stretto_does_not_know_is_refused_where_ranks_have_parts_of_
 def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
     for refusal in ranks(2).run(refusal_of, {"data": 2}, "token classification", return_dict=False):
         assert "from this rank's rows alone" in refusal
+
+
+def replaced_afterwards() -> str:
+    """What a loss function that is set on a parallelized model comes to: it would see the head's input as logits."""
+    tokens, labels = batch()
+    torch.manual_seed(SEED)
+    model = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES)), Grid(x=2))
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    with pytest.raises(ValueError) as caught:
+        model(input_ids=tokens, labels=labels)
+    return str(caught.value)
+
+
+def test_a_loss_function_that_is_set_afterwards_does_not_take_the_heads_input_for_logits(ranks):
+    for refusal in ranks(2).run(replaced_afterwards):
+        assert "sharded_loss=False" in refusal

@@ -379,7 +379,13 @@ def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signatu
         head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        was_deferred, head.defers_loss, head.passed_through = head.defers_loss, False, None
+        was_deferred, was_taken = head.defers_loss, head.passed_through is None
+        head.defers_loss, head.passed_through = False, None
+        if was_deferred and not was_taken and output is not None:  # None: the forward has raised
+            raise ValueError(
+                f"{type(model).__name__} was given {target}, but has not called the loss that Stretto has put in the "
+                "place of its own: call parallelize(..., sharded_loss=False)"
+            )
         if was_deferred and getattr(output, "logits", None) is not None:
             # They were never made: what stands there is the head's input. Setting them to None would leave the item.
             output = dataclasses.replace(output, logits=None)
