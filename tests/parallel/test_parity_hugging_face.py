@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertModel,
     BloomConfig,
     BloomForCausalLM,
     ConvNextConfig,
@@ -213,6 +215,12 @@ def test_dropout_that_is_not_a_module_is_refused_by_its_option(model_type, optio
     others = {"embedding_dropout": 0.0, "residual_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     with pytest.raises(ValueError, match=rf"{option} is 0\.1: .*Set "):
         validate(hugging_face.causal_lm(model_type, **others | {option: 0.1}), {"x": 2})
+
+
+def test_attention_dropout_is_refused_by_whatever_name_a_configuration_has_for_it():
+    model = BertModel(BertConfig(vocab_size=61, num_hidden_layers=1, hidden_size=32, num_attention_heads=4))
+    with pytest.raises(ValueError, match=r"config\.attention_probs_dropout_prob is 0\.1: .*Set "):
+        validate(model, {"x": 2})
 
 
 def test_dropout_that_a_block_reads_from_its_config_is_refused_too():

@@ -155,9 +155,9 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
 
 
 def _refuse_attention_dropout(model: nn.Module) -> None:
-    for option in ("attn_pdrop", "attention_dropout"):
-        value = getattr(model.config, option, 0.0)
-        if isinstance(value, float) and value > 0:
+    options: Mapping[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
+    for option, value in options.items():
+        if "att" in option and "drop" in option and isinstance(value, float) and value > 0:
             raise ValueError(
                 f"config.{option} is {value}: attention draws its dropout inside the kernel, where ranks that share a "
                 f"head would draw differently. Set {option}=0.0"
