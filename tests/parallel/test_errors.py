@@ -270,3 +270,36 @@ def unzeroed_error() -> str:
 
 def test_a_step_of_micro_batches_that_begins_with_gradients_is_refused(ranks: Callable[[int], Ranks]) -> None:
     assert all("zero the gradients" in error for error in ranks(2).run(unzeroed_error))
+
+
+class CountsHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8)
+        self.n_heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(*x.shape[:-1], self.n_heads, 2)
+        return self.out(heads.flatten(-2))
+
+
+def notes_of_a_forward() -> list[str]:
+    torch.manual_seed(0)
+    model = parallelize(CountsHeads(), Grid(x=2), roles={"qkv": {"role": "normal", "unit": 2}, "out": "swapped"})
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(3, 8))
+    return caught.value.__notes__
+
+
+def test_code_that_counts_the_whole_models_heads_is_told_of_local_attributes(ranks: Ranks) -> None:
+    for notes in ranks(2).run(notes_of_a_forward):
+        assert any("local_attributes" in note for note in notes)
+
+
+def test_an_embedding_of_something_else_than_hidden_features_is_not_split_over_y() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(16, 8), "bias_by_head": nn.Embedding(16, 4)})
+    roles = {"tokens": "embedding", "bias_by_head": "positions"}
+    validate(model, {"x": 2}, roles=roles)
+    with pytest.raises(ValueError, match=r"bias_by_head makes 4 features, where the hidden size is 8.*choose y=1"):
+        validate(model, {"x": 2, "y": 2}, roles=roles)

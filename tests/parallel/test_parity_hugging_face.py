@@ -9,7 +9,18 @@ from math import prod
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    ConvNextConfig,
+    ConvNextModel,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from stretto.parallel import Grid, gather, parallelize, validate
 from tests.parallel import hugging_face
@@ -206,7 +217,50 @@ def test_dropout_that_is_not_a_module_is_refused_by_its_option(model_type, optio
         validate(hugging_face.causal_lm(model_type, **others | {option: 0.1}), {"x": 2})
 
 
+def test_attention_dropout_is_refused_by_whatever_name_a_configuration_has_for_it():
+    model = BertModel(BertConfig(vocab_size=61, num_hidden_layers=1, hidden_size=32, num_attention_heads=4))
+    with pytest.raises(ValueError, match=r"config\.attention_probs_dropout_prob is 0\.1: .*Set "):
+        validate(model, {"x": 2})
+
+
 def test_dropout_that_a_block_reads_from_its_config_is_refused_too():
     config = FalconConfig(vocab_size=61, num_hidden_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.1)
     with pytest.raises(ValueError, match=r"config\.hidden_dropout is 0\.1, and FalconDecoderLayer draws"):
         validate(FalconForCausalLM(config), {"x": 2})
+
+
+def test_a_model_without_token_embeddings_is_refused_by_its_submodules():
+    model = ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1]))
+    with pytest.raises(
+        ValueError, match=r"nothing says what these submodules are: embeddings\.patch_embeddings \(Conv2d\)"
+    ):
+        validate(model, {"x": 2})
+
+
+def test_a_model_whose_layers_have_different_heads_is_refused_by_the_linear_that_makes_them():
+    pytest.importorskip("transformers.integrations.heterogeneity")
+    model = hugging_face.causal_lm("gpt_neox", hidden_dropout=0.0, per_layer_config={1: {"num_key_value_heads": 4}})
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.query_key_value of GPTNeoXModel: .* all layers"):
+        validate(model, {"x": 2})
+
+
+BLOCK = "transformer.h.*."
+BLOOM_ROLES = {
+    "transformer.word_embeddings": "embedding",
+    "transformer.word_embeddings_layernorm": "norm",
+    BLOCK + "self_attention.query_key_value": {"role": "normal", "unit": 24, "unit_name": "attention heads"},
+    BLOCK + "self_attention.dense": "swapped",
+    BLOCK + "mlp.dense_h_to_4h": "normal",
+    BLOCK + "mlp.dense_4h_to_h": "swapped",
+    BLOCK + "*layernorm": "norm",
+    "transformer.ln_f": "norm",
+}
+
+
+def test_biases_by_head_number_are_refused_where_ranks_have_other_heads():
+    """With every count of heads divided, shapes would agree, and each rank would take the first heads' slopes."""
+    model = BloomForCausalLM(BloomConfig(vocab_size=61, n_layer=1, hidden_size=32, n_head=4))
+    heads = {BLOCK + "self_attention.num_heads": "x", "transformer.num_heads": "x"}
+    validate(model, {"y": 2, "z": 2}, roles=BLOOM_ROLES, local_attributes=heads)
+    with pytest.raises(ValueError, match=r"BloomModel adds .* \(ALiBi: build_alibi_tensor\).*choose x=1"):
+        validate(model, {"x": 2}, roles=BLOOM_ROLES, local_attributes=heads)

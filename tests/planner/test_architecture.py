@@ -10,7 +10,8 @@ from stretto.models import GPT, GPTConfig
 from stretto.models.config import PRESETS
 from stretto.parallel import validate
 from stretto.planner import read_architecture
-from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.grids import GridSizes, every_grid, why_impossible
+from stretto.planner.memory import local_parameters
 
 SHAPES = {
     "gpt2-like": GPTConfig(layers=3, hidden=48, heads=6, vocab=101, max_seq_len=32),
@@ -97,6 +98,60 @@ def test_hugging_face_configurations_are_read_as_the_models_are(tmp_path, kind, 
     file.write_text(json.dumps(config.to_dict(), default=str))
     for source in (str(file), file, model, config):
         assert read_architecture(source, 64).parameters == expected
+
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 128, "pad_token_id": 0}
+GROUPED = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {**GROUPED, "attention_bias": True}),
+        ("Llama", {**GROUPED, "mlp_bias": True}),
+        ("Mistral", {**GROUPED, "attention_bias": True}),  # which it does not know
+        ("Qwen2", {**GROUPED, "attention_bias": True}),
+        ("Qwen3", GROUPED),
+        ("Qwen3", {**GROUPED, "head_dim": 16, "attention_bias": True}),
+        ("Gemma", {**GROUPED, "attention_bias": True}),
+        ("Gemma", {**TINY, "num_attention_heads": 16}),
+        ("Gemma2", {**TINY, "num_attention_heads": 8}),
+        ("Phi3", GROUPED),
+        ("Olmo", GROUPED),
+        ("Olmo2", {**GROUPED, "attention_bias": True}),
+        ("Granite", {**GROUPED, "mlp_bias": True}),
+        ("Cohere", GROUPED),
+        ("Cohere", {**GROUPED, "use_qk_norm": True}),
+        ("Glm", {**TINY, "num_attention_heads": 8}),
+        ("Glm", {**GROUPED, "attention_bias": False}),
+    ],
+    ids=str,
+)
+def test_what_a_family_adds_to_llamas_block_is_counted_and_what_its_file_leaves_out_is_its_default(kind, options):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**options)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    silent = {**options, "model_type": config.model_type}
+    for source in (config, silent):
+        architecture = read_architecture(source, 64)
+        assert architecture.parameters == expected
+        assert local_parameters(architecture, GridSizes(1, 1, 1, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be a truth value"),
+        ({"attention_bias": 1}, "attention_bias is 1, but must be a truth value"),
+        ({"per_layer_config": {"1": {"intermediate_size": 48}}}, "layers of different sizes"),
+        ({"add_cross_attention": True}, "cross-attention cannot be planned yet"),
+    ],
+)
+def test_an_option_that_would_be_counted_wrongly_is_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        read_architecture({**GROUPED, "model_type": "llama", **option}, 64)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -83,8 +83,10 @@ def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], d
     head = getattr(model, "lm_head", None)
     if head is not None:
         named["lm_head"] = "head"
-    inputs = model.get_input_embeddings()  # type: ignore[operator]
-    if roles or known:
+    inputs = None
+    with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
+        inputs = model.get_input_embeddings()  # type: ignore[operator]
+    if inputs is not None and (roles or known):
         modules = dict(model.named_modules(remove_duplicate=False))
         named |= {name: "embedding" for name, module in modules.items() if module is inputs}
     return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
@@ -128,8 +130,14 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
     if role != "normal" or not isinstance(head_dim, int) or not isinstance(linear, nn.Linear):
         return role
     config: Any = base.config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    except RuntimeError as error:  # a configuration whose layers differ raises it
+        raise ValueError(
+            f"{prefix}{name} of {type(base).__name__}: its configuration gives no number of heads for all layers "
+            f"({error}): say what it is with roles={{{prefix + name!r}: ...}}"
+        ) from None
     if linear.out_features == heads * head_dim:
         return {"role": role, "unit": head_dim, "unit_name": "attention heads"}
     if linear.out_features == kv_heads * head_dim:
@@ -147,9 +155,9 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
 
 
 def _refuse_attention_dropout(model: nn.Module) -> None:
-    for option in ("attn_pdrop", "attention_dropout"):
-        value = getattr(model.config, option, 0.0)
-        if isinstance(value, float) and value > 0:
+    options: Mapping[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
+    for option, value in options.items():
+        if "att" in option and "drop" in option and isinstance(value, float) and value > 0:
             raise ValueError(
                 f"config.{option} is {value}: attention draws its dropout inside the kernel, where ranks that share a "
                 f"head would draw differently. Set {option}=0.0"
@@ -157,6 +165,18 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith("attn_dropout") and isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")
+
+
+def refuse_alibi(model: nn.Module) -> None:
+    """Refuse biases that depend on an attention head's number: transformers' code makes those of the first heads."""
+    for module in model.modules():
+        is_theirs = type(module).__module__.startswith("transformers")  # transformers_modules: code from the hub
+        names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
+        if found := [name for name in names if getattr(module, name, None) is not False]:
+            raise ValueError(
+                f"{type(module).__name__} adds to attention what depends on a head's number (ALiBi: {found[0]}), and "
+                "its code does not know which heads a rank of x has: choose x=1"
+            )
 
 
 def _refuse_config_dropout(model: nn.Module) -> None:
@@ -218,10 +238,47 @@ def generate_in_step(model: nn.Module) -> None:
     model.generate = generate_on_every_rank  # type: ignore[assignment]
 
 
-def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:
-    """A sharded stand-in for transformers' causal-LM loss: labels [batch, seq] are shifted here, as theirs are."""
+def install_loss(model: nn.Module, loss: ParallelLoss | None) -> ParallelLoss | None:
+    """Put the sharded loss in the place of the model's own, if it computes the same; returns what was put there.
 
-    def causal_lm_loss(
+    What the model has instead is told by its function, not its class: losses of token classification take labels as
+    those of language models do, but unshifted, and a user may have set another one.
+    """
+    is_shifted = _shifts_labels(model)
+    if loss is None or is_shifted is None:
+        return None
+    model.loss_function = _loss_function(loss, is_shifted=is_shifted)  # type: ignore[assignment]
+    return loss
+
+
+def _shifts_labels(model: nn.Module) -> bool | None:
+    """Whether the model's loss compares logits with the next token's label, or with its own; None for other losses."""
+    is_default = getattr(model, "loss_type", None) is None and "_loss_function" not in vars(model)
+    if is_default and hasattr(type(model), "loss_function"):
+        return True  # transformers takes the causal loss then, and warns
+    own = getattr(model, "loss_function", None)
+    is_known = str(getattr(own, "__module__", "")).startswith("transformers.")
+    return {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(getattr(own, "__name__", "")) if is_known else None
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether the model's forward computes its loss by `loss_function`, not by code of its own."""
+    forward = inspect.unwrap(type(model).forward)
+    return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
+
+
+def refusal_of_loss(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
+        "transformers' losses of causal and masked language models. Call it without labels, and compute the loss from "
+        "its logits with stretto.parallel.mean_over_batch"
+    )
+
+
+def _loss_function(loss: ParallelLoss, *, is_shifted: bool) -> Callable[..., Tensor]:
+    """A sharded stand-in for transformers' language-model losses: labels [batch, seq] are shifted where theirs are."""
+
+    def language_model_loss(
         logits: Tensor,
         labels: Tensor | None = None,
         vocab_size: int | None = None,
@@ -235,9 +292,9 @@ def loss_function(loss: ParallelLoss) -> Callable[..., Tensor]:
         if shift_labels is None:
             if labels is None:
                 raise ValueError("the loss needs labels or shift_labels")
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if is_shifted else labels
         if ignore_index != IGNORED_TARGET:
             shift_labels = torch.where(shift_labels == ignore_index, IGNORED_TARGET, shift_labels)
         return loss(logits, shift_labels.contiguous(), num_items_in_batch)
 
-    return causal_lm_loss
+    return language_model_loss

@@ -171,10 +171,12 @@ class ParallelLoss(nn.Module):
     def __init__(self, head: ParallelHead) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple: not a submodule, or its parameters would be there under two names
+        self.was_computed = False  # since whoever asks has set it to False
 
     @torch.compiler.disable
     def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:
         (head,) = self._head
+        self.was_computed = True
         hidden, head.passed_through = head.passed_through, None
         batch = head.grid.group("batch")
         check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import re
+import sys
 from collections.abc import Mapping
 from types import SimpleNamespace as Namespace
 from typing import TYPE_CHECKING, Any
@@ -93,9 +95,7 @@ def parallelize(
         _replace(model, name, module)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
-    if head := next((model.get_submodule(name) for name in plan.named("head")), None):
-        assert isinstance(head, ParallelHead)
-        _install_loss(model, head, plan, sharded_loss)
+    _install_loss(model, plan, grid, sharded_loss)
     if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
         huggingface.generate_in_step(model)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
@@ -105,6 +105,8 @@ def parallelize(
     )  # the builder holds the whole model: it goes
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gather_ahead, gradient_sum))
     model.register_forward_hook(lambda *_: _end_forward(gather_ahead), always_call=True)
+    if grid.size("x") * grid.size("y") > 1:
+        model.register_forward_hook(_explain_sizes, always_call=True)
     return model
 
 
@@ -118,6 +120,8 @@ def validate(
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
     validate_plan(model, read_plan(model, roles, local_attributes), sizes)
 
+
+_TARGETS = ("targets", "labels")  # what a model's forward calls them
 
 if TYPE_CHECKING:
     from stretto.parallel.pushed_scatter import ScatterRing
@@ -328,6 +332,18 @@ def _end_forward(gather_ahead: GatherAhead) -> None:
     gather_ahead.end_forward()
 
 
+@torch.compiler.disable
+def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Add to a forward's error about sizes what may be behind it: code that counts the whole model's heads."""
+    error = sys.exception()
+    if output is None and isinstance(error, RuntimeError) and re.search(r"\b(sizes?|shapes?)\b", str(error)):
+        error.add_note(
+            f"{type(model).__name__} is on a grid: a rank has 1/x of heads and inner features and 1/y of hidden ones. "
+            "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
+            "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
+        )
+
+
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     old = model.get_submodule(name)
@@ -337,25 +353,39 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, new)
 
 
-def _install_loss(model: nn.Module, head: ParallelHead, plan: Plan, is_sharded: bool) -> None:
+def _install_loss(model: nn.Module, plan: Plan, grid: Grid, is_sharded: bool) -> None:
     """Put the sharded loss where the model keeps its own, and tell the head while the model computes it."""
-    loss, target_names = ParallelLoss(head), ("targets", "labels")
+    head = next((model.get_submodule(name) for name in plan.named("head")), None)
+    loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
     if huggingface.is_pretrained_model(model):
-        model.loss_function = huggingface.loss_function(loss)  # type: ignore[assignment]
-    elif names := plan.named("loss"):
+        loss = huggingface.install_loss(model, loss)
+        is_sharded = is_sharded and huggingface.calls_loss_function(model)
+        if grid.size("batch") > 1:
+            _refuse_losses_of_one_rank(model, loss)
+    elif loss is not None and (names := plan.named("loss")):
         _replace(model, names[0], loss)
     else:
         return  # the model has no loss of its own: its head returns whole logits
     signature = inspect.signature(model.forward)
-    target = next((name for name in target_names if name in signature.parameters), None)
-    if target is None or not is_sharded:
-        return
+    target = next((name for name in _TARGETS if name in signature.parameters), None)
+    if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
+        _defer_loss(model, head, signature, target)
+
+
+def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:
+    """Have the head leave its product to the loss in the calls that are given targets."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        was_deferred, head.defers_loss, head.passed_through = head.defers_loss, False, None
+        was_deferred, was_taken = head.defers_loss, head.passed_through is None
+        head.defers_loss, head.passed_through = False, None
+        if was_deferred and not was_taken and output is not None:  # None: the forward has raised
+            raise ValueError(
+                f"{type(model).__name__} was given {target}, but has not called the loss that Stretto has put in the "
+                "place of its own: call parallelize(..., sharded_loss=False)"
+            )
         if was_deferred and getattr(output, "logits", None) is not None:
             # They were never made: what stands there is the head's input. Setting them to None would leave the item.
             output = dataclasses.replace(output, logits=None)
@@ -365,6 +395,19 @@ def _install_loss(model: nn.Module, head: ParallelHead, plan: Plan, is_sharded: 
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
+
+
+def _refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> None:
+    """Raise if the model returns a loss that it has computed in its own code: the mean over this rank's rows alone."""
+    if loss is not None:
+        model.register_forward_pre_hook(lambda *_: setattr(loss, "was_computed", False))
+
+    def after(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if isinstance(first, Tensor) and not first.dim() and not (loss is not None and loss.was_computed):
+            raise ValueError(huggingface.refusal_of_loss(model))
+
+    model.register_forward_hook(after)
 
 
 def _check_ranks_agree(model: nn.Module, plan: Plan, grid: Grid) -> None:

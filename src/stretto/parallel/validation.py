@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from stretto.parallel import huggingface
 from stretto.parallel.cuts import cut_of
 from stretto.parallel.grid import check_sizes
 from stretto.parallel.norm_kinds import norm_kind
@@ -41,6 +42,8 @@ def validate_plan(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Non
         _check_module(name, modules[name], role, sizes, hidden)
     _check_shared(modules, plan, sizes)
     _refuse_functional_dropout(modules)
+    if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
+        huggingface.refuse_alibi(model)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
@@ -87,6 +90,11 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                 if getattr(module, option):
                     raise ValueError(f"{name}: an embedding with {option} is not supported")
             _check_vocabulary(name, module.num_embeddings, role, sizes)  # type: ignore[arg-type]
+            if sizes["y"] > 1 and module.embedding_dim != hidden:
+                raise ValueError(
+                    f"{name} makes {module.embedding_dim} features, where the hidden size is {hidden}: what is not "
+                    "added to hidden features (a bias by head, say) cannot be split over y; choose y=1"
+                )
         case "norm" | "head_norm":
             norm_kind(module, name)
             features: Any = getattr(module, "weight", None)

@@ -7,7 +7,7 @@ No torch, no transformers: a configuration is read as data.
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +19,58 @@ from stretto.models.config import PRESETS, GPTConfig
 MAX_FILE_BYTES = 1 << 20
 LARGEST = 10**9  # of any count: products of a few stay exact and cheap
 
-# Families whose block is attention of four linears (q, k, v, o), then a gated MLP, with RMS norms.
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo", "olmo2", "granite", "cohere", "glm")
-_BIASED_QKV = ("qwen2", "glm")
 _GPT2 = ("gpt2",)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a model_type adds to Llama's block: attention of four linears (q, k, v, o), then a gated MLP, and norms.
+
+    Biases are there always (True), never, or as the entry of this name in the configuration says. `block_norms` counts
+    a block's norms of hidden features that have weights. `head_norms`: whether queries and keys are normalized, over
+    one head ("head") or all of them ("all", or as the entry of this name says). `defaults`: what transformers takes
+    where a configuration is silent.
+    """
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    block_norms: int = 2
+    head_norms: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GATED = {
+    "llama": _Family("attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": _Family(defaults={"num_key_value_heads": 8}),
+    "qwen2": _Family(True, defaults={"num_key_value_heads": 32}),
+    "qwen3": _Family(
+        "attention_bias", "attention_bias", head_norms="head", defaults={"num_key_value_heads": 32, "head_dim": 128}
+    ),
+    "gemma": _Family(
+        "attention_bias",
+        "attention_bias",
+        defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    ),
+    "gemma2": _Family(
+        "attention_bias",
+        "attention_bias",
+        block_norms=4,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    ),
+    "phi3": _Family(),
+    "olmo": _Family("attention_bias", "attention_bias", block_norms=0),
+    "olmo2": _Family("attention_bias", "attention_bias", head_norms="all"),
+    "granite": _Family("attention_bias", "attention_bias", "mlp_bias"),
+    "cohere": _Family(
+        "attention_bias",
+        "attention_bias",
+        block_norms=1,
+        head_norms="use_qk_norm",
+        defaults={"tie_word_embeddings": True},
+    ),
+    "glm": _Family("attention_bias", defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +98,9 @@ class Architecture:
     """The shape of a decoder-only transformer. Whole-model counts, whatever grid it will run on.
 
     `fuses_qkv`: one linear makes queries, keys and values, otherwise three do. `positions` counts the rows of a learned
-    position embedding (0: none). `is_rotary`: queries and keys are turned, which copies them.
+    position embedding (0: none). `is_rotary`: queries and keys are turned, which copies them. `block_norms` counts a
+    block's norms of hidden features that have weights (where there are none, the last norm has none either), and
+    `head_norm_weights` the weights of those of its queries and keys.
     """
 
     name: str
@@ -64,17 +114,20 @@ class Architecture:
     is_gated: bool = False
     fuses_qkv: bool = True
     has_qkv_bias: bool = True
-    has_bias: bool = True
+    has_out_bias: bool = True
+    has_mlp_bias: bool = True
     has_norm_bias: bool = True
     is_tied: bool = True
     is_rotary: bool = False
     positions: int = 0
+    block_norms: int = 2
+    head_norm_weights: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and not (0 if field.name == "positions" else 1) <= value <= LARGEST:
-                raise ValueError(f"{self.name}: {field.name} is {value}, but must be from 1 to {LARGEST}")
+        for each in fields(self):
+            value, least = getattr(self, each.name), 0 if each.default is not MISSING else 1
+            if each.type is int and not least <= value <= LARGEST:
+                raise ValueError(f"{self.name}: {each.name} is {value}, but must be from {least} to {LARGEST}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads do not divide {self.heads} heads")
 
@@ -103,9 +156,9 @@ class Architecture:
         ups = ("gate", "up") if self.is_gated else ("up",)
         return (
             *attention,
-            Linear("out", self.queries, hidden, True, self.has_bias, hidden),
-            *(Linear(name, hidden, self.ffn, False, self.has_bias, self.ffn) for name in ups),
-            Linear("down", self.ffn, hidden, True, self.has_bias, hidden),
+            Linear("out", self.queries, hidden, True, self.has_out_bias, hidden),
+            *(Linear(name, hidden, self.ffn, False, self.has_mlp_bias, self.ffn) for name in ups),
+            Linear("down", self.ffn, hidden, True, self.has_mlp_bias, hidden),
         )
 
     @property
@@ -117,9 +170,14 @@ class Architecture:
     def parameters(self) -> int:
         """All of the model's parameters; tied weights count once."""
         biases = sum(linear.outputs for linear in self.linears if linear.has_bias)
-        norm = self.hidden * (2 if self.has_norm_bias else 1)
         embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2) + self.positions * self.hidden
-        return self.linear_weights + self.layers * (biases + 2 * norm) + norm + embeddings
+        return self.linear_weights + self.layers * (biases + self.head_norm_weights) + self.norm_parameters + embeddings
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights and biases of all norms of hidden features."""
+        norms = self.layers * self.block_norms + (1 if self.block_norms else 0)
+        return norms * self.hidden * (2 if self.has_norm_bias else 1)
 
 
 def read_architecture(model: Any, seq_len: int) -> Architecture:
@@ -171,7 +229,8 @@ def from_gpt(name: str, config: GPTConfig) -> Architecture:
         vocab=config.vocab,
         is_gated=config.activation == "swiglu",
         has_qkv_bias=config.bias,
-        has_bias=config.bias,
+        has_out_bias=config.bias,
+        has_mlp_bias=config.bias,
         has_norm_bias=config.bias and config.norm == "layernorm",
         is_tied=config.tie_embeddings,
         is_rotary=config.positions == "rotary",
@@ -180,13 +239,17 @@ def from_gpt(name: str, config: GPTConfig) -> Architecture:
 
 
 def from_hugging_face(name: str, config: Mapping[str, Any]) -> Architecture:
-    """A transformers configuration, as its config.json has it.
+    """A language model's transformers configuration, as its config.json has it.
 
     Raises ValueError for a model type whose blocks are not known here, and for a missing or impossible number.
     """
     kind = config.get("model_type")
     if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"{name}: a mixture of experts cannot be planned yet")
+    if config.get("per_layer_config"):
+        raise ValueError(f"{name}: layers of different sizes (per_layer_config) cannot be planned yet")
+    if config.get("add_cross_attention"):
+        raise ValueError(f"{name}: cross-attention cannot be planned yet")
     if kind in _GPT2:
         hidden, heads = _count(config, "n_embd", name), _count(config, "n_head", name)
         return Architecture(
@@ -198,30 +261,49 @@ def from_hugging_face(name: str, config: Mapping[str, Any]) -> Architecture:
             head_dim=_divide(hidden, heads, name),
             ffn=_count(config, "n_inner", name, 4 * hidden),
             vocab=_count(config, "vocab_size", name),
-            is_tied=bool(config.get("tie_word_embeddings", True)),
+            is_tied=_is_set(config, "tie_word_embeddings", name, True),
             positions=_count(config, "n_positions", name),
         )
     if kind not in _GATED:
         known = ", ".join((*_GPT2, *_GATED))
         raise ValueError(f"{name}: model_type is {kind!r}, whose blocks are not known to the planner; known: {known}")
+    return _from_gated(name, _GATED[kind], {**_GATED[kind].defaults, **config})
+
+
+def _from_gated(name: str, family: _Family, config: Mapping[str, Any]) -> Architecture:
     hidden, heads = _count(config, "hidden_size", name), _count(config, "num_attention_heads", name)
-    has_bias = bool(config.get("attention_bias", False))
+    kv_heads = _count(config, "num_key_value_heads", name, heads)
+    head_dim = _count(config, "head_dim", name) if config.get("head_dim") else _divide(hidden, heads, name)
+
+    def has(bias: bool | str) -> bool:
+        return _is_set(config, bias, name) if isinstance(bias, str) else bias
+
+    match family.head_norms:
+        case "head":
+            head_norm_weights = 2 * head_dim
+        case "all":
+            head_norm_weights = (heads + kv_heads) * head_dim
+        case option:
+            head_norm_weights = (heads + kv_heads) * head_dim if _is_set(config, option, name) else 0
     return Architecture(
         name=name,
         layers=_count(config, "num_hidden_layers", name),
         hidden=hidden,
         heads=heads,
-        kv_heads=_count(config, "num_key_value_heads", name, heads),
-        head_dim=_count(config, "head_dim", name) if config.get("head_dim") else _divide(hidden, heads, name),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         ffn=_count(config, "intermediate_size", name),
         vocab=_count(config, "vocab_size", name),
         is_gated=True,
         fuses_qkv=False,
-        has_qkv_bias=has_bias or kind in _BIASED_QKV,
-        has_bias=has_bias,
+        has_qkv_bias=has(family.qkv_bias),
+        has_out_bias=has(family.out_bias),
+        has_mlp_bias=has(family.mlp_bias),
         has_norm_bias=False,
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=_is_set(config, "tie_word_embeddings", name),
         is_rotary=True,
+        block_norms=family.block_norms,
+        head_norm_weights=head_norm_weights,
     )
 
 
@@ -293,6 +375,13 @@ def _count(config: Mapping[str, Any], key: str, where: str, default: int | None 
     _check_count(f"{where}: {key}", value)
     assert value is not None
     return value
+
+
+def _is_set(config: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} is {value!r}, but must be a truth value")
+    return default if value is None else value
 
 
 def _divide(hidden: int, heads: int, where: str) -> int:

@@ -144,9 +144,11 @@ def _element_wise(workload: Workload, grid: GridSizes) -> tuple[float, float]:
     norm = 2 if grid.y == 1 else 35
     forward = 2 * norm * hidden + 2 * 3 * hidden + 3 * gates * ffn + (2 * qkv if model.is_rotary else 0)
     backward = 2 * 2 * norm * hidden + 2 * 3 * hidden + (3 * gates + 1) * ffn + (4 if model.is_rotary else 3) * qkv
-    if model.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
-        backward += qkv + ffn + 2 * hidden
-        forward += (3 * 2 * hidden if grid.x > 1 else 0) + (3 * (qkv + ffn) if grid.y > 1 else 0)
+    for linear in model.linears:
+        if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
+            over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
+            backward += linear.outputs / over
+            forward += 3 * linear.outputs / over if into > 1 else 0
     return forward * workload.element, backward * workload.element
 
 

@@ -31,7 +31,7 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     biases = sum(
         linear.outputs / (grid.y if linear.is_swapped else grid.x) for linear in model.linears if linear.has_bias
     )
-    norms = (2 * model.layers + 1) * model.hidden / grid.y * (2 if model.has_norm_bias else 1)
+    norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
     return weights + embedding + model.layers * biases + norms + model.positions * model.hidden / grid.y
 
 

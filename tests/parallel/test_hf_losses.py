@@ -1,0 +1,140 @@
+"""Losses of Hugging Face models: divided over the global batch as theirs are, or refused, never one rank's alone."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+
+from stretto.parallel import Grid, gather, parallelize
+from tests.parallel.hugging_face import VOCAB, Fp32IsFp64
+from tests.parallel.training import IGNORED, distance, my_rows
+
+SEED = 31
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_labels": VOCAB,
+    "classifier_dropout": 0.0,
+    "pad_token_id": 0,
+}
+
+
+class LlamaWithItsOwnLoss(LlamaForCausalLM):
+    """As models were before transformers kept their losses in one place."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        output = super().forward(input_ids=input_ids)
+        if labels is not None:
+            logits = output.logits[:, :-1].flatten(0, 1)
+            output.loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED)
+        return output
+
+
+def token_means(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """What a user may put in the place of a model's loss."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(SEED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        match kind:
+            case "masked":
+                model: Any = EuroBertForMaskedLM(EuroBertConfig(**SIZES))
+            case "token classification":
+                model = LlamaForTokenClassification(LlamaConfig(**SIZES))
+            case "own code":
+                model = LlamaWithItsOwnLoss(LlamaConfig(**SIZES))
+            case _:
+                model = LlamaForCausalLM(LlamaConfig(**SIZES))
+                model.loss_function = token_means
+    return model.double()
+
+
+ROLES = {"token classification": {"score": "head", "dropout": "dropout"}}
+REFUSED = ["token classification", "own code", "set by the user"]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    tokens, labels = torch.randint(3, VOCAB, (2, 4, 10), generator=generator)
+    for row in range(4):
+        labels[row, : 2 * row] = IGNORED
+    return tokens, labels
+
+
+def differences(sizes: dict[str, int], kind: str) -> dict[str, float]:
+    """How far loss and gradients on a grid are from those of the plain model, which each rank computes."""
+    grid, (tokens, labels), plain = Grid(**sizes), batch(), make(kind)
+    rows = my_rows(grid, 4)
+    with Fp32IsFp64():
+        expected = plain(input_ids=tokens, labels=labels).loss
+        expected.backward()
+        model = parallelize(make(kind), grid, roles=ROLES.get(kind))
+        loss = model(input_ids=tokens[rows], labels=labels[rows]).loss
+        loss.backward()
+    found = {"loss": distance(loss.detach(), expected.detach())}
+    for (name, parameter), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        with torch.no_grad():
+            parameter.to_local().copy_(parameter.grad.to_local())
+        found[name] = distance(gather(parameter).detach(), whole.grad)
+    return {name: far for name, far in found.items() if far > 1e-6}  # small gradients, of large terms
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"x": 2, "z": 2}], ids=str)
+def test_labels_of_a_masked_language_model_are_not_shifted(ranks, sizes):
+    count = 2 * sizes.get("z", 1)
+    assert ranks(count).run(differences, sizes, "masked") == [{}] * count
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_loss_that_stretto_does_not_know_is_the_models_own_where_ranks_share_the_batch(ranks, kind):
+    assert ranks(2).run(differences, {"x": 2}, kind) == [{}] * 2
+
+
+def refusal_of(sizes: dict[str, int], kind: str, **options: Any) -> str:
+    grid, (tokens, labels) = Grid(**sizes), batch()
+    model = parallelize(make(kind).float(), grid, roles=ROLES.get(kind))
+    rows = my_rows(grid, 4)
+    assert model(input_ids=tokens[rows]).logits.shape == (2, 10, VOCAB)
+    with pytest.raises(ValueError) as caught:
+        model(input_ids=tokens[rows], labels=labels[rows], **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("axis", ["data", "z"])
+def test_a_loss_that_stretto_does_not_know_is_refused_where_ranks_have_parts_of_the_batch(ranks, kind, axis):
+    for refusal in ranks(2).run(refusal_of, {axis: 2}, kind):
+        assert "from this rank's rows alone" in refusal
+        assert "mean_over_batch" in refusal
+
+
+def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
+    for refusal in ranks(2).run(refusal_of, {"data": 2}, "token classification", return_dict=False):
+        assert "from this rank's rows alone" in refusal
+
+
+def replaced_afterwards() -> str:
+    """What a loss function that is set on a parallelized model comes to: it would see the head's input as logits."""
+    tokens, labels = batch()
+    torch.manual_seed(SEED)
+    model = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES)), Grid(x=2))
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    with pytest.raises(ValueError) as caught:
+        model(input_ids=tokens, labels=labels)
+    return str(caught.value)
+
+
+def test_a_loss_function_that_is_set_afterwards_does_not_take_the_heads_input_for_logits(ranks):
+    for refusal in ranks(2).run(replaced_afterwards):
+        assert "sharded_loss=False" in refusal
