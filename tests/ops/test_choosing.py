@@ -46,6 +46,25 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
 
 
 @pytest.mark.parametrize(
+    ("operator", "m", "group_rows"),
+    [
+        ("all_gather_matmul", 512, 4),  # programs push: tiles of all four ranks' rows go together
+        ("all_gather_matmul", 1024, 2),  # copy engines push: those of one rank's
+        ("all_gather_matmul", 8192, 4),
+        ("matmul_reduce_scatter", 512, 1),
+        ("matmul_reduce_scatter", 1024, 2),
+    ],
+)
+def test_tiles_go_together_whose_rows_come_together(operator, m, group_rows):
+    call = call_of(operator, m)
+    default, _ = default_plan(call, HOPPER)
+    assert default.blocks.group_rows == group_rows
+    rows = m if default.transfer == "programs" and operator == "all_gather_matmul" else m // 4
+    tried = [plan.blocks for plan in vary_blocks(call, HOPPER)]
+    assert max(blocks.group_rows for blocks in tried if blocks.m == 128) == min(8, rows // 128)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("fast", "'fast' is no plan"),

@@ -53,18 +53,17 @@ class CudaMemory(SymmetricMemory):
             raise ValueError("symmetric memory on GPUs needs GPUs, and this process sees none")
         device = torch.device("cuda", torch.cuda.current_device())
         rank, world_size = find_own_rank(group)
-        found = _try(_pad_bytes(world_size, signals) + max(size, 1), device)
+        storage = _try(_pad_bytes(world_size, signals) + max(size, 1), device)
         own = size, signals, what
         asked = [(own, "")] * world_size
         # What could not be had is raised when the others know, who would wait for this rank.
-        dist.all_gather_object(asked, (own, str(found) if isinstance(found, Exception) else ""), group=group)
+        dist.all_gather_object(asked, (own, str(storage) if isinstance(storage, Exception) else ""), group=group)
         for peer, (other, _) in enumerate(asked):
             require_same(own, other, rank, peer)
         for peer, (_, refusal) in enumerate(asked):
             if refusal:
                 raise ValueError(f"rank {peer} has no symmetric memory to give: {refusal}")
-        assert isinstance(found, Tensor)
-        storage = found
+        assert isinstance(storage, Tensor)
         storage.zero_()
         torch.cuda.synchronize(device)
         memory = cls(storage, symmetric.rendezvous(storage, group), size, signals, group)

@@ -188,9 +188,8 @@ def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
 def describe_matrix(matrix: Tensor, block: tuple[int, int]) -> Any:
     """A descriptor of a matrix that TMA takes (`takes_tma`), without Triton's look at it, in blocks of that shape."""
     described: Any = object.__new__(TensorDescriptor)
-    known = _known_block(block)
     described.base, described.shape, described.strides = matrix, matrix.shape, matrix.stride()
-    described.block_shape, described.padding, described.round_f32_to_tf32 = known, "zero", False
+    described.block_shape, described.padding, described.round_f32_to_tf32 = _known_block(block), "zero", False
     return described
 
 

@@ -213,14 +213,20 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and not is_fp32:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
-        # Where copy engines bring rows, tiles that are gone through together are of one rank, or the first would wait
-        # for all ranks. What programs push comes from all ranks at about one time, and the weight is read once so.
-        rows, most = call.m // call.world, blocks.group_rows
-        if call.operator == "all_gather_matmul":
-            by_copies = find_gather_transfer(call.m)[0] == "copies"
-            rows, most = (rows, MOST_GATHERED_ROWS) if by_copies else (call.m, most)
-        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, rows // blocks.m)))
+        most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" else blocks.group_rows
+        blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, count_grouped_rows(call) // blocks.m)))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
+
+
+def count_grouped_rows(call: Call) -> int:
+    """Rows whose tiles may be gone through together, one rank's as a rule: the first would wait for all ranks.
+
+    What programs push comes from all ranks at about one time, and the weight is read once where their tiles go
+    together.
+    """
+    is_gather = call.operator == "all_gather_matmul"
+    by_programs = is_gather and find_gather_transfer(call.m)[0] == "programs"
+    return call.m if by_programs else call.m // call.world
 
 
 def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
@@ -282,7 +288,7 @@ def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
             stages = min(8, (200 << 10) // ((rows + columns) * depth * 2))
             yield Blocks(rows, columns, depth, 1, 4, stages, machine.processors)
         return
-    own_rows = max(1, call.m // call.world)
+    rows = count_grouped_rows(call)
     # Two programs of small tiles on a multiprocessor: one stores while the other multiplies.
     for m, n, depth, warps, stages, share in (
         (128, 256, 64, 8, 4, 1),
@@ -291,5 +297,5 @@ def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
         (128, 128, 64, 4, 3, 2),
         (64, 256, 64, 4, 4, 1),
     ):
-        for group in sorted({min(group, max(1, own_rows // m)) for group in (2, 4, 8)}, reverse=True):
+        for group in sorted({min(group, max(1, rows // m)) for group in (2, 4, 8)}, reverse=True):
             yield Blocks(m, n, depth, group, warps, stages, share * machine.processors)

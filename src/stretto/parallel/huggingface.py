@@ -268,6 +268,7 @@ def calls_loss_function(model: nn.Module) -> bool:
 
 
 def refusal_of_loss(model: nn.Module) -> str:
+    """Why a loss that the model has computed by itself is no use, and what to do."""
     return (
         f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
         "transformers' losses of causal and masked language models. Call it without labels, and compute the loss from "

@@ -53,7 +53,8 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
     """
     cut = 0 if rows is None else 1
     if (
-        destination.shape[cut:] != source.shape[cut:]
+        min(destination.dim(), source.dim()) < cut
+        or destination.shape[cut:] != source.shape[cut:]
         or destination.dtype != source.dtype
         or destination.device != source.device
     ):
@@ -61,22 +62,26 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
             f"a copy has two ends of one shape, dtype and device: {list(destination.shape)} {destination.dtype} on "
             f"{destination.device} and {list(source.shape)} {source.dtype} on {source.device}"
         )
-    if not destination.is_contiguous() or not source.is_contiguous():
-        if rows is not None or any(end.dim() != 2 or end.stride(1) != 1 for end in (destination, source)):
-            raise ValueError(
-                "a copy engine copies contiguous tensors, or matrices of contiguous rows: copy row by row, or call "
-                "contiguous() on the source"
-            )
+    if destination.is_contiguous() and source.is_contiguous():
+        _copy_rows(destination, source, rows, to)
+    elif rows is None and all(end.dim() == 2 and end.stride(1) == 1 for end in (destination, source)):
         _copy_matrix(destination, source)
-        return
-    row = source.numel() // max(source.shape[0], 1) * source.element_size() if source.dim() else 0
+    else:
+        raise ValueError(
+            "a copy engine copies contiguous tensors, or matrices of contiguous rows: copy row by row, or call "
+            "contiguous() on the source"
+        )
+
+
+def _copy_rows(destination: Tensor, source: Tensor, rows: slice | None, to: int) -> None:
     there, here, size = destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
     if rows is not None:
-        start, stop = rows.start, rows.stop
-        if not (0 <= start <= stop <= source.shape[0] and 0 <= to <= destination.shape[0] - (stop - start)):
-            raise ValueError(
-                f"rows {start} to {stop} of {source.shape[0]} cannot go to row {to} on of {destination.shape[0]}"
-            )
+        start, stop, count = rows.start or 0, source.shape[0] if rows.stop is None else rows.stop, source.shape[0]
+        if rows.step not in (None, 1) or not (
+            0 <= start <= stop <= count and 0 <= to <= len(destination) - stop + start
+        ):
+            raise ValueError(f"{rows} of {count} rows cannot go to row {to} on of {len(destination)}")
+        row = size // max(count, 1)
         there, here, size = there + to * row, here + start * row, (stop - start) * row
     if source.device.type == "cpu":
         ctypes.memmove(there, here, size)

@@ -38,7 +38,7 @@ class SideStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._opened, self._joined = torch.cuda.Event(), torch.cuda.Event()
-        self._before: list[dict[str, int]] = []
+        self._before: list[tuple[int, int, int]] = []
 
     def open(self) -> None:
         """Have what it gets from now on come after what the current stream has so far."""
@@ -52,13 +52,12 @@ class SideStream:
 
     def __enter__(self) -> None:
         """Inside, it is the current stream."""
-        before = torch._C._cuda_getCurrentStream(self.device.index)
-        self._before.append(dict(zip(("stream_id", "device_index", "device_type"), before, strict=True)))
+        self._before.append(torch._C._cuda_getCurrentStream(self.device.index))
         stream = self.stream
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
 
     def __exit__(self, *exception: object) -> None:
-        torch._C._cuda_setStream(**self._before.pop())
+        torch._C._cuda_setStream(*self._before.pop())
 
 
 class _Memcpy2D(ctypes.Structure):
