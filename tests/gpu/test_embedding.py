@@ -219,8 +219,9 @@ def test_random_jagged_batches_are_right_past_stragglers(run_ranks: Run, tmp_pat
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
-def test_gradients_dense_and_sparse_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, differentiate, tmp_path, SEED, 12)
+@pytest.mark.parametrize("calls", [12, pytest.param(24, marks=pytest.mark.exhaustive)])
+def test_gradients_dense_and_sparse_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path, calls: int) -> None:
+    run_ranks(RANKS, differentiate, tmp_path, SEED, calls)
     assert read(tmp_path) == [[]] * RANKS, SEED
 
 
