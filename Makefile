@@ -26,11 +26,18 @@ test: $(VENV)/.installed
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) --durations 20 -m exhaustive
 
+# Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
+# GPUs have many CPUs.
+GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+GPU_WORKERS := --numprocesses 4 --dist loadfile
+
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	$(GPU_PYTEST) -m "alone and not exhaustive"
+	$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS)
 
 gpu-test-exhaustive:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m exhaustive
+	$(GPU_PYTEST) -m "alone and exhaustive"
+	$(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_WORKERS)
 
 # NCCL asks the driver for what it may not have, so errors of calls to the driver say nothing of these kernels.
 gpu-sanitize:

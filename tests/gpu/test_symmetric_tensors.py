@@ -70,6 +70,7 @@ def write_to_peers(folder: Path) -> None:
     (folder / f"tensors-{rank}.json").write_text(json.dumps(wrong))
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to write to: this needs two")
 def test_peers_write_into_each_others_tensors_which_are_given_back(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(RANKS, write_to_peers, tmp_path)

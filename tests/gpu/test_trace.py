@@ -15,6 +15,7 @@ from stretto.train.trainer import train
 from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+pytestmark = pytest.mark.alone
 OFF = [f"overlap.{field.name}=false" for field in fields(Overlap)]
 
 

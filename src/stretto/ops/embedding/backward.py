@@ -120,12 +120,13 @@ class _Staging(NamedTuple):
 
 @functools.lru_cache
 def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
-    """A table, not a measurement, for rows of so many bytes."""
+    """A table, not a measurement, for rows of so many bytes: each warp has about 2 KB of gradients in flight."""
     if device.type == "cpu":
         return BackwardWay(8, 8, 4, 1, 2, 2, 256)
     num_warps = min(max(block_bytes // 1024, 1), 8)
+    chunks = 1 if block_bytes > 512 else 2 if block_bytes > 128 else 4
     processors = count_multiprocessors(device)
-    return BackwardWay(1024, 2, 4, num_warps, max(16 // num_warps, 2), min(processors, 32), 1024)
+    return BackwardWay(1024, chunks, 2, num_warps, 32 // num_warps, min(processors, 32), 1024)
 
 
 def stage_gradients(
@@ -235,14 +236,16 @@ def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: B
     )
     keys, order = torch.sort(keys, stable=True)
     blocks = -(-total // way.block)
-    counts = torch.empty(blocks, 2, dtype=torch.int64, device=device)
+    # In one row: torch scans several with few threads.
+    counts = torch.empty(2 * blocks, dtype=torch.int64, device=device)
     _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, way.limit, way.block), num_warps=4)
     sums = counts.cumsum(0)
+    totals = torch.empty(2, dtype=torch.int64, device=device)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
     sorted_places, numbers, tables = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(3))
     sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
-    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, sums[-1], total, rows, quanta)
+    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, totals, total, rows, quanta)
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
     arguments = keys, order, places, scales, tables_of, sums, segments, uniques, way.limit, way.block

@@ -145,11 +145,12 @@ def _find_boundaries(keys, total, rows, at, LIMIT: tl.constexpr):  # type: ignor
 
 @triton.jit
 def count_chunks(keys, counts, total, rows, LIMIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """counts [blocks, 2]: how many chunks and segments begin in each block of sorted lookups. A program a block."""
+    """counts [2 * blocks]: how many chunks, then how many segments begin in each block of sorted lookups, a program's."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _, begins, chunk, _ = _find_boundaries(keys, total, rows, at, LIMIT)
-    tl.store(counts + tl.program_id(0) * 2, tl.sum(chunk.to(tl.int32), 0).to(tl.int64))
-    tl.store(counts + tl.program_id(0) * 2 + 1, tl.sum(begins.to(tl.int32), 0).to(tl.int64))
+    counts += tl.program_id(0)
+    tl.store(counts, tl.sum(chunk.to(tl.int32), 0).to(tl.int64))
+    tl.store(counts + tl.num_programs(0), tl.sum(begins.to(tl.int32), 0).to(tl.int64))
 
 
 @triton.jit
@@ -158,8 +159,8 @@ def place_chunks(  # type: ignore[no-untyped-def]
 ):
     """Write down where chunks begin, which segment and which table they are of, and what each sorted lookup adds.
 
-    keys, order: sorted, and each one's position; places, scales: by position. sums: counts of this and all earlier
-    blocks. What hangs on a position is loaded here, where nothing waits for it, and not where gradients are added up.
+    keys, order: sorted, and each one's position; places, scales: by position. sums [2 * blocks]: each of counts and all
+    before it. What hangs on a position is loaded here, where nothing waits for it, and not where gradients are added up.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total, rows = segments.total, segments.rows
@@ -170,8 +171,14 @@ def place_chunks(  # type: ignore[no-untyped-def]
     if scales is not None:
         tl.store(segments.scales + at, tl.load(scales + position, mask=at < total, other=0), mask=at < total)
     chunks_here, segments_here = chunk.to(tl.int32), begins.to(tl.int32)
-    after = tl.load(sums + tl.program_id(0) * 2) - tl.sum(chunks_here, 0) + tl.cumsum(chunks_here, 0)
-    number = tl.load(sums + tl.program_id(0) * 2 + 1) - tl.sum(segments_here, 0) + tl.cumsum(segments_here, 0) - 1
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    chunks = tl.load(sums + blocks - 1)
+    chunks_so_far, segments_so_far = tl.load(sums + block), tl.load(sums + blocks + block) - chunks
+    if block == blocks - 1:
+        tl.store(segments.totals, chunks_so_far)
+        tl.store(segments.totals + 1, segments_so_far)
+    after = chunks_so_far - tl.sum(chunks_here, 0) + tl.cumsum(chunks_here, 0)
+    number = segments_so_far - tl.sum(segments_here, 0) + tl.cumsum(segments_here, 0) - 1
     tl.store(segments.starts + after - 1, at, mask=chunk)
     tl.store(segments.numbers + after - 1, number.to(tl.int32), mask=chunk)
     table = tl.load(tables_of + place % segments.quanta, mask=chunk, other=0)
