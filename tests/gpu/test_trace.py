@@ -69,14 +69,23 @@ def timeline_of(folder: Path, axis: str, *, is_on: bool) -> Timeline:
     return read_timeline(out_of(folder, axis, is_on) / "trace.json")
 
 
+def least_exposed(folder: Path, axis: str, *, is_on: bool) -> float:
+    """Seconds of the step with the least: what this rank waits for a slower one counts as communication too."""
+    timeline = timeline_of(folder, axis, is_on=is_on)
+    exposed = timeline.exposed(axis)
+    return min(
+        sum(max(min(end, step.end) - max(start, step.start), 0.0) for start, end in exposed) for step in timeline.steps
+    )
+
+
 def test_overlap_hides_most_of_what_z_sends(over_z: Path) -> None:
-    hidden, exposed = (timeline_of(over_z, "z", is_on=is_on).exposed_by_axis["z"] for is_on in (True, False))
+    hidden, exposed = (least_exposed(over_z, "z", is_on=is_on) for is_on in (True, False))
     assert hidden < exposed / 2, f"exposed z: {hidden * 1e3:.2f} ms a step with overlap, {exposed * 1e3:.2f} without"
 
 
 @pytest.mark.exhaustive
 def test_overlap_hides_a_part_of_what_x_sends(over_x: Path) -> None:
-    hidden, exposed = (timeline_of(over_x, "x", is_on=is_on).exposed_by_axis["x"] for is_on in (True, False))
+    hidden, exposed = (least_exposed(over_x, "x", is_on=is_on) for is_on in (True, False))
     assert hidden < exposed, f"exposed x: {hidden * 1e3:.2f} ms a step with overlap, {exposed * 1e3:.2f} without"
 
 
