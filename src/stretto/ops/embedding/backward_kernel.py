@@ -145,7 +145,7 @@ def _find_boundaries(keys, total, rows, at, LIMIT: tl.constexpr):  # type: ignor
 
 @triton.jit
 def count_chunks(keys, counts, total, rows, LIMIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """counts [2 * blocks]: how many chunks, then how many segments begin in each block of sorted lookups, a program's."""
+    """counts [2 * blocks]: how many chunks, then segments, begin in each block of sorted lookups. A program a block."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _, begins, chunk, _ = _find_boundaries(keys, total, rows, at, LIMIT)
     counts += tl.program_id(0)
@@ -159,8 +159,9 @@ def place_chunks(  # type: ignore[no-untyped-def]
 ):
     """Write down where chunks begin, which segment and which table they are of, and what each sorted lookup adds.
 
-    keys, order: sorted, and each one's position; places, scales: by position. sums [2 * blocks]: each of counts and all
-    before it. What hangs on a position is loaded here, where nothing waits for it, and not where gradients are added up.
+    keys, order: sorted, and each one's position; places, scales: by position. sums [2 * blocks]: counts, each with
+    all before it. What hangs on a position is loaded here, where nothing waits for it, and not where gradients are
+    added up.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total, rows = segments.total, segments.rows

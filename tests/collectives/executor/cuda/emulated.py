@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -73,7 +72,7 @@ class EmulatedFunction:
     def set(self, name, value):
         self._values[self._at[name]] = value
 
-    def launch(self, blocks, threads, *, is_cooperative=False):
+    def launch(self, blocks, threads, *, is_cooperative=False, stream=None):
         self._launch(blocks, THREADS, self._values)
 
 
@@ -156,15 +155,15 @@ class EmulatedQueues:
 
     join = fork
 
-    def on(self, queue):
-        return nullcontext()
+    def handle(self, queue):
+        return 0
 
-    def mark(self, event):
+    def mark(self, event, queue):
         pass
 
     follow = mark
 
-    def copy(self, target, source, num_bytes):
+    def copy(self, target, source, num_bytes, queue):
         ctypes.memmove(target, source, num_bytes)
 
 

@@ -9,9 +9,10 @@ from tests.collectives.executor.cuda.test_kernels import check, make
 
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda import copied
-from stretto.collectives.executor.cuda.copied import CopiedSchedule, lower_to_copies
+from stretto.collectives.executor.cuda.copied import CopiedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
+from stretto.collectives.executor.cuda.pushes import lower_to_copies
 from stretto.collectives.executor.cuda.source import Variant
 from stretto.memory import PeerError
 
@@ -29,6 +30,22 @@ def folder(tmp_path_factory):
 def small_pieces(monkeypatch):
     monkeypatch.setattr(copied, "SMALLEST_PIECE", 64)
     monkeypatch.setattr(copied, "LARGEST_PIECE", 256)
+
+
+def count_pieces(kernel):
+    """Of the last call of a new size."""
+    return len(list(kernel._courses.values())[-1]) // kernel._depth
+
+
+def test_pieces_cover_a_chunk_once_and_the_last_is_small():
+    for size in (1, 15, 4 << 20, 8 << 20, (8 << 20) + 1, 64 << 20, (256 << 20) + 24):
+        for largest in (1 << 20, 7 << 20, 32 << 20):
+            pieces = copied.cut(size, largest)
+            assert sum(count for _, count in pieces) == size
+            assert [begin for begin, _ in pieces] == [sum(count for _, count in pieces[:i]) for i in range(len(pieces))]
+            assert all(begin % 16 == 0 and 0 < count <= largest for begin, count in pieces)
+            assert pieces[-1][1] <= 2 * copied.SMALLEST_PIECE
+    assert copied.cut(0, 1 << 20) == ()
 
 
 @pytest.mark.sampled(1)
@@ -59,9 +76,9 @@ def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces)
     for elements in (3001, 3001, 40):
         check(kernels, torch.bfloat16, "avg", True, elements, rng.choice([0, 1]), rng)
         check(lanes, torch.bfloat16, "sum", True, 100, 0, rng)
-    assert kernels[0]._pieces == 1
+    assert count_pieces(kernels[0]) == 1
     check(kernels, torch.bfloat16, "avg", True, 9001, 0, rng)
-    assert kernels[0]._pieces > 2 * copied.SLOTS
+    assert count_pieces(kernels[0]) > 2 * copied.SLOTS
 
 
 @needs_compiler
@@ -73,7 +90,7 @@ def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(fo
         CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
     )
     check(kernels, torch.int16, "sum", True, 9001, 0, rng)
-    assert kernels[0]._pieces > 2 * copied.SLOTS
+    assert count_pieces(kernels[0]) > 2 * copied.SLOTS
 
 
 @needs_compiler

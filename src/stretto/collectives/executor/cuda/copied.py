@@ -1,18 +1,21 @@
 """A schedule whose messages copy engines push, and whose sums are kernels: the fastest way for large arrays.
 
 A copy engine sends to one peer at a link's full speed, faster than stores of all multiprocessors together, and leaves
-these to others. Messages are then chunks that lie in memory, so this takes schedules that send what they have loaded or
-stored: `lower_to_copies` says which cannot.
+these to others. What can go so, `pushes` says.
 
 A call goes in pieces of its chunks. For each piece and level (see `lanes`) one kernel waits for the messages before it,
-sums and stores, and copies push what the level sends, each followed by a copy of the piece's tick, eight bytes, into
-the receiver's flag: copies of one stream arrive in order. Kernels are on the caller's stream, pushes on one of their
-own, and on a third is who waits until the peers are done with the slot that a piece will use. Pieces overlap: while one
-is summed, the next is pushed.
+sums and stores, and copies push what the level sends, one after another. Kernels are on the caller's stream, pushes on
+one of their own; on a third a copy of the piece's tick, eight bytes, follows each push into the receiver's flag, while
+the next push goes on; and on a fourth is who waits until the peers are done with the slots that pieces will use. Pieces
+overlap: while one is summed, the next is pushed.
+
+What a call does in which order depends on its sizes alone, and is written down once for each: a call only puts its
+tensors' addresses in.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +28,8 @@ from stretto.collectives.executor.cuda.kernel import (
     moves_chunks,
     require_runnable,
 )
-from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Send, lower_to_lanes
+from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, lower_to_lanes
+from stretto.collectives.executor.cuda.pushes import CopiedLevel, PushedChunk, find_overwriting, lower_to_copies
 from stretto.collectives.executor.cuda.queues import Queues
 from stretto.collectives.executor.cuda.source import (
     LEVEL_PARAMETERS,
@@ -40,102 +44,72 @@ from stretto.collectives.executor.plan import find_layout
 from stretto.collectives.schedule import Schedule
 
 PROTOCOL = "Copy"
-SLOTS = 4  # pieces that a peer may be ahead by
-LARGEST_PIECE = 16 << 20  # bytes of a chunk: large enough for a link's speed, small enough that the last one is short
-SMALLEST_PIECE = 1 << 20
+SLOTS = 3  # pieces that a peer may be ahead by
+LARGEST_PIECE = 32 << 20  # bytes of a chunk: large enough for a link's speed
+SMALLEST_PIECE = 4 << 20  # about as small as the last one is: what comes after its messages is hidden by nothing
 FLAGS = 16 << 10
 HEAD = 64 << 10
 """Bytes before the mailboxes: what each peer is done with, 64 bits a rank, and from FLAGS on a flag a message."""
 KERNEL_BLOCKS = 64
-BEGIN_PARAMETERS = ("state", "report", "limit", "kernel", "base", "index", "behind", "rank", "world", "done", "word")
+BEGIN_PARAMETERS = (
+    *("state", "report", "limit", "kernel", "base", "index", "count", "behind", "rank", "world", "done", "words"),
+)
 FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
+_MOST_COURSES = 256  # of different sizes, that are kept
 
 
-@dataclass(frozen=True)
-class PushedChunk:
-    """A message: the chunk of the user's memory that goes into the mailbox `message` of `peer`.
+def cut(size: int, largest: int) -> tuple[tuple[int, int], ...]:
+    """(begin, bytes) of a chunk's pieces, multiples of 16 but for the last: large ones, and a small one at the end."""
+    pieces, begin = [], 0
+    while begin < size:
+        left = size - begin
+        piece = min(left if left <= 2 * SMALLEST_PIECE else left * 3 // 4, largest)
+        piece = left if piece == left else -(-piece // 16) * 16
+        pieces.append((begin, piece))
+        begin += piece
+    return tuple(pieces)
 
-    needs_kernel: it is there only after this level's kernel.
+
+class _Copy(NamedTuple):
+    """A push: from a buffer's offset to an address, and then a word to the receiver's flag."""
+
+    buffer: int
+    offset: int
+    num_bytes: int
+    target: int
+    flag: int
+    word: int
+
+
+class _Launch(NamedTuple):
+    """A kernel, of so many blocks and threads, and the parameters that change from launch to launch."""
+
+    kernel: Launchable
+    blocks: int
+    threads: int
+    values: tuple[tuple[str, int], ...]
+
+    def run(self, stream: int) -> None:
+        for name, value in self.values:
+            self.kernel.set(name, value)
+        self.kernel.launch(self.blocks, self.threads, stream=stream)
+
+
+class _Step(NamedTuple):
+    """A level of a piece: what is launched and copied for it, in this order; the others are names of events.
+
+    begun: after `begins`; overwrites: after what the kernel writes over has been sent; done: after the kernel, where
+    pushes need it; pushed: after the pushes, where a later kernel writes over what they send.
     """
 
-    place: Place
-    peer: int
-    message: int
-    needs_kernel: bool
-
-
-@dataclass(frozen=True)
-class CopiedLevel:
-    """One level as a kernel, which sends nothing, and the pushes after it. kernel None: there is nothing for one."""
-
-    kernel: Level | None
-    pushes: tuple[PushedChunk, ...]
-
-
-def lower_to_copies(program: LaneProgram, name: str) -> tuple[CopiedLevel, ...]:
-    """A rank's lane program by levels. ValueError for a schedule whose messages are not chunks of its buffers."""
-    loads = {load.value: load.place for level in program.levels for load in level.loads}
-    stored = {
-        store.value: (store.place, number) for number, level in enumerate(program.levels) for store in level.stores
-    }
-    overwritten: dict[Place, int] = {}
-    for number, level in enumerate(program.levels):
-        for store in level.stores:
-            overwritten.setdefault(store.place, number)
-    return tuple(
-        CopiedLevel(
-            _kernel_of(program, number, level, loads, stored, overwritten, name),
-            tuple(_push_of(send, number, loads, stored, overwritten, name) for send in level.sends),
-        )
-        for number, level in enumerate(program.levels)
-    )
-
-
-def _push_of(
-    send: Send,
-    number: int,
-    loads: dict[int, Place],
-    stored: dict[int, tuple[Place, int]],
-    overwritten: dict[Place, int],
-    name: str,
-) -> PushedChunk:
-    if send.value in loads and overwritten.get(loads[send.value], number + 1) > number:
-        return PushedChunk(loads[send.value], send.peer, send.message, needs_kernel=False)
-    if send.value in stored and stored[send.value][1] <= number:
-        return PushedChunk(stored[send.value][0], send.peer, send.message, needs_kernel=True)
-    raise ValueError(f"{name} cannot go by copy engines: it sends what is in none of its buffers")
-
-
-def _kernel_of(
-    program: LaneProgram,
-    number: int,
-    level: Level,
-    loads: dict[int, Place],
-    stored: dict[int, tuple[Place, int]],
-    overwritten: dict[Place, int],
-    name: str,
-) -> Level | None:
-    """The level alone: what earlier levels knew is read again from where it lies."""
-    if not (level.receives or level.reduces or level.stores):
-        return None
-    here = {receive.value for receive in level.receives} | {reduce.value for reduce in level.reduces}
-    used = {side for reduce in level.reduces for side in (reduce.left, reduce.right)}
-    used |= {store.value for store in level.stores}
-    again = []
-    for value in sorted(used - here):
-        if value in loads and overwritten.get(loads[value], number) >= number:
-            again.append(Load(value, loads[value]))
-        elif value in stored and stored[value][1] < number and _is_exact(value, program):
-            again.append(Load(value, stored[value][0]))
-        else:
-            raise ValueError(f"{name} cannot go by copy engines: it uses again what is in none of its buffers")
-    return replace(level, loads=tuple(again), sends=())
-
-
-def _is_exact(value: int, program: LaneProgram) -> bool:
-    """Whether a stored value is the value itself: sums that are not rounded are wider than what is stored."""
-    is_sum = any(reduce.value == value for level in program.levels for reduce in level.reduces)
-    return not is_sum or value in program.rounded
+    begins: _Launch | None
+    begun: Hashable
+    overwrites: Hashable
+    kernel: _Launch | None
+    done: Hashable
+    pushes: tuple[_Copy, ...]
+    pushed: Hashable
+    finishes: _Launch | None
 
 
 class CopiedSchedule:
@@ -155,6 +129,7 @@ class CopiedSchedule:
         every = [lower_to_copies(program, schedule.name) for program in self.lanes.ranks]  # all ranks refuse, or none
         self._levels = every[workspace.rank]
         self._depth = max(len(levels) for levels in every)
+        self._overwriting = find_overwriting(self._levels, is_one=self.collective.in_place)
         self._itemsize = getattr(torch, variant.dtype).itemsize
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = moves_chunks(self.collective, self.block_chunks)
@@ -167,6 +142,7 @@ class CopiedSchedule:
             raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there are no flags for these")
         largest = (self._area.size - HEAD) // max(messages, 1) // 256 * 256
         self._largest_piece = min(LARGEST_PIECE, largest)
+        self._courses: dict[tuple[int, int | None], tuple[_Step, ...]] = {}
         program = self.lanes.ranks[workspace.rank]
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
         self._load(program)
@@ -193,6 +169,7 @@ class CopiedSchedule:
             kernel = workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
             for name in ("state", "report", "limit", "kernel", "base"):
                 kernel.set(name, fixed[name])
+            kernel.set("stride", self._largest_piece)
             self._kernels.append(kernel)
         source = write_macros(self.lanes, workspace.rank, compiled) + read_sources(
             "ptx.cu", "primitives.cu", "copied.cu"
@@ -204,6 +181,7 @@ class CopiedSchedule:
             if name in FINISH_PARAMETERS:
                 self._finish.set(name, value)
         self._begin.set("done", mine)
+        self._begin.set("behind", self._slots)
         self._finish.set("done", 0)
         self._finish.set("peers", area.table)
 
@@ -212,94 +190,130 @@ class CopiedSchedule:
 
         ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up.
         """
-        self.workspace.check()
-        self.workspace.follow_stream()
-        sizes = find_sizes(self.collective, input, output)
-        layout = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
-        self._chunk_bytes = layout.chunk_elements * self._itemsize
-        self._block_bytes = layout.block_elements * self._itemsize
-        if self._chunk_bytes == 0:
+        workspace = self.workspace
+        workspace.check()
+        workspace.follow_stream()
+        key = input.numel(), None if output is None else output.numel()
+        course = self._courses.get(key)
+        if course is None:
+            if len(self._courses) == _MOST_COURSES:
+                self._courses.clear()
+            course = self._courses[key] = self._chart(find_sizes(self.collective, input, output))
+        if not course:
             return
-        wanted = max(-(-self._chunk_bytes // SLOTS), SMALLEST_PIECE)
-        self._piece = min(-(-wanted // 16) * 16, self._largest_piece)
-        self._pieces = -(-self._chunk_bytes // self._piece)
-        self._buffers = input.data_ptr(), (input if output is None else output).data_ptr()
-        queues = self.workspace.queues()
+        buffers = input.data_ptr(), (input if output is None else output).data_ptr()
+        for kernel in self._kernels:
+            if kernel is not None:
+                kernel.set("input", buffers[0])
+                kernel.set("output", buffers[1])
+        queues = workspace.queues()
         queues.fork()
-        for turn in range(self._pieces + self._depth - 1):
-            for level in range(self._depth):
-                piece = turn - level
-                if 0 <= piece < self._pieces:
-                    self._run_level(queues, piece, level)
+        for step in course:
+            self._take(step, queues, buffers)
         queues.join()
 
-    def _run_level(self, queues: Queues, piece: int, number: int) -> None:
+    def _take(self, step: _Step, queues: Queues, buffers: tuple[int, int]) -> None:
+        if step.begins is not None:
+            step.begins.run(queues.handle("watch"))
+            queues.mark(step.begun, "watch")
+            queues.follow(step.begun, "push")
+        if step.kernel is not None:
+            if step.overwrites is not None:
+                queues.follow(step.overwrites, "caller")
+            step.kernel.run(queues.handle("caller"))
+            if step.done is not None:
+                queues.mark(step.done, "caller")
+                queues.follow(step.done, "push")
+        for push in step.pushes:
+            if push.num_bytes:
+                queues.copy(push.target, buffers[push.buffer] + push.offset, push.num_bytes, "push")
+            # Its tick goes by another way, so that the next copy does not wait for it.
+            queues.mark("sent", "push")
+            queues.follow("sent", "tell")
+            queues.copy(push.flag, push.word, 8, "tell")
+        if step.pushed is not None:
+            queues.mark(step.pushed, "push")
+        if step.finishes is not None:
+            step.finishes.run(queues.handle("caller"))
+
+    def _chart(self, sizes: tuple[int | None, int | None]) -> tuple[_Step, ...]:
+        """What a call does in turn: a piece's next level when the piece after it has had this one."""
+        layout = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
+        chunk_bytes, block_bytes = layout.chunk_elements * self._itemsize, layout.block_elements * self._itemsize
+        pieces = cut(chunk_bytes, self._largest_piece)
+        return tuple(
+            self._step(pieces, turn - level, level, chunk_bytes, block_bytes)
+            for turn in range(len(pieces) + self._depth - 1)
+            for level in range(self._depth)
+            if 0 <= turn - level < len(pieces)
+        )
+
+    def _step(
+        self, pieces: tuple[tuple[int, int], ...], piece: int, number: int, chunk_bytes: int, block_bytes: int
+    ) -> _Step:
         level = self._levels[number] if number < len(self._levels) else CopiedLevel(None, ())
-        kernel = self._kernels[number] if number < len(self._levels) else None
-        if number == 0:
-            with queues.on("watch"):
-                self._begin.set("index", piece)
-                self._begin.set("behind", self._slots)
-                self._begin.set("word", self._area.word(piece % self._slots))
-                self._begin.launch(1, 32)
-                queues.mark(("begun", piece))
-        if kernel is not None:
-            if number:
-                queues.follow(("pushed", piece, number - 1))  # what a kernel writes over has been sent
-            self._launch(kernel, piece)
-            queues.mark(("done", piece, number))
-        with queues.on("push"):
-            if number == 0:
-                queues.follow(("begun", piece))
-            if any(push.needs_kernel for push in level.pushes):
-                queues.follow(("done", piece, number))
-            for push in self._in_order(level.pushes):
-                self._push(queues, piece, push)
-            queues.mark(("pushed", piece, number))
-        if number == self._depth - 1:
-            queues.follow(("pushed", piece, number))
-            self._finish.set("index", piece)
-            self._finish.set("is_last", int(piece == self._pieces - 1))
-            self._finish.launch(1, 32)
+        slot, last = piece % self._slots, len(pieces) - 1
+        begins = finishes = None
+        if number == 0 and (piece == 0 or piece >= self._slots):  # the first one begins for all that have a slot
+            count = min(self._slots, len(pieces)) if piece == 0 else 1
+            values = ("index", piece), ("count", count), ("words", self._area.word(slot))
+            begins = _Launch(self._begin, 1, 32, values)
+        if number == self._depth - 1 and (piece == last or piece + self._slots <= last):  # somebody waits for it
+            finishes = _Launch(self._finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
+        needs_kernel = any(push.needs_kernel for push in level.pushes)
+        return _Step(
+            begins=begins,
+            begun=("begun", slot),
+            overwrites=("pushed", slot, number - 1) if number in self._overwriting else None,
+            kernel=self._compute(pieces[piece], piece, number, chunk_bytes, block_bytes),
+            done=("done", slot, number) if needs_kernel else None,
+            pushes=tuple(
+                self._push(push, pieces[piece], slot, chunk_bytes, block_bytes) for push in self._in_order(level.pushes)
+            ),
+            pushed=("pushed", slot, number) if number + 1 in self._overwriting else None,
+            finishes=finishes,
+        )
+
+    def _compute(
+        self, part: tuple[int, int], piece: int, number: int, chunk_bytes: int, block_bytes: int
+    ) -> _Launch | None:
+        kernel = self._kernels[number] if number < len(self._kernels) else None
+        if kernel is None:
+            return None
+        begin, size = part
+        mailboxes, mine = piece % self._slots * self.lanes.mailboxes, self._area.addresses[self.workspace.rank]
+        lanes = -(-size // 16)
+        values = (
+            ("mail", mine + HEAD + mailboxes * self._largest_piece),
+            ("flags", mine + FLAGS + 8 * mailboxes),
+            ("index", piece),
+            ("block_bytes", block_bytes),
+            ("chunk_bytes", chunk_bytes),
+            ("begin", begin),
+            ("slots", lanes),
+        )
+        blocks = min(-(-lanes // (MAX_THREADS * self.variant.unroll)), KERNEL_BLOCKS)
+        return _Launch(kernel, blocks, MAX_THREADS, values)
+
+    def _push(self, push: PushedChunk, part: tuple[int, int], slot: int, chunk_bytes: int, block_bytes: int) -> _Copy:
+        block, chunk = divmod(push.place.chunk, self.block_chunks)
+        begin, size = part
+        start = chunk * chunk_bytes
+        there = min(max(block_bytes - start, 0), chunk_bytes)  # of the chunk: a block's last ones may be cut short
+        mailbox, peer = slot * self.lanes.mailboxes + push.message, self._area.addresses[push.peer]
+        return _Copy(
+            buffer=int(push.place.buffer is Buffer.OUT),
+            offset=block * block_bytes + start + begin,
+            num_bytes=min(max(there - begin, 0), size),
+            target=peer + HEAD + mailbox * self._largest_piece,
+            flag=peer + FLAGS + 8 * mailbox,
+            word=self._area.word(slot),
+        )
 
     def _in_order(self, pushes: tuple[PushedChunk, ...]) -> Iterator[PushedChunk]:
         """The next rank's first, so that a rank is sent to by one other at a time."""
         rank, world = self.workspace.rank, self.workspace.world_size
         return iter(sorted(pushes, key=lambda push: (push.peer - rank) % world))
-
-    def _push(self, queues: Queues, piece: int, push: PushedChunk) -> None:
-        slot, begin = piece % self._slots, piece * self._piece
-        mailbox = slot * self.lanes.mailboxes + push.message
-        peer, base = self._area.addresses[push.peer], self._buffers[push.place.buffer is Buffer.OUT]
-        block, chunk = divmod(push.place.chunk, self.block_chunks)
-        start = chunk * self._chunk_bytes
-        there = min(max(self._block_bytes - start, 0), self._chunk_bytes)
-        num_bytes = min(max(there - begin, 0), self._piece)
-        if num_bytes:
-            source = base + block * self._block_bytes + start + begin
-            queues.copy(peer + HEAD + mailbox * self._largest_piece, source, num_bytes)
-        queues.copy(peer + FLAGS + 8 * mailbox, self._area.word(slot), 8)
-
-    def _launch(self, kernel: Launchable, piece: int) -> None:
-        slot, begin = piece % self._slots, piece * self._piece
-        here = min(self._piece, self._chunk_bytes - begin)
-        slots = -(-here // 16)
-        mine = self._area.addresses[self.workspace.rank]
-        values = {
-            "input": self._buffers[0],
-            "output": self._buffers[1],
-            "mail": mine + HEAD + slot * self.lanes.mailboxes * self._largest_piece,
-            "flags": mine + FLAGS + 8 * slot * self.lanes.mailboxes,
-            "index": piece,
-            "stride": self._largest_piece,
-            "block_bytes": self._block_bytes,
-            "chunk_bytes": self._chunk_bytes,
-            "begin": begin,
-            "slots": slots,
-        }
-        for name, value in values.items():
-            kernel.set(name, value)
-        kernel.launch(min(-(-slots // (MAX_THREADS * self.variant.unroll)), KERNEL_BLOCKS), MAX_THREADS)
 
     def describe_wait(self, block: int, level: int, message: int) -> str:
         """See `Waiting`."""

@@ -7,13 +7,16 @@ import torch
 
 
 class Launchable(Protocol):
-    """What a kernel is to those that launch it: parameters of 8 bytes by name, and a launch on the current stream."""
+    """What a kernel is to those that launch it: parameters of 8 bytes by name, and launches."""
 
     def set(self, name: str, value: int) -> None:
         """Set a parameter for the launches from now on."""
 
-    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False) -> None:
-        """Launch it; cooperative: all blocks are resident at once, or it is refused."""
+    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
+        """Launch it on the stream of that handle, or else the current one.
+
+        is_cooperative: all blocks are resident at once, or it is refused.
+        """
 
 
 class LaunchError(RuntimeError):
@@ -47,9 +50,10 @@ class Function:
         """Set a parameter for the launches from now on."""
         self._values[self._at[name]] = value
 
-    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False) -> None:
-        """Launch it; cooperative: all blocks are resident at once, or CUDA refuses. LaunchError with CUDA's words."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
+        """See `Launchable`. LaunchError with CUDA's words."""
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
         if is_cooperative:
             result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
         else:

@@ -1,29 +1,31 @@
-"""Streams beside the caller's, and copies on them."""
+"""Streams beside the caller's, and copies on them: by handles, since torch's words for them take the host long."""
 
 import ctypes
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import torch
 
+SIDES = ("push", "tell", "watch")
+
 
 class Queues(Protocol):
-    """Where copies and kernels are put in order: the caller's stream, which is current, "push" and "watch"."""
+    """Where copies and kernels are put in order: "caller", the stream that was current at `fork`, and `SIDES`."""
 
     def fork(self) -> None:
         """The others go on after what the caller's has."""
 
-    def on(self, queue: str) -> AbstractContextManager[object]:
-        """Launch and copy on one of the others."""
+    def handle(self, queue: str) -> int:
+        """Of one of them, to launch on."""
 
-    def mark(self, event: object) -> None:
-        """Name this place of the current one."""
+    def mark(self, event: Hashable, queue: str) -> None:
+        """Name this place of one of them; a name may be given again once it was followed."""
 
-    def follow(self, event: object) -> None:
-        """The current one goes on after a marked place."""
+    def follow(self, event: Hashable, queue: str) -> None:
+        """One of them goes on after a marked place."""
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between addresses of GPUs that this one sees, on the current one."""
+    def copy(self, target: int, source: int, num_bytes: int, queue: str) -> None:
+        """Copy between addresses of GPUs that this one sees, on one of them."""
 
     def join(self) -> None:
         """The caller's goes on after the others."""
@@ -34,41 +36,54 @@ class CudaQueues:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("push", "watch")}
-        self._events: dict[object, torch.cuda.Event] = {}
-        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._streams = {name: torch.cuda.Stream(device) for name in SIDES}
+        self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
+        self._events: dict[Hashable, torch.cuda.Event] = {}
+        self._known: dict[Hashable, int] = {}
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._copy = _declare(driver.cuMemcpyAsync, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._record = _declare(driver.cuEventRecord, ctypes.c_void_p, ctypes.c_void_p)
+        self._wait = _declare(driver.cuStreamWaitEvent, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 
     def fork(self) -> None:
         """See `Queues`."""
-        caller = torch.cuda.current_stream(self._device)
-        for stream in self._streams.values():
-            stream.wait_stream(caller)
+        self._handles["caller"] = torch._C._cuda_getCurrentRawStream(self._device.index)
+        self.mark("forked", "caller")
+        for queue in SIDES:
+            self.follow("forked", queue)
 
-    def on(self, queue: str) -> AbstractContextManager[object]:
+    def handle(self, queue: str) -> int:
         """See `Queues`."""
-        return torch.cuda.stream(self._streams[queue])
+        return self._handles[queue]
 
-    def mark(self, event: object) -> None:
+    def mark(self, event: Hashable, queue: str) -> None:
         """See `Queues`."""
-        known = self._events.get(event)
+        known = self._known.get(event)
         if known is None:
-            known = self._events[event] = torch.cuda.Event()
-        known.record(torch.cuda.current_stream(self._device))
+            made = self._events[event] = torch.cuda.Event()
+            made.record(self._streams.get(queue))  # torch makes it when it is first recorded
+            known = self._known[event] = made.cuda_event
+        self._require(self._record(known, self._handles[queue]), "an event")
 
-    def follow(self, event: object) -> None:
+    def follow(self, event: Hashable, queue: str) -> None:
         """See `Queues`."""
-        torch.cuda.current_stream(self._device).wait_event(self._events[event])
+        self._require(self._wait(self._handles[queue], self._known[event], 0), "a wait")
 
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
+    def copy(self, target: int, source: int, num_bytes: int, queue: str) -> None:
         """See `Queues`. RuntimeError with CUDA's number for what it refuses."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        result = self._copy(target, source, num_bytes, stream)
-        if result:
-            raise RuntimeError(f"a copy of {num_bytes} bytes was refused: CUDA error {result}")
+        self._require(self._copy(target, source, num_bytes, self._handles[queue]), f"a copy of {num_bytes} bytes")
 
     def join(self) -> None:
         """See `Queues`."""
-        caller = torch.cuda.current_stream(self._device)
-        for stream in self._streams.values():
-            caller.wait_stream(stream)
+        for queue in SIDES:
+            self.mark("joined", queue)
+            self.follow("joined", "caller")
+
+    def _require(self, result: int, what: str) -> None:
+        if result:
+            raise RuntimeError(f"{what} was refused: CUDA error {result}")
+
+
+def _declare(function: Any, *arguments: Any) -> Any:
+    function.argtypes = arguments
+    return function
