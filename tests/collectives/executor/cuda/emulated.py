@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from stretto.collectives.executor.cuda.queues import SIDES
 from stretto.collectives.executor.cuda.workspace import (
     MAX_BLOCKS,
     REPORT_WORDS,
@@ -73,7 +75,12 @@ class EmulatedFunction:
         self._values[self._at[name]] = value
 
     def launch(self, blocks, threads, *, is_cooperative=False, stream=None):
-        self._launch(blocks, THREADS, self._values)
+        values = type(self._values)(*self._values)  # as they are now, whenever it runs
+        (stream or _run)(self._launch, blocks, THREADS, values)
+
+
+def _run(function, *arguments):
+    function(*arguments)
 
 
 def _precompile(folder):
@@ -112,6 +119,7 @@ class EmulatedWorkspace:
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32)
         self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32)
         self.kernels = {}
+        self.late = {}
 
     def load(self, source, names, entry="run"):
         return EmulatedFunction(self.macros + source, names, self.folder, entry)
@@ -127,7 +135,7 @@ class EmulatedWorkspace:
         return self.area
 
     def queues(self):
-        return EmulatedQueues()
+        return EmulatedQueues(self.late)
 
     def follow_stream(self):
         pass  # there is one
@@ -148,23 +156,38 @@ class EmulatedWorkspace:
 
 
 class EmulatedQueues:
-    """Everything is done at once, in the order in which it is issued."""
+    """Queues as threads: one after another in each, and between them only what events put in order. Joining is waiting.
+
+    late: {a queue: seconds that it waits before everything it does}.
+    """
+
+    def __init__(self, late):
+        self._late = late
 
     def fork(self):
-        pass
-
-    join = fork
+        self._threads = {queue: ThreadPoolExecutor(1) for queue in ("caller", *SIDES)}
+        self._events = {}
 
     def handle(self, queue):
-        return 0
+        return lambda function, *arguments: self._put(queue, function, *arguments)
 
     def mark(self, event, queue):
-        pass
+        self._events[event] = threading.Event()
+        self._put(queue, self._events[event].set)
 
-    follow = mark
+    def follow(self, event, queue):
+        self._put(queue, self._events[event].wait)
 
     def copy(self, target, source, num_bytes, queue):
-        ctypes.memmove(target, source, num_bytes)
+        self._put(queue, ctypes.memmove, target, source, num_bytes)
+
+    def join(self):
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
+
+    def _put(self, queue, function, *arguments):
+        late = self._late.get(queue, 0)
+        self._threads[queue].submit(lambda: (time.sleep(late), function(*arguments)))
 
 
 def add_copy_areas(workspaces, size):

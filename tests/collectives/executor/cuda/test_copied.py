@@ -93,6 +93,22 @@ def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(fo
     assert count_pieces(kernels[0]) > 2 * copied.SLOTS
 
 
+@pytest.mark.sampled(2)
+@needs_compiler
+@pytest.mark.parametrize("queue", ["watch", "tell", "push", "caller"])
+@pytest.mark.parametrize("name", ["direct-all-to-all", "two-shot-all-reduce"])
+def test_a_rank_with_a_late_queue_spoils_nothing(name, queue, folder, small_pieces):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder, limit=10.0)
+    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), False)
+    workspaces[1].late = {queue: 0.01}
+    for _ in range(3):
+        check(kernels, torch.int32, "sum", False, rng.choice([300, 900]), 0, rng)
+    for workspace in workspaces:
+        workspace.check()
+
+
 @needs_compiler
 def test_a_peer_that_never_comes_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)

@@ -5,9 +5,9 @@ these to others. What can go so, `pushes` says.
 
 A call goes in pieces of its chunks. For each piece and level (see `lanes`) one kernel waits for the messages before it,
 sums and stores, and copies push what the level sends, one after another. Kernels are on the caller's stream, pushes on
-one of their own; on a third a copy of the piece's tick, eight bytes, follows each push into the receiver's flag, while
-the next push goes on; and on a fourth is who waits until the peers are done with the slots that pieces will use. Pieces
-overlap: while one is summed, the next is pushed.
+one of their own; on a third the piece's tick is put into the receiver's flag after each push, by a kernel, since a copy
+would come after all pushes that wait for the same engine; and on a fourth is who waits until the peers are done with
+the slot that a piece will use. Pieces overlap: while one is summed, the next is pushed.
 
 What a call does in which order depends on its sizes alone, and is written down once for each: a call only puts its
 tensors' addresses in.
@@ -39,7 +39,7 @@ from stretto.collectives.executor.cuda.source import (
     write_level_source,
     write_macros,
 )
-from stretto.collectives.executor.cuda.workspace import COPY_SLOTS, Workspace
+from stretto.collectives.executor.cuda.workspace import Workspace
 from stretto.collectives.executor.plan import find_layout
 from stretto.collectives.schedule import Schedule
 
@@ -51,9 +51,8 @@ FLAGS = 16 << 10
 HEAD = 64 << 10
 """Bytes before the mailboxes: what each peer is done with, 64 bits a rank, and from FLAGS on a flag a message."""
 KERNEL_BLOCKS = 64
-BEGIN_PARAMETERS = (
-    *("state", "report", "limit", "kernel", "base", "index", "count", "behind", "rank", "world", "done", "words"),
-)
+BEGIN_PARAMETERS = ("state", "report", "limit", "kernel", "base", "index", "behind", "rank", "world", "done")
+TELL_PARAMETERS = ("base", "index", "flag")
 FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
 _MOST_COURSES = 256  # of different sizes, that are kept
 
@@ -71,14 +70,13 @@ def cut(size: int, largest: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Copy(NamedTuple):
-    """A push: from a buffer's offset to an address, and then a word to the receiver's flag."""
+    """A push: from a buffer's offset to an address; `tells`: to the receiver's flag."""
 
     buffer: int
     offset: int
     num_bytes: int
     target: int
-    flag: int
-    word: int
+    tells: "_Launch"
 
 
 class _Launch(NamedTuple):
@@ -99,7 +97,7 @@ class _Step(NamedTuple):
     """A level of a piece: what is launched and copied for it, in this order; the others are names of events.
 
     begun: after `begins`; overwrites: after what the kernel writes over has been sent; done: after the kernel, where
-    pushes need it; pushed: after the pushes, where a later kernel writes over what they send.
+    pushes need it; pushed: after the pushes, where a later kernel writes over what they send; is_last: of the call.
     """
 
     begins: _Launch | None
@@ -110,6 +108,7 @@ class _Step(NamedTuple):
     pushes: tuple[_Copy, ...]
     pushed: Hashable
     finishes: _Launch | None
+    is_last: bool
 
 
 class CopiedSchedule:
@@ -134,8 +133,6 @@ class CopiedSchedule:
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = moves_chunks(self.collective, self.block_chunks)
         self._slots = max(SLOTS, self._depth + 1)
-        if self._slots > COPY_SLOTS:
-            raise ValueError(f"{self.name} has {self._depth} levels: copy engines take up to {COPY_SLOTS - 1}")
         self._area = workspace.copy_area()
         messages = self._slots * self.lanes.mailboxes
         if FLAGS + 8 * messages > HEAD:
@@ -175,7 +172,9 @@ class CopiedSchedule:
             "ptx.cu", "primitives.cu", "copied.cu"
         )
         self._begin = workspace.load(source, list(BEGIN_PARAMETERS), "begin")
+        self._tell = workspace.load(source, list(TELL_PARAMETERS), "tell")
         self._finish = workspace.load(source, list(FINISH_PARAMETERS), "finish")
+        self._tell.set("base", area.base)
         for name, value in fixed.items():
             self._begin.set(name, value)
             if name in FINISH_PARAMETERS:
@@ -227,12 +226,14 @@ class CopiedSchedule:
         for push in step.pushes:
             if push.num_bytes:
                 queues.copy(push.target, buffers[push.buffer] + push.offset, push.num_bytes, "push")
-            # Its tick goes by another way, so that the next copy does not wait for it.
             queues.mark("sent", "push")
             queues.follow("sent", "tell")
-            queues.copy(push.flag, push.word, 8, "tell")
+            push.tells.run(queues.handle("tell"))
         if step.pushed is not None:
             queues.mark(step.pushed, "push")
+        if step.is_last:  # what comes then changes the base, which kernels of all queues have read by now
+            queues.mark("told", "tell")
+            queues.follow("told", "caller")
         if step.finishes is not None:
             step.finishes.run(queues.handle("caller"))
 
@@ -255,10 +256,9 @@ class CopiedSchedule:
         slot, last = piece % self._slots, len(pieces) - 1
         begins = finishes = None
         if number == 0 and (piece == 0 or piece >= self._slots):  # the first one begins for all that have a slot
-            count = min(self._slots, len(pieces)) if piece == 0 else 1
-            values = ("index", piece), ("count", count), ("words", self._area.word(slot))
-            begins = _Launch(self._begin, 1, 32, values)
-        if number == self._depth - 1 and (piece == last or piece + self._slots <= last):  # somebody waits for it
+            begins = _Launch(self._begin, 1, 32, (("index", piece),))
+        is_end = number == self._depth - 1
+        if is_end and (piece == last or piece + self._slots <= last):  # somebody waits for it
             finishes = _Launch(self._finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
         needs_kernel = any(push.needs_kernel for push in level.pushes)
         return _Step(
@@ -268,10 +268,12 @@ class CopiedSchedule:
             kernel=self._compute(pieces[piece], piece, number, chunk_bytes, block_bytes),
             done=("done", slot, number) if needs_kernel else None,
             pushes=tuple(
-                self._push(push, pieces[piece], slot, chunk_bytes, block_bytes) for push in self._in_order(level.pushes)
+                self._push(push, pieces[piece], piece, chunk_bytes, block_bytes)
+                for push in self._in_order(level.pushes)
             ),
             pushed=("pushed", slot, number) if number + 1 in self._overwriting else None,
             finishes=finishes,
+            is_last=is_end and piece == last,
         )
 
     def _compute(
@@ -292,22 +294,24 @@ class CopiedSchedule:
             ("begin", begin),
             ("slots", lanes),
         )
-        blocks = min(-(-lanes // (MAX_THREADS * self.variant.unroll)), KERNEL_BLOCKS)
+        # Half of the multiprocessors at most: what they wait for, kernels of one block tell.
+        most = min(KERNEL_BLOCKS, max(self.workspace.multiprocessors // 2, 1))
+        blocks = min(-(-lanes // (MAX_THREADS * self.variant.unroll)), most)
         return _Launch(kernel, blocks, MAX_THREADS, values)
 
-    def _push(self, push: PushedChunk, part: tuple[int, int], slot: int, chunk_bytes: int, block_bytes: int) -> _Copy:
+    def _push(self, push: PushedChunk, part: tuple[int, int], piece: int, chunk_bytes: int, block_bytes: int) -> _Copy:
         block, chunk = divmod(push.place.chunk, self.block_chunks)
         begin, size = part
         start = chunk * chunk_bytes
         there = min(max(block_bytes - start, 0), chunk_bytes)  # of the chunk: a block's last ones may be cut short
-        mailbox, peer = slot * self.lanes.mailboxes + push.message, self._area.addresses[push.peer]
+        mailbox = piece % self._slots * self.lanes.mailboxes + push.message
+        peer = self._area.addresses[push.peer]
         return _Copy(
             buffer=int(push.place.buffer is Buffer.OUT),
             offset=block * block_bytes + start + begin,
             num_bytes=min(max(there - begin, 0), size),
             target=peer + HEAD + mailbox * self._largest_piece,
-            flag=peer + FLAGS + 8 * mailbox,
-            word=self._area.word(slot),
+            tells=_Launch(self._tell, 1, 32, (("index", piece), ("flag", peer + FLAGS + 8 * mailbox))),
         )
 
     def _in_order(self, pushes: tuple[PushedChunk, ...]) -> Iterator[PushedChunk]:

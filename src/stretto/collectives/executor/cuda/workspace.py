@@ -29,7 +29,6 @@ REPORT_WORDS = 6
 """Words of 4 bytes of the kernels' `State` and `Report` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
 COPY_BYTES = 384 << 20
-COPY_SLOTS = 8  # pieces of a call that may be on their way at once
 DEFAULT_TIMEOUT = 30.0
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
@@ -88,29 +87,24 @@ def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting]) -> str
 class CopyArea:
     """Memory that copy engines push into, alike on all ranks: its size, and every rank's address.
 
-    On this GPU besides: base, how many pieces all calls have had, the peers' addresses in a table, and for each slot a
-    word that holds the tick of the piece in it.
+    On this GPU besides: base, how many pieces all calls have had, and the peers' addresses in a table.
     """
 
     def __init__(self, size: int, addresses: list[int], device: torch.device) -> None:
         self.size = size
         self.addresses = addresses
-        self._counts = torch.zeros(1 + COPY_SLOTS, dtype=torch.int64, device=device)
+        self._base = torch.zeros(1, dtype=torch.int64, device=device)
         self._table = torch.tensor(addresses, dtype=torch.int64, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     @property
     def base(self) -> int:
-        return self._counts.data_ptr()
+        return self._base.data_ptr()
 
     @property
     def table(self) -> int:
         return self._table.data_ptr()
-
-    def word(self, slot: int) -> int:
-        """The address of a slot's word."""
-        return self._counts.data_ptr() + 8 * (1 + slot)
 
 
 class Workspace:
