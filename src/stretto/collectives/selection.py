@@ -55,6 +55,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
 _LATENCY = 1.3e-6
 _BANDWIDTH = 300e9
 _LARGEST = 16 << 20
+_BY_COPIES_FROM = 128 << 20  # below, the host needs as long as the copies
 _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
 
@@ -76,8 +77,10 @@ def default_way(collective: str, num_bytes: int, world_size: int, *, has_nvlink:
 
     Without NVLink only what is smaller than LL's limit runs by a schedule: the costs above are those of NVLink.
     """
-    if collective not in WAYS or num_bytes > _LARGEST or world_size < 2:
+    if collective not in WAYS or world_size < 2:
         return LIBRARY
+    if num_bytes > _LARGEST:
+        return _BY_COPIES[collective] if has_nvlink and num_bytes >= _BY_COPIES_FROM else LIBRARY
     part = num_bytes / world_size
     match collective:
         case "allreduce":

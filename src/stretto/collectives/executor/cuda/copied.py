@@ -45,7 +45,7 @@ from stretto.collectives.schedule import Schedule
 
 PROTOCOL = "Copy"
 SLOTS = 3  # pieces that a peer may be ahead by
-LARGEST_PIECE = 32 << 20  # bytes of a chunk: large enough for a link's speed
+LARGEST_PIECE = 64 << 20  # bytes of a chunk, where the memory suffices: the larger, the nearer to a link's speed
 SMALLEST_PIECE = 4 << 20  # about as small as the last one is: what comes after its messages is hidden by nothing
 FLAGS = 16 << 10
 HEAD = 64 << 10

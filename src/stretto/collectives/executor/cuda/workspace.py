@@ -28,7 +28,7 @@ STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS
 REPORT_WORDS = 6
 """Words of 4 bytes of the kernels' `State` and `Report` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
-COPY_BYTES = 384 << 20
+COPY_BYTES = 768 << 20  # two-shot all-reduce on 4 ranks: pieces of 32 MB
 DEFAULT_TIMEOUT = 30.0
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
