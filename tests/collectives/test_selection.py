@@ -145,7 +145,8 @@ def test_without_nvlink_nothing_runs_by_ll128(tmp_path):
             for exponent in range(31):
                 assert default_way(collective, 1 << exponent, ranks, has_nvlink=False).protocol in ("LL", "")
         sizes = [default_way(collective, 1 << exponent, 4, has_nvlink=True).protocol for exponent in range(31)]
-        assert sizes[-4:] == ["Copy"] * 4 and {"LL", "LL128", "", "Copy"} == set(sizes)  # of 128 MB and more
+        assert sizes[-4:] == ["Copy"] * 4  # 128 MB and more
+        assert {"LL", "LL128", "", "Copy"} == set(sizes)
         assert default_way(collective, 1024, 4, has_nvlink=False).protocol == "LL"
     line = Way("two-shot-all-reduce", "LL128")
     file = tmp_path / "times.json"

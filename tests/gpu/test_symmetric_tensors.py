@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.selection import find_ways
 from stretto.memory import empty, peer_tensor
 from stretto.parallel import Grid
 
@@ -68,6 +70,50 @@ def write_to_peers(folder: Path) -> None:
         if "all ranks must allocate the same" not in str(error):
             wrong.append(str(error))
     (folder / f"tensors-{rank}.json").write_text(json.dumps(wrong))
+
+
+def run_into_symmetric(folder: Path) -> None:
+    """By copy engines, into tensors and parts of them: the numbers of the library, with graphs too."""
+    Grid(data=RANKS, device="cuda")
+    rank, wrong = dist.get_rank(), []
+    communicator = CudaCommunicator(timeout=10.0)
+    part = 3_000_000
+    x = torch.randn(RANKS * part, device="cuda").bfloat16()
+    room = empty((RANKS * part + 64,), torch.bfloat16, device="cuda")
+    for collective, given in (("allgather", x[:part]), ("alltoall", x), ("allreduce", x), ("reducescatter", x)):
+        way = find_ways(collective, has_nvlink=True)[-1]
+        assert way.protocol == "Copy"
+        kernel = communicator.kernel(way, "bfloat16", in_place=False)
+        count = part if collective == "reducescatter" else RANKS * part
+        ordinary = torch.empty(count, dtype=torch.bfloat16, device="cuda")
+        kernel(given, ordinary)
+        for offset in (0, 64):
+            target = room[offset : offset + count]
+            target.zero_()
+            if communicator.workspace.find_symmetric(target) is None:
+                wrong.append("it is not found to be symmetric")
+            kernel(given, target)
+            if not torch.equal(target, ordinary):
+                wrong.append(f"{collective} into a symmetric tensor from {offset} on")
+        target.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernel(given, target)
+        for _ in range(3):
+            target.zero_()
+            graph.replay()
+        if not torch.equal(target, ordinary):
+            wrong.append(f"{collective} in a graph")
+    communicator.workspace.check()
+    communicator.close()
+    (folder / f"straight-{rank}.json").write_text(json.dumps(wrong))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to write to: this needs two")
+def test_collectives_go_straight_into_symmetric_tensors(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(RANKS, run_into_symmetric, tmp_path)
+    assert [json.loads((tmp_path / f"straight-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
 
 
 @pytest.mark.alone

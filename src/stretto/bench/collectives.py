@@ -16,6 +16,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import Effort, name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
 from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, Table, Way, find_ways, time_key
+from stretto.memory import empty
 from stretto.parallel import Grid
 from stretto.tuning import Store, read_times
 
@@ -31,6 +32,7 @@ COLUMNS = (
     Column("torch", "torch's best (us)", "{:.1f}"),
     Column("handwritten", "hand-written (us)", "{:.1f}"),
     Column("stretto", "Stretto (us)", "{:.1f}"),
+    Column("symmetric", "into symmetric tensors (us)", "{:.1f}"),
     Column("way", "ran as"),
     Column("ratio", "NCCL / Stretto", "{:.2f}"),
     Column("busbw", "busbw (GB/s)", "{:.0f}"),
@@ -173,6 +175,10 @@ def _measure(
     runs: dict[str, Callable[[], Any]] = {"nccl": library, **peers.runs(collective, buffers)}
     if way is not None:
         runs["stretto"] = ours
+        given, taken = (empty(one.shape, one.dtype, device=device) for one in (buffers.input, buffers.output))
+        given.copy_(buffers.input)
+        communicator.run(collective, given, taken)
+        runs["symmetric"] = partial(communicator.run, collective, given, taken)
     if collective == "allreduce" and dtype == "bf16" and size <= 4 << 20:
         runs |= _handwritten(communicator, buffers)
     found = time_interleaved(runs, size, is_graph=mode == "graph")
@@ -191,6 +197,7 @@ def _measure(
         "torch": min((value for name, value in seconds.items() if name.startswith("torch")), default=None),
         "handwritten": min((value for name, value in seconds.items() if name.startswith("hand")), default=None),
         "stretto": stretto,
+        "symmetric": seconds.get("symmetric"),
         "way": way or "NCCL",
         "ratio": seconds["nccl"] / stretto,
         "busbw": factor * size / stretto / 1e3,

@@ -5,7 +5,7 @@ from stretto.memory.cuda import allocated_bytes
 from stretto.memory.exchange import exchange, find_own_rank, is_debugging, tell
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
-from stretto.memory.tensors import empty, peer_tensor
+from stretto.memory.tensors import empty, find_symmetric, peer_tensor
 from stretto.memory.waiting import Backoff, PeerError
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "empty",
     "exchange",
     "find_own_rank",
+    "find_symmetric",
     "is_debugging",
     "peer_tensor",
     "tell",

@@ -1,7 +1,9 @@
 """Symmetric tensors: a tensor of one shape and dtype on every rank of a group, each of which reaches its peers'."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,17 @@ from stretto.memory.allocation import allocate_as
 from stretto.memory.symmetric import MAX_BYTES, SymmetricMemory
 
 _memories = WeakTensorKeyDictionary()
-"""Each tensor's memory, as long as the tensor lives."""
+"""Each tensor's memory and its number, as long as the tensor lives."""
+_counts: Counter[str] = Counter()
+"""How many each group has made, by its name."""
+
+
+class Found(NamedTuple):
+    """Where a tensor lies: the memory, how many tensors its group had made before, and bytes from the beginning."""
+
+    memory: SymmetricMemory
+    number: int
+    offset: int
 
 
 def empty(
@@ -44,7 +56,12 @@ def empty(
     if size > MAX_BYTES:
         raise ValueError(f"a symmetric tensor has up to {MAX_BYTES} bytes, and {list(sizes)} of {dtype} has {size}")
     memory = allocate_as(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
-    return _view(memory, None, dtype, sizes)
+    made = _view(memory, None, dtype, sizes)
+    group = dist.group.WORLD if group is None else group
+    name = "" if group is None else group.group_name
+    _memories[made] = memory, _counts[name]
+    _counts[name] += 1  # all ranks have made it
+    return made
 
 
 def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
@@ -53,7 +70,7 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
     Who writes to it orders writes and reads: by a barrier, say. It is good as long as `tensor` lives. ValueError for a
     tensor that `empty` did not make (a view of one, say), and for a rank that there is not.
     """
-    memory = _memories.get(tensor)
+    memory, _ = _memories.get(tensor, (None, 0))
     if memory is None:
         raise ValueError(
             "a peer's tensor is found by the very tensor that stretto.memory.empty returned: take views after"
@@ -63,11 +80,19 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
     return tensor if rank == memory.rank else _view(memory, rank, tensor.dtype, tuple(tensor.shape))
 
 
+def find_symmetric(tensor: Tensor) -> Found | None:
+    """Where a contiguous tensor lies in one that `empty` made and that lives; None for all others."""
+    if _memories:
+        start = tensor.data_ptr()
+        for made, (memory, number) in _memories.items():
+            offset = start - made.data_ptr()
+            if made.device == tensor.device and 0 <= offset <= made.nbytes - tensor.nbytes:
+                return Found(memory, number, offset)
+    return None
+
+
 def _view(memory: SymmetricMemory, rank: int | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-    made = memory.buffer(rank).view(dtype).view(sizes)
-    if rank is None:
-        _memories[made] = memory
-    return made
+    return memory.buffer(rank).view(dtype).view(sizes)
 
 
 def _find_backend(device: torch.device) -> str:

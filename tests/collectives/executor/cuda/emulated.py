@@ -120,6 +120,7 @@ class EmulatedWorkspace:
         self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32)
         self.kernels = {}
         self.late = {}
+        self.symmetric = {}
 
     def load(self, source, names, entry="run"):
         return EmulatedFunction(self.macros + source, names, self.folder, entry)
@@ -134,6 +135,11 @@ class EmulatedWorkspace:
     def copy_area(self):
         return self.area
 
+    is_capturing = False
+
+    def find_symmetric(self, tensor):
+        return self.symmetric.get(tensor.data_ptr())
+
     def queues(self):
         return EmulatedQueues(self.late)
 
@@ -141,7 +147,7 @@ class EmulatedWorkspace:
         pass  # there is one
 
     def check(self):
-        said = describe_report(self.report.tolist(), self.kernels)
+        said = describe_report(self.report.tolist(), self.kernels, self.limit)
         if said is not None:
             raise PeerError(said)
 

@@ -1,19 +1,22 @@
 """Schedules by copy engines: their kernels' own source on CPU threads, and copies by memmove."""
 
 import random
+import time
+from functools import partial
 
 import pytest
 import torch
-from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces
+from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces, run_all
 from tests.collectives.executor.cuda.test_kernels import check, make
 
 from stretto.collectives.algorithms import ALGORITHMS
-from stretto.collectives.executor.cuda import copied
+from stretto.collectives.executor.cuda import courses
 from stretto.collectives.executor.cuda.copied import CopiedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
 from stretto.collectives.executor.cuda.pushes import lower_to_copies
 from stretto.collectives.executor.cuda.source import Variant
+from stretto.collectives.executor.cuda.workspace import Symmetric
 from stretto.memory import PeerError
 
 SEED = random.randrange(2**31)
@@ -28,24 +31,25 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(copied, "SMALLEST_PIECE", 64)
-    monkeypatch.setattr(copied, "LARGEST_PIECE", 256)
+    monkeypatch.setattr(courses, "SMALLEST_PIECE", 64)
+    monkeypatch.setattr(courses, "LARGEST_PIECE", 256)
 
 
 def count_pieces(kernel):
     """Of the last call of a new size."""
-    return len(list(kernel._courses.values())[-1]) // kernel._depth
+    made, steps = list(kernel._courses.values())[-1]
+    return len(steps) // made._depth
 
 
 def test_pieces_cover_a_chunk_once_and_the_last_is_small():
     for size in (1, 15, 4 << 20, 8 << 20, (8 << 20) + 1, 64 << 20, (256 << 20) + 24):
         for largest in (1 << 20, 7 << 20, 32 << 20):
-            pieces = copied.cut(size, largest)
+            pieces = courses.cut(size, largest)
             assert sum(count for _, count in pieces) == size
             assert [begin for begin, _ in pieces] == [sum(count for _, count in pieces[:i]) for i in range(len(pieces))]
             assert all(begin % 16 == 0 and 0 < count <= largest for begin, count in pieces)
-            assert pieces[-1][1] <= 2 * copied.SMALLEST_PIECE
-    assert copied.cut(0, 1 << 20) == ()
+            assert pieces[-1][1] <= 2 * courses.SMALLEST_PIECE
+    assert courses.cut(0, 1 << 20) == ()
 
 
 @pytest.mark.sampled(1)
@@ -56,7 +60,7 @@ def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder,
     rng = random.Random(SEED)
     ranks = rng.choice([2, 3])
     workspaces = make_workspaces(ranks, folder)
-    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     reduction, in_place = rng.choice(["sum", "max"]), rng.random() < 0.5
     kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", reduction, "Copy"), in_place)
     for elements in (1, rng.choice([7, 64]), rng.choice([1000, 1300]), 2):
@@ -68,7 +72,7 @@ def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder,
 def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
-    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     lanes = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("bfloat16", "sum", "LL"), True)
     kernels = make(
         CopiedSchedule, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("bfloat16", "avg", "Copy"), True
@@ -78,19 +82,19 @@ def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces)
         check(lanes, torch.bfloat16, "sum", True, 100, 0, rng)
     assert count_pieces(kernels[0]) == 1
     check(kernels, torch.bfloat16, "avg", True, 9001, 0, rng)
-    assert count_pieces(kernels[0]) > 2 * copied.SLOTS
+    assert count_pieces(kernels[0]) > 2 * courses.SLOTS
 
 
 @needs_compiler
 def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
-    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(
         CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
     )
     check(kernels, torch.int16, "sum", True, 9001, 0, rng)
-    assert count_pieces(kernels[0]) > 2 * copied.SLOTS
+    assert count_pieces(kernels[0]) > 2 * courses.SLOTS
 
 
 @pytest.mark.sampled(2)
@@ -100,7 +104,7 @@ def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(fo
 def test_a_rank_with_a_late_queue_spoils_nothing(name, queue, folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder, limit=10.0)
-    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), False)
     workspaces[1].late = {queue: 0.01}
     for _ in range(3):
@@ -109,13 +113,68 @@ def test_a_rank_with_a_late_queue_spoils_nothing(name, queue, folder, small_piec
         workspace.check()
 
 
+def make_symmetric(workspaces, targets, keys=None):
+    addresses = tuple(target.data_ptr() for target in targets)
+    for workspace, target, key in zip(workspaces, targets, keys or [7] * len(targets), strict=True):
+        workspace.symmetric = {target.data_ptr(): Symmetric(addresses, key)}
+
+
+def forget_symmetric(workspaces, targets):
+    for workspace in workspaces:
+        workspace.symmetric = {}
+
+
+@pytest.mark.sampled(2)
+@needs_compiler
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "ring-all-gather"])
+def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small_pieces):
+    rng = random.Random(SEED)
+    ranks = rng.choice([2, 3])
+    workspaces = make_workspaces(ranks, folder, limit=10.0)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
+    workspaces[0].late = {rng.choice(["watch", "push", "tell", "caller"]): 0.002}
+    for elements in (7, 1000):
+        for prepare in (make_symmetric, forget_symmetric):  # one call so, the next into ordinary tensors
+            prepare = partial(prepare, workspaces)
+            check(kernels, torch.int32, "sum", in_place, elements, rng.choice([0, 1]), rng, prepare)
+    # In place, what all-to-all and all-reduce write over is still to be sent. Of a ring the last hop goes straight.
+    straight = {"direct-all-gather", "ring-all-gather"}
+    straight |= set() if in_place else {"direct-all-to-all", "two-shot-all-reduce"}
+    assert (kernels[0]._pushed is not None) == (name in straight)
+    for workspace in workspaces:
+        workspace.check()
+
+
+@needs_compiler
+def test_other_symmetric_tensors_on_two_ranks_are_an_error(folder, small_pieces):
+    for keys in ([7, 8], [7, None]):
+        workspaces = make_workspaces(2, folder, limit=10.0)
+        add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+        variant = Variant("int32", "sum", "Copy")
+        kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, variant, False)
+        targets = [torch.zeros(200, dtype=torch.int32) for _ in workspaces]
+        make_symmetric(workspaces, targets, keys)
+        if keys[1] is None:
+            workspaces[1].symmetric = {}
+        began = time.monotonic()
+        run_all(kernels, [(torch.zeros(100, dtype=torch.int32), target) for target in targets])
+        for workspace in workspaces:
+            with pytest.raises(
+                PeerError, match=f"rank {1 - workspace.rank} has called it with another symmetric tensor"
+            ):
+                workspace.check()
+        assert time.monotonic() - began < 8  # at once, and not after the time limit
+
+
 @needs_compiler
 def test_a_peer_that_never_comes_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)
-    add_copy_areas(workspaces, copied.HEAD + (1 << 16))
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
     kernels[0](torch.zeros(200, dtype=torch.int32))
-    with pytest.raises(PeerError, match=r"rank 1's message 0 \(level 1\)"):
+    with pytest.raises(PeerError, match="rank 1 to begin"):
         kernels[0](torch.zeros(200, dtype=torch.int32))
 
 
@@ -125,7 +184,7 @@ def test_every_direct_algorithm_can_go_by_copies():
             for in_place in (False, True):
                 lanes = lower_to_lanes(ALGORITHMS[name].compile(ranks=ranks, in_place=in_place), in_place=in_place)
                 for program in lanes.ranks:
-                    levels = lower_to_copies(program, name)
+                    levels = lower_to_copies(program, name, {})
                     sent = sum(len(level.pushes) for level in levels)
                     assert sent == sum(len(level.sends) for level in program.levels) > 0
 
@@ -134,4 +193,4 @@ def test_a_message_that_lies_in_no_buffer_is_refused():
     # A ring's partial sums are nobody's output in a reduce-scatter: they travel on without being stored.
     lanes = lower_to_lanes(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
     with pytest.raises(ValueError, match="ring cannot go by copy engines: it sends what is in none of its buffers"):
-        lower_to_copies(lanes.ranks[0], "ring")
+        lower_to_copies(lanes.ranks[0], "ring", {})

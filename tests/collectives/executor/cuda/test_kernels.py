@@ -40,7 +40,7 @@ def expected(collective, inputs, rank, block_chunks, reduction):
     return found
 
 
-def check(kernels, dtype, reduction, in_place, elements, offset, rng):
+def check(kernels, dtype, reduction, in_place, elements, offset, rng, prepare=None):
     collective, chunks = kernels[0].collective, kernels[0].block_chunks
     ranks = range(collective.ranks)
     elements *= chunks if kernels[0].needs_even else 1
@@ -50,6 +50,8 @@ def check(kernels, dtype, reduction, in_place, elements, offset, rng):
     memories = [torch.full((offset + length + 9,), 77, dtype=dtype) for _ in ranks]
     targets = [memory[offset : offset + length] for memory in memories]
     given = [one.clone() for one in inputs]
+    if prepare is not None:
+        prepare(targets)
     if in_place:
         starts = [[start // chunks * elements for start in collective.starts(rank)] for rank in ranks]
         for target, one, (start, _) in zip(targets, inputs, starts, strict=True):

@@ -32,6 +32,7 @@
 #define CALLS_BETWEEN_CLEANINGS (1u << 28)  // a power of 2, and far from 2^32
 #endif
 #define TO_BEGIN 0xffffffffu  // in a report, instead of a level or step: the wait was for a rank to begin
+#define TO_AGREE 0xfffffffeu  // and here for one that has begun another call
 #define FOR_MESSAGE 0u  // in a report of the interpreter: which of a step's waits it was
 #define FOR_SLOT 1u
 #define FOR_THREAD_BLOCK 2u
@@ -171,8 +172,13 @@ struct Wait {
   __device__ __noinline__ bool look_around(u32 level, u32 message) {
     u64 now = nanoseconds();
     if (!began) began = now;
-    is_given_up = *(volatile u32*)&state->is_broken || now - began >= limit;
-    if (!is_given_up) return true;
+    if (!*(volatile u32*)&state->is_broken && now - began < limit) return true;
+    give_up(level, message);
+    return false;
+  }
+
+  __device__ __noinline__ void give_up(u32 level, u32 message) {
+    is_given_up = true;
     if (atomicExch(&state->is_broken, 1) == 0) {
       report->kernel = kernel;
       report->epoch = epoch;
@@ -182,7 +188,6 @@ struct Wait {
       __threadfence_system();
       *(volatile u32*)&report->is_broken = 1;
     }
-    return false;
   }
 };
 

@@ -1,37 +1,75 @@
 """What copy engines can do of a schedule: messages that are chunks of a buffer, which is memory that they copy from.
 
 A schedule can go so that sends what it has loaded or stored, and whose kernels find again what they need from earlier
-levels.
+levels. A message goes into a mailbox, or straight into the receiver's tensor, where peers know its address and it is a
+symmetric one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stretto.collectives.executor.cuda.lanes import LaneProgram, Level, Load, Place, Send
+from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Receive, Send
 
 
 @dataclass(frozen=True)
 class PushedChunk:
     """A message: the chunk of the user's memory that goes into the mailbox `message` of `peer`.
 
-    needs_kernel: it is there only after this level's kernel.
+    needs_kernel: it is there only after this level's kernel; straight: where it goes instead, in the peer's tensor.
     """
 
     place: Place
     peer: int
     message: int
     needs_kernel: bool
+    straight: Place | None
 
 
 @dataclass(frozen=True)
 class CopiedLevel:
-    """One level as a kernel, which sends nothing, and the pushes after it. kernel None: there is nothing for one."""
+    """One level as a kernel, which sends nothing, and the pushes after it. kernel None: there is nothing for one.
+
+    awaits: messages that come straight, for which the kernel only waits.
+    """
 
     kernel: Level | None
+    awaits: tuple[Receive, ...]
     pushes: tuple[PushedChunk, ...]
 
 
-def lower_to_copies(program: LaneProgram, name: str) -> tuple[CopiedLevel, ...]:
-    """A rank's lane program by levels. ValueError for a schedule whose messages are not chunks of its buffers."""
+def find_straight(lanes: Lanes) -> dict[tuple[int, int], Place]:
+    """{(rank, message): where it may go straight, in the rank's memory}: what it only stores, and never reads there.
+
+    A peer's copy may come as soon as both have begun the call, so nobody may need what was there before.
+    """
+    found = {}
+    for program in lanes.ranks:
+        levels = program.levels
+        read = {load.place for level in levels for load in level.loads}
+        used = {side for level in levels for reduce in level.reduces for side in (reduce.left, reduce.right)}
+        used |= {send.value for level in levels for send in level.sends}
+        stores = [store for level in levels for store in level.stores]
+        for receive in (receive for level in levels for receive in level.receives):
+            places = [store.place for store in stores if store.value == receive.value]
+            if receive.value in used or len(places) != 1 or places[0] in read:
+                continue
+            if sum(store.place == places[0] for store in stores) == 1:
+                found[program.rank, receive.message] = places[0]
+    return found
+
+
+def lower_to_copies(
+    program: LaneProgram, name: str, straight: Mapping[tuple[int, int], Place]
+) -> tuple[CopiedLevel, ...]:
+    """A rank's lane program by levels. ValueError for a schedule whose messages are not chunks of its buffers.
+
+    straight: of `find_straight`, the messages that go so.
+    """
+    awaits = [
+        tuple(receive for receive in level.receives if (program.rank, receive.message) in straight)
+        for level in program.levels
+    ]
+    program = _without({receive.value for level in awaits for receive in level}, program)
     loads = {load.value: load.place for level in program.levels for load in level.loads}
     stored = {
         store.value: (store.place, number) for number, level in enumerate(program.levels) for store in level.stores
@@ -42,11 +80,28 @@ def lower_to_copies(program: LaneProgram, name: str) -> tuple[CopiedLevel, ...]:
             overwritten.setdefault(store.place, number)
     return tuple(
         CopiedLevel(
-            _kernel_of(program, number, level, loads, stored, overwritten, name),
-            tuple(_push_of(send, number, loads, stored, overwritten, name) for send in level.sends),
+            _kernel_of(program, number, level, loads, stored, overwritten, name, is_asked=bool(awaits[number])),
+            awaits[number],
+            tuple(
+                _push_of(send, number, loads, stored, overwritten, name, straight.get((send.peer, send.message)))
+                for send in level.sends
+            ),
         )
         for number, level in enumerate(program.levels)
     )
+
+
+def _without(values: set[int], program: LaneProgram) -> LaneProgram:
+    """The program without those values, which come and are stored by themselves."""
+    levels = tuple(
+        replace(
+            level,
+            receives=tuple(receive for receive in level.receives if receive.value not in values),
+            stores=tuple(store for store in level.stores if store.value not in values),
+        )
+        for level in program.levels
+    )
+    return replace(program, levels=levels)
 
 
 def _push_of(
@@ -56,11 +111,12 @@ def _push_of(
     stored: dict[int, tuple[Place, int]],
     overwritten: dict[Place, int],
     name: str,
+    straight: Place | None,
 ) -> PushedChunk:
     if send.value in loads and overwritten.get(loads[send.value], number + 1) > number:
-        return PushedChunk(loads[send.value], send.peer, send.message, needs_kernel=False)
+        return PushedChunk(loads[send.value], send.peer, send.message, False, straight)
     if send.value in stored and stored[send.value][1] <= number:
-        return PushedChunk(stored[send.value][0], send.peer, send.message, needs_kernel=True)
+        return PushedChunk(stored[send.value][0], send.peer, send.message, True, straight)
     raise ValueError(f"{name} cannot go by copy engines: it sends what is in none of its buffers")
 
 
@@ -72,9 +128,11 @@ def _kernel_of(
     stored: dict[int, tuple[Place, int]],
     overwritten: dict[Place, int],
     name: str,
+    *,
+    is_asked: bool,
 ) -> Level | None:
     """The level alone: what earlier levels knew is read again from where it lies."""
-    if not (level.receives or level.reduces or level.stores):
+    if not (level.receives or level.reduces or level.stores or is_asked):
         return None
     here = {receive.value for receive in level.receives} | {reduce.value for reduce in level.reduces}
     used = {side for reduce in level.reduces for side in (reduce.left, reduce.right)}

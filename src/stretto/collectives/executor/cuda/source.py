@@ -1,11 +1,11 @@
 """The CUDA C++ of one rank's lane program."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 from stretto.collectives.collective import Buffer
-from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Place
+from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Place, Receive
 
 ELEMENTS = {
     "float64": "double",
@@ -75,12 +75,21 @@ def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -
 
 
 def write_level_source(
-    lanes: Lanes, program: LaneProgram, number: int, level: Level, block_chunks: int, variant: Variant
+    lanes: Lanes,
+    program: LaneProgram,
+    number: int,
+    level: Level,
+    block_chunks: int,
+    variant: Variant,
+    awaits: Sequence[Receive] = (),
 ) -> str:
-    """The kernel `run` of one level that sends nothing: its messages lie in mailboxes, or come by copy engines."""
+    """The kernel `run` of one level that sends nothing: its messages lie in mailboxes, where copy engines put them.
+
+    awaits: messages that lie elsewhere, and are only waited for.
+    """
     writer = _LevelWriter(lanes, program, block_chunks, variant)
     return write_macros(lanes, program.rank, variant) + "\n".join(
-        [read_sources("ptx.cu", "primitives.cu"), *writer.level_kernel(number, level), ""]
+        [read_sources("ptx.cu", "primitives.cu"), *writer.level_kernel(number, level, awaits), ""]
     )
 
 
@@ -253,20 +262,21 @@ class _Writer:
 class _LevelWriter(_Writer):
     """Writes the kernel of one level. A message is there once its flag has the piece's tick."""
 
-    def level_kernel(self, number: int, level: Level) -> Iterator[str]:
+    def level_kernel(self, number: int, level: Level, awaits: Sequence[Receive]) -> Iterator[str]:
         parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}) {{'
         yield "  const u64 tick = *base + index + 1;"
         yield "  Wait wait(state, report, limit, kernel, (u32)tick);"
-        for thread, receive in enumerate(level.receives):
+        for thread, receive in enumerate((*level.receives, *awaits)):
             yield (
                 f"  if (threadIdx.x == {thread % MAX_THREADS}) "
                 f"await_tick(flags + {receive.message}, tick, wait, {number}, {receive.message});"
             )
         yield "  __syncthreads();"
-        yield from self._each_lane()
-        yield from self._level(number, level)
-        yield "  }"
+        if level.operations:
+            yield from self._each_lane()
+            yield from self._level(number, level)
+            yield "  }"
         yield "}"
 
     def _receive(self, number: int, level: Level) -> Iterator[str]:

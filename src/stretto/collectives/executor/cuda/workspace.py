@@ -1,8 +1,9 @@
 """What the kernels of one group share on each GPU: mailboxes that peers write to, epochs, and a report of failures."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,7 +14,7 @@ from stretto.collectives.executor.cuda.function import Function, Launchable
 from stretto.collectives.executor.cuda.links import has_nvlink
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.queues import CudaQueues, Queues
-from stretto.memory import PeerError
+from stretto.memory import PeerError, find_symmetric
 from stretto.memory.cuda import CudaMemory
 
 MAX_BLOCKS = 1024
@@ -29,9 +30,11 @@ REPORT_WORDS = 6
 """Words of 4 bytes of the kernels' `State` and `Report` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
 COPY_BYTES = 768 << 20  # two-shot all-reduce on 4 ranks: pieces of 32 MB
+KEY_BITS = 24  # as in copied.cu
 DEFAULT_TIMEOUT = 30.0
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
+_TO_AGREE = 0xFFFFFFFE
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,30 @@ class Waiting(Protocol):
         """What a thread block waited for, from the two numbers that the kernel wrote down about it."""
 
 
-def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting]) -> str | None:
-    """What a kernel wrote down about the wait that it gave up; None where it gave up none."""
+def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit: int) -> str | None:
+    """What a kernel wrote down about the wait that it gave up; None where it gave up none. limit: nanoseconds."""
     is_broken, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words)
     if not is_broken:
         return None
     kernel = kernels.get(number)
+    name = "a collective" if kernel is None else kernel.name
+    if level == _TO_AGREE:
+        return (
+            f"{name}, call {epoch}: rank {message} has called it with another symmetric tensor than this rank, or one "
+            "of the two with an ordinary one; all give the same part of one, or none does"
+        )
     if level == _TO_BEGIN:
         what = f"rank {message} to begin"
     else:
         what = "a message" if kernel is None else kernel.describe_wait(block, level, message)
-    name = "a collective" if kernel is None else kernel.name
-    return f"{name}, call {epoch}, thread block {block} waited in vain for {what}"
+    return f"{name}, call {epoch}, thread block {block} waited in vain for {what}, {limit / 1e9:g} s"
+
+
+class Symmetric(NamedTuple):
+    """A part of a symmetric tensor: its address on every rank, and a number that tells it from others, not 0."""
+
+    addresses: tuple[int, ...]
+    key: int
 
 
 class CopyArea:
@@ -146,6 +161,11 @@ class Workspace:
         """How many blocks run at once for certain."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:
         """The kernel `entry` of CUDA C++, compiled for this GPU. names: its parameters in order."""
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -166,6 +186,14 @@ class Workspace:
             memory.meet()
         return self._copy_area
 
+    def find_symmetric(self, tensor: Tensor) -> Symmetric | None:
+        """What peers know a tensor by, if it is one of this group's symmetric ones or a part of it."""
+        found = find_symmetric(tensor)
+        if found is None or not isinstance(found.memory, CudaMemory) or found.memory.group != self.memory.group:
+            return None
+        addresses = tuple(address + found.offset for address in found.memory.addresses)
+        return Symmetric(addresses, 1 + zlib.crc32(f"{found.number} {found.offset}".encode()) % ((1 << KEY_BITS) - 1))
+
     @property
     def peers(self) -> list[int]:
         """The addresses of all ranks' memory, as this GPU sees them."""
@@ -182,7 +210,7 @@ class Workspace:
         While a graph is captured nothing outside of it can be waited for: its replays are the caller's to order.
         """
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw == self._raw_stream or torch.cuda.is_current_stream_capturing():
+        if raw == self._raw_stream or self.is_capturing:
             return
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None:
@@ -204,8 +232,9 @@ class Workspace:
         if not self._seen[0]:
             return
         raise PeerError(
-            f"rank {self.rank} of {self.world_size}: {describe_report(self._seen.tolist(), self._kernels)}, "
-            f"{self.limit / 1e9:g} s: the group's kernels are broken from here on"
+            f"rank {self.rank} of {self.world_size}: "
+            f"{describe_report(self._seen.tolist(), self._kernels, self.limit)}: "
+            "the group's kernels are broken from here on"
         )
 
     def close(self) -> None:
