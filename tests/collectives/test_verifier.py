@@ -265,3 +265,11 @@ def test_a_chunk_that_is_doubled_without_end_is_not_what_is_wanted():
     found = verify(schedule(Broadcast(1, root=0, in_place=False), [doubled]))
     assert found.postcondition is False
     assert f"out[0] of rank 0 holds a sum of {2**62} input chunks or more" in found.errors[0]
+
+
+def test_many_thread_blocks_with_a_connection_each_are_looked_at_in_time():
+    begin = time.perf_counter()
+    givers = [block(step("s", ("in", 0)), send=1, channel=channel) for channel in range(8000)]
+    takers = [block(receive=0, channel=channel) for channel in range(8000)]
+    assert "1 sends but 0 receives" in verify(schedule(AllReduce(2, 1), givers, takers)).errors[0]
+    assert time.perf_counter() - begin < 5
