@@ -67,8 +67,9 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
         for collective in _calls(schedule):
             found = list(find_overlaps(graph, collective))
             outcomes.append(execute(graph, order, collective, found))
-            races_here = find_races(graph, order, collective)
+            races_here, undecided = find_races(graph, order, collective)
             races |= dict.fromkeys(races_here)
+            found += [undecided] if undecided is not None else []
             found += map(str, races_here)
             known = set(errors)
             errors += [error for error in found if error not in known]
