@@ -318,6 +318,32 @@ def test_waits_among_many_thread_blocks_take_no_room_for_each_pair():
     assert peak < 100 * 2**20
 
 
+def test_a_long_circle_of_waits_is_described_in_time():
+    """Two thread blocks of many steps, each of whose first step waits for the last one of the other."""
+    begin = time.perf_counter()
+    rest = [step("cpy", ("in", 0), ("scratch", 0))] * 30_000
+    blocks = [
+        block(
+            step("nop", waits_for=(1 - number, len(rest) + 1)),
+            *rest,
+            step("cpy", ("in", 0), ("scratch", 0), awaited=True),
+        )
+        for number in range(2)
+    ]
+    (error,) = verify(schedule(AllReduce(1, 1), blocks)).errors
+    assert error.startswith("deadlock with 2 FIFO slots a connection: rank 0, thread block 0, step 0 (nop) waits for")
+    assert time.perf_counter() - begin < 3
+
+
+def test_chunks_without_end_that_no_step_touches_are_not_all_looked_at():
+    begin = time.perf_counter()
+    chunks = 2**18
+    found = verify(schedule(AllReduce(4, chunks), [], [], [], [], scratch=0))
+    assert found.postcondition is False
+    assert found.errors[-1] == "postcondition: 990 or more chunks are wrong besides"
+    assert time.perf_counter() - begin < 3
+
+
 def test_races_that_cannot_be_decided_in_time_are_an_error(monkeypatch):
     """A thread block that begins late, after another rank's many steps, reads what another one of its rank wrote."""
     monkeypatch.setattr(races, "MAX_LOOKED_AT", 1000)
