@@ -75,7 +75,8 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
             errors += [error for error in found if error not in known]
     if schedule.collective.is_unknown:
         errors.append(
-            f"postcondition: nobody here knows what {schedule.collective.name!r} promises: give its conditions"
+            f"postcondition: nobody here knows what {schedule.collective.name!r} promises: give its conditions, as "
+            "`collective` of `read_schedule`"
         )
     waived = "replica_consistency" in waive
     counted = [error for error in errors if not (waived and error.startswith("replica consistency"))]
