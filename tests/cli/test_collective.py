@@ -204,6 +204,61 @@ def test_a_collective_runs_on_processes_and_every_number_is_checked(ring):
     assert found["seconds"] > 0
 
 
+ONE_STEP = """<algo name="one-step" proto="LL" nchannels="1" nchunksperloop="1" ngpus="3" coll="allreduce" \
+inplace="1" outofplace="1">
+"""
+
+
+def one_step(rank: int) -> str:
+    """Each of three ranks adds what the others send it to its own, so that every rank adds in another order."""
+    text = f'<gpu id="{rank}" i_chunks="1" o_chunks="1" s_chunks="2">\n'
+    unwaited = 'depid="-1" deps="-1"'
+    for block, peer in enumerate(((rank + 1) % 3, (rank + 2) % 3)):
+        text += f'<tb id="{block}" send="{peer}" recv="{peer}" chan="0">\n'
+        text += f'<step s="0" type="s" srcbuf="i" srcoff="0" dstbuf="s" dstoff="0" cnt="1" {unwaited} hasdep="0"/>\n'
+        text += (
+            f'<step s="1" type="r" srcbuf="i" srcoff="0" dstbuf="s" dstoff="{block}" cnt="1" {unwaited} hasdep="1"/>\n'
+        )
+        text += "</tb>\n"
+    text += '<tb id="2" send="-1" recv="-1" chan="0">\n'
+    sums = (("nop", "i", 0, 0), ("cpy", "i", 0, 1), ("re", "s", 0, None), ("re", "s", 1, None))
+    for step, (type, buffer, source, block) in enumerate(sums):
+        wait = unwaited if block is None else f'depid="{block}" deps="1"'
+        text += f'<step s="{step}" type="{type}" srcbuf="{buffer}" srcoff="{source}" dstbuf="o" dstoff="0" cnt="1" '
+        text += f'{wait} hasdep="0"/>\n'
+    return text + "</tb>\n</gpu>\n"
+
+
+def test_a_file_whose_order_of_additions_is_waived_runs_in_place_and_out_of_place(tmp_path):
+    file = tmp_path / "one_step.xml"
+    file.write_text(ONE_STEP + "".join(map(one_step, range(3))) + "</algo>\n")
+    refused = run("run", file)
+    assert refused.exit_code == 1
+    assert "order of additions  differs between ranks" in refused.stderr
+    assert refused.stderr.splitlines()[-3].endswith("--waive replica_consistency accepts that")
+    for how in ("--in-place", "--out-of-place"):
+        result = run("run", file, "--waive", "replica_consistency", how, "--bytes", "1K", "--json")
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["wrong"] == 0
+    file.write_text(file.read_text().replace('outofplace="1"', 'outofplace="0"'))
+    result = run("run", file, "--waive", "replica_consistency", "--out-of-place")
+    assert result.exit_code == 2
+    assert "the schedule one-step runs in place" in result.stderr
+
+
+def test_more_ranks_than_a_machine_has_room_for_are_refused_before_a_process_starts(tmp_path):
+    file = tmp_path / "wide.xml"
+    ranks = "".join(f'<gpu id="{rank}" i_chunks="0" o_chunks="0" s_chunks="0"></gpu>\n' for rank in range(300))
+    file.write_text(
+        '<algo name="wide" proto="LL" nchannels="1" nchunksperloop="0" ngpus="300" coll="allreduce" inplace="1">\n'
+        f"{ranks}</algo>\n"
+    )
+    assert run("verify", file).exit_code == 0
+    result = run("run", file)
+    assert result.exit_code == 2
+    assert "300 ranks are too many processes to be tried on one machine: at most 256" in result.stderr
+
+
 def test_what_is_not_verified_is_not_run(ring):
     ring.write_text(ring.read_text().replace('type="rrcs"', 'type="rcs"', 1))
     result = run("run", ring)

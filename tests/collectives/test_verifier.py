@@ -1,12 +1,14 @@
 """What the verifier finds in schedules written by hand, and where it says that it is."""
 
 import time
+import tracemalloc
 
 import pytest
 from tests.collectives.schedules import block, schedule, step
 
 from stretto.collectives import AllReduce, Broadcast, Collective, from_xml, to_xml, verify
 from stretto.collectives.algorithms import one_shot_all_reduce, ring_all_reduce
+from stretto.collectives.verifier import races
 
 SUM = AllReduce(2, 1, in_place=True)
 
@@ -265,3 +267,98 @@ def test_a_chunk_that_is_doubled_without_end_is_not_what_is_wanted():
     found = verify(schedule(Broadcast(1, root=0, in_place=False), [doubled]))
     assert found.postcondition is False
     assert f"out[0] of rank 0 holds a sum of {2**62} input chunks or more" in found.errors[0]
+
+
+def test_many_thread_blocks_with_a_connection_each_are_looked_at_in_time():
+    begin = time.perf_counter()
+    givers = [block(step("s", ("in", 0)), send=1, channel=channel) for channel in range(8000)]
+    takers = [block(receive=0, channel=channel) for channel in range(8000)]
+    assert "1 sends but 0 receives" in verify(schedule(AllReduce(2, 1), givers, takers)).errors[0]
+    assert time.perf_counter() - begin < 5
+
+
+def test_an_order_that_leads_far_over_another_rank_is_found_in_time():
+    """Rank 0 writes many chunks and says so once, over rank 1, to the thread block that reads them one by one."""
+    chunks = 20_000
+    begin = time.perf_counter()
+    writes = [step("cpy", ("in", 0), ("scratch", index)) for index in range(chunks)]
+    reads = [step("cpy", ("scratch", index), ("out", 0)) for index in range(chunks)]
+    found = verify(
+        schedule(
+            Collective("custom", 2, 1, 1, lambda rank, index: None),
+            [block(*writes, step("s", ("in", 0)), send=1), block(step("r", None, ("out", 0)), *reads, receive=1)],
+            [block(step("r", None, ("out", 0)), step("s", ("out", 0)), send=0, receive=0)],
+            scratch=chunks,
+        )
+    )
+    assert found.ok
+    assert time.perf_counter() - begin < 5
+
+
+def test_waits_among_many_thread_blocks_take_no_room_for_each_pair():
+    """Every step waits for the one before it in a ring of thread blocks, so that each knows of all others."""
+    blocks, rounds = 1000, 10
+
+    def waits(number, at):
+        return (number - 1, at) if number else (blocks - 1, at - 1) if at else None
+
+    ring = [
+        block(
+            *[step("cpy", ("in", 0), ("scratch", 0), waits_for=waits(number, at), awaited=True) for at in range(rounds)]
+        )
+        for number in range(blocks)
+    ]
+    tracemalloc.start()
+    try:
+        found = verify(schedule(AllReduce(1, 1), ring))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.ok
+    assert peak < 100 * 2**20
+
+
+def test_a_long_circle_of_waits_is_described_in_time():
+    """Two thread blocks of many steps, each of whose first step waits for the last one of the other."""
+    begin = time.perf_counter()
+    rest = [step("cpy", ("in", 0), ("scratch", 0))] * 30_000
+    blocks = [
+        block(
+            step("nop", waits_for=(1 - number, len(rest) + 1)),
+            *rest,
+            step("cpy", ("in", 0), ("scratch", 0), awaited=True),
+        )
+        for number in range(2)
+    ]
+    (error,) = verify(schedule(AllReduce(1, 1), blocks)).errors
+    assert error.startswith("deadlock with 2 FIFO slots a connection: rank 0, thread block 0, step 0 (nop) waits for")
+    assert time.perf_counter() - begin < 3
+
+
+def test_chunks_without_end_that_no_step_touches_are_not_all_looked_at():
+    begin = time.perf_counter()
+    chunks = 2**18
+    found = verify(schedule(AllReduce(4, chunks), [], [], [], [], scratch=0))
+    assert found.postcondition is False
+    assert found.errors[-1] == "postcondition: 990 or more chunks are wrong besides"
+    assert time.perf_counter() - begin < 3
+
+
+def test_races_that_cannot_be_decided_in_time_are_an_error(monkeypatch):
+    """A thread block that begins late, after another rank's many steps, reads what another one of its rank wrote."""
+    monkeypatch.setattr(races, "MAX_LOOKED_AT", 1000)
+    chunks = 100
+    writes = [step("cpy", ("in", 0), ("scratch", index)) for index in range(chunks)]
+    reads = [step("cpy", ("scratch", index), ("out", 0)) for index in range(chunks)]
+    others = [step("cpy", ("in", 0), ("scratch", 0))] * 2 * chunks
+    found = verify(
+        schedule(
+            Collective("custom", 2, 1, 1, lambda rank, index: None),
+            [block(*writes), block(step("r", None, ("out", 0)), *reads, receive=1)],
+            [block(*others, step("s", ("in", 0)), send=0)],
+            scratch=chunks,
+        )
+    )
+    assert not found.ok
+    assert 0 < len(found.races) < chunks
+    assert found.errors[0].startswith("data races: 1,000 steps were looked at for paths that order others")

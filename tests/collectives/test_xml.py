@@ -9,6 +9,7 @@ import pytest
 from tests.collectives.schedules import block, schedule, step
 
 from stretto.collectives import (
+    AllGather,
     AllReduce,
     ScheduleFileError,
     chunk,
@@ -204,13 +205,37 @@ def test_what_a_runtime_would_make_something_else_of_is_told_on_request():
     twice = [step("re", ("scratch", 0), ("in", 0), size=2), step("re", ("scratch", 2), ("in", 0), size=1)]
     nops = [step("nop", waits_for=(0, 0), awaited=True), step("cpy", ("scratch", 0), ("in", 1))]
     made = schedule(AllReduce(1, 4), [block(copy), block(*twice), block(*nops)])
-    made = replace(made, ranks=(made.ranks[0]._replace(copies=((0, 0),)),))
+    made = replace(made, ranks=(made.ranks[0]._replace(copies=((0, 1),)),))
     assert exceeded_limits(made, LIMITS["rccl"]) == [
         "rank 0, copies before the first step; rccl does not do them",
         "rank 0, thread block 1, step 0: rccl takes it and the next reduction for one of 1 chunks",
         "rank 0, thread block 2, step 0: other steps wait for a nop, whose end rccl never publishes",
         "rank 0, thread block 2, step 0: rccl takes a nop only before a step that waits itself",
     ]
+
+
+def test_copies_of_chunks_onto_themselves_are_nothing_that_a_runtime_would_leave_out():
+    def read(how):
+        text = SHIPPED.replace('inplace="1" outofplace="0"', how).replace('i_chunks="0"', 'i_chunks="1"')
+        for rank in (0, 1):
+            opening = f'<gpu id="{rank}" i_chunks="1" o_chunks="2" s_chunks="0">'
+            text = text.replace(opening, opening + f'<copy i_off="0" o_off="{rank}"/>')
+        return from_xml(text)
+
+    assert exceeded_limits(read('inplace="1"'), LIMITS["rccl"]) == []
+    for how in ('inplace="0"', 'inplace="1" outofplace="1"'):
+        assert exceeded_limits(read(how), LIMITS["rccl"]) == [
+            f"rank {rank}, copies before the first step; rccl does not do them" for rank in (0, 1)
+        ]
+
+
+def test_a_file_without_a_name_for_its_collective_takes_the_one_that_is_given():
+    text = SHIPPED.replace('coll="allgather" ', "")
+    with pytest.raises(ScheduleFileError, match="coll is missing: give the collective that it is"):
+        from_xml(text)
+    read = from_xml(text, collective=AllGather(2))
+    assert verify(read).ok
+    assert from_xml(to_xml(read)).collective.name == "allgather"
 
 
 def test_the_compiler_writes_no_reductions_that_a_runtime_would_merge():

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from stretto.collectives.collective import Buffer
 from stretto.collectives.schedule import RankProgram, Schedule, Step, StepType
 
 
@@ -66,6 +67,8 @@ def exceeded_limits(schedule: Schedule, limits: Limits) -> list[str]:
                     f"{limits.chunks}"
                 )
         found += _crowded_channels(rank, program, limits)
+        if _copies_first(schedule, rank):
+            found.append(f"rank {rank}, copies before the first step; {limits.name} does not do them")
         found += [f"rank {rank}, {problem}" for problem in _misread(program, limits.name)]
     return found
 
@@ -83,10 +86,18 @@ def _crowded_channels(rank: int, program: RankProgram, limits: Limits) -> Iterat
                 )
 
 
+def _copies_first(schedule: Schedule, rank: int) -> bool:
+    """Whether its copies before the first step do anything: RCCL's parser looks at <tb> alone."""
+    copies, in_place = schedule.ranks[rank].copies, schedule.collective.aliased()
+    return any(
+        schedule.out_of_place
+        or in_place.place(rank, Buffer.IN, source) != in_place.place(rank, Buffer.OUT, destination)
+        for source, destination in copies
+    )
+
+
 def _misread(program: RankProgram, name: str) -> Iterator[str]:
-    """What RCCL's parser makes something else of: it drops nops, merges reductions, and looks at <tb> alone."""
-    if program.copies:
-        yield f"copies before the first step; {name} does not do them"
+    """What RCCL's parser makes something else of: it drops nops and merges reductions."""
     for number, block in enumerate(program.thread_blocks):
         for at, (step, following) in enumerate(zip_longest(block.steps, block.steps[1:])):
             here = f"thread block {number}, step {at}"

@@ -24,6 +24,7 @@ DTYPES = {
     "uint8": torch.uint8,
 }
 MAX_BYTES = 2**31
+MAX_PROCESSES = 256
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -39,19 +40,30 @@ class Trial:
 
 
 def run_trial(
-    schedule: Schedule, size: str, dtype: str, reduction: str = "sum", *, repeats: int = 1, slots: int | None = None
+    schedule: Schedule,
+    size: str,
+    dtype: str,
+    reduction: str = "sum",
+    *,
+    repeats: int = 1,
+    slots: int | None = None,
+    in_place: bool | None = None,
 ) -> Trial:
     """Run a verified schedule with random numbers whose results are exact, and count what is wrong.
 
     size: bytes of a rank's larger buffer, as 4096, 64K, 1M or 1G, rounded down to whole chunks, at least one element
-    each; dtype: a key of DTYPES; reduction: "sum", "max", "min" or "prod". ValueError for any other, and for buffers
-    that do not fit.
+    each; dtype: a key of DTYPES; reduction: "sum", "max", "min" or "prod"; in_place: None takes what the schedule is
+    meant for. ValueError for any other, and for buffers or ranks that this machine has no room for.
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtypes are {', '.join(DTYPES)}, not {dtype!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"the reductions are {', '.join(REDUCTIONS)}, not {reduction!r}")
     collective = schedule.collective
+    if collective.ranks > MAX_PROCESSES:
+        raise ValueError(
+            f"{collective.ranks} ranks are too many processes to be tried on one machine: at most {MAX_PROCESSES}"
+        )
     itemsize = DTYPES[dtype].itemsize
     chunk = max(1, read_size(size) // max(1, collective.chunks_per_loop) // itemsize)
     buffer_bytes = chunk * collective.chunks_per_loop * itemsize
@@ -63,7 +75,7 @@ def run_trial(
     seconds, wrong = [], 0
     for _ in range(repeats):
         begin = time.perf_counter()
-        outputs = run_on_processes(schedule, inputs, reduction=reduction, slots=slots)
+        outputs = run_on_processes(schedule, inputs, reduction=reduction, slots=slots, in_place=in_place)
         seconds.append(time.perf_counter() - begin)
         wrong = max(wrong, _count_wrong(schedule, inputs, outputs, chunk, reduction))
     return Trial(collective.ranks, buffer_bytes, median(seconds), wrong)

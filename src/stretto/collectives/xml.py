@@ -125,8 +125,8 @@ def read_schedule(path: Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Co
 def from_xml(text: bytes | str, origin: str = "schedule", *, collective: Collective | None = None) -> Schedule:
     """The schedule in a text of MSCCL XML.
 
-    origin: what errors call it; collective: the conditions to take, where the file's name for them ("coll") is not one
-    that is known here. ScheduleFileError for anything but a schedule.
+    origin: what errors call it; collective: the conditions to take, where the file has no name for them ("coll") or
+    not one that is known here. ScheduleFileError for anything but a schedule.
     """
     reader = _Reader(origin, collective)
     parser = DefusedXMLParser(target=reader, forbid_dtd=True)
@@ -237,9 +237,9 @@ class _Reader:
         if attributes.get("redop", "nop") not in (*REDUCTIONS, "nop"):
             self._refuse(f"redop is one of {', '.join(REDUCTIONS)} or nop, not {attributes['redop'][:40]!r}")
         self._word(attributes, "name", anything=True)
-        self._collective = self._find_collective(self._word(attributes, "coll"), ranks, chunks)
+        self._collective = self._find_collective(ranks, chunks)
 
-    def _find_collective(self, name: str, ranks: int, chunks: int) -> Collective:
+    def _find_collective(self, ranks: int, chunks: int) -> Collective:
         if self._given is not None:
             if (self._given.ranks, self._given.chunks_per_loop) != (ranks, chunks):
                 self._refuse(
@@ -251,6 +251,9 @@ class _Reader:
             except ValueError as error:
                 self._refuse(str(error))
             return self._given
+        name = self._algo.get("coll")
+        if not name:
+            self._refuse("algo: coll is missing: give the collective that it is")
         root = int(self._algo.get("root", "0"))
         try:
             return named_collective(name, ranks, chunks, root)

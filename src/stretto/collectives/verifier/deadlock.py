@@ -36,14 +36,12 @@ def describe_deadlock(graph: Graph, slots: int, min_slots: int | None) -> str:
     freeing: dict[int, int] = {}
     for sends, receives in graph.connections.values():
         freeing.update(zip(sends[slots:], receives, strict=False))
-    path: list[int] = []
-    reasons: list[str] = []
+    path: dict[int, str] = {}  # in the order of its steps
     at = left[0]
     while at not in path:
-        path.append(at)
-        at, reason = _why_stuck(graph, at, stuck, freeing)
-        reasons.append(reason)
-    cycle = list(zip(path, reasons, strict=True))[path.index(at) :]
+        following, path[at] = _why_stuck(graph, at, stuck, freeing)
+        at = following
+    cycle = list(path.items())[list(path).index(at) :]
     # A row of steps of one thread block says no more than its ends.
     told = [
         f"{graph.name(number)} {reason}"

@@ -81,8 +81,9 @@ def build_graph(schedule: Schedule, errors: list[str]) -> Graph:
     )
     for number in range(len(steps)):
         _check_step(graph, number, errors)
+    ends = _find_ends(schedule)
     for key in sorted(connections):
-        _check_connection(graph, key, errors)
+        _check_connection(graph, key, ends, errors)
     for rank, program in enumerate(schedule.ranks):
         for source, destination in program.copies:
             for buffer, index in ((Buffer.IN, source), (Buffer.OUT, destination)):
@@ -183,18 +184,26 @@ def _check_bounds(graph: Graph, number: int, what: str, buffer: Buffer, start: i
         )
 
 
-def _check_connection(graph: Graph, key: Connection, errors: list[str]) -> None:
+def _find_ends(schedule: Schedule) -> dict[Connection, tuple[list[int], list[int]]]:
+    """For each connection, the thread blocks that hold its sending end, and those that hold its receiving one."""
+    ends: dict[Connection, tuple[list[int], list[int]]] = {}
+    for rank, program in enumerate(schedule.ranks):
+        for number, block in enumerate(program.thread_blocks):
+            if block.send_peer is not None:
+                ends.setdefault((rank, block.send_peer, block.channel), ([], []))[0].append(number)
+            if block.receive_peer is not None:
+                ends.setdefault((block.receive_peer, rank, block.channel), ([], []))[1].append(number)
+    return ends
+
+
+def _check_connection(
+    graph: Graph, key: Connection, ends: dict[Connection, tuple[list[int], list[int]]], errors: list[str]
+) -> None:
     """One thread block at either end, and each message taken whole."""
     giver, taker, channel = key
     sends, receives = graph.connections[key]
     name = f"from rank {giver} to rank {taker} on channel {channel}"
-    for rank, what in ((giver, "send"), (taker, "receive")):
-        blocks = [
-            number
-            for number, block in enumerate(graph.schedule.ranks[rank].thread_blocks)
-            if block.channel == channel
-            and (block.send_peer == taker if what == "send" else block.receive_peer == giver)
-        ]
+    for rank, what, blocks in zip((giver, taker), ("send", "receive"), ends[key], strict=True):
         if len(blocks) > 1:
             listed = " and ".join(str(block) for block in blocks[:3])
             errors.append(f"rank {rank}: thread blocks {listed} both {what} {name}: give one of them another channel")

@@ -5,11 +5,17 @@ which they can run; if every two conflicting neighbours at a chunk are ordered t
 slots order nothing here: a schedule must not depend on how many there are.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.collectives.collective import Buffer, Collective
 from stretto.collectives.schedule import StepType
 from stretto.collectives.verifier.graph import Graph
+
+MAX_LOOKED_AT = 20_000_000
+"""The steps that one search looks at, over and over, for paths that lead over other ranks: some ten seconds."""
+MAX_KNOWN = 128
+"""The other thread blocks of which a step remembers what has ended; what it has forgotten is looked for again."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,24 @@ class Race:
         )
 
 
-def find_races(graph: Graph, order: list[int], collective: Collective) -> list[Race]:
-    """The races of a schedule whose steps can run in this order; one for each pair of steps."""
-    return _Search(graph, order, collective).run()
+def find_races(graph: Graph, order: list[int], collective: Collective) -> tuple[list[Race], str | None]:
+    """The races of a schedule whose steps can run in this order, one for each pair of steps; and why they may be more.
+
+    That is None where all were looked for, within MAX_LOOKED_AT.
+    """
+    search = _Search(graph, order, collective)
+    try:
+        search.run()
+    except _TooManyError:
+        return search.races, (
+            f"data races: {MAX_LOOKED_AT:,} steps were looked at for paths that order others, and not all were found: "
+            "wait for steps of the same rank, or make fewer steps"
+        )
+    return search.races, None
+
+
+class _TooManyError(Exception):
+    """More was to be looked at than anybody waits for."""
 
 
 class _Search:
@@ -45,9 +66,20 @@ class _Search:
             self._time[number] = time
         # What a step knows of its rank's other thread blocks: the last step of each that ended before it.
         self._known: list[dict[int, int]] = [{}] * len(order)
+        # How many later steps take that over: the next one of its thread block, and those that wait for it.
+        self._heirs = [0] * len(order)
+        for number in range(len(order)):
+            for giver in self._givers(number):
+                self._heirs[giver] += 1
         self._races: dict[tuple[int, int], Race] = {}
+        self._looked_at = 0
 
-    def run(self) -> list[Race]:
+    @property
+    def races(self) -> list[Race]:
+        """Those that were found."""
+        return list(self._races.values())
+
+    def run(self) -> None:
         """See `find_races`."""
         graph = self._graph
         ranks = range(self._collective.ranks)
@@ -78,21 +110,25 @@ class _Search:
                     for reader in reading.pop(at, {}).values():
                         self._require(reader, number, "read-write", buffer, at)
                     written[at] = number
-        return list(self._races.values())
+
+    def _givers(self, number: int) -> Iterator[int]:
+        """The steps whose knowledge this one takes over."""
+        if not self._graph.first[number]:
+            yield number - 1
+        if self._graph.waits_for[number] >= 0:
+            yield self._graph.waits_for[number]
 
     def _learn(self, number: int) -> None:
         graph = self._graph
         known: dict[int, int] = {} if graph.first[number] else self._known[number - 1]
         other = graph.waits_for[number]
         if other >= 0:
-            _, block, step = graph.places[other]
-            known = dict(known)
-            for third, ended in self._known[other].items():
-                if known.get(third, -1) < ended:
-                    known[third] = ended
-            if known.get(block, -1) < step:
-                known[block] = step
+            known = _merged(known, self._known[other], graph.places[other])
         self._known[number] = known
+        for giver in self._givers(number):
+            self._heirs[giver] -= 1
+            if self._heirs[giver] == 0:
+                self._known[giver] = {}
 
     def _require(self, before: int, after: int, kind: str, buffer: Buffer, index: int) -> None:
         if before == after:
@@ -106,7 +142,7 @@ class _Search:
         self._races[before, after] = Race(kind, rank, buffer, index, *names)
 
     def _reaches(self, before: int, after: int) -> bool:
-        """Whether a path leads from one to the other, perhaps over other ranks."""
+        """Whether a path leads from one to the other, perhaps over other ranks; if so, the later one learns it."""
         graph = self._graph
         target = graph.places[before][:2]
         since = self._time[before]
@@ -117,6 +153,7 @@ class _Search:
             number = stack.pop()
             rank, block, step = graph.places[number]
             if (rank, block) == target and number >= before:
+                self._known[after] = _merged(self._known[after], {}, graph.places[number])
                 return True
             seen = latest.get((rank, block), -1)
             if step <= seen:
@@ -125,7 +162,25 @@ class _Search:
             for at in range(number, number - (step - seen), -1):
                 if self._time[at] < since:
                     break
+                self._looked_at += 1
+                if self._looked_at > MAX_LOOKED_AT:
+                    raise _TooManyError
                 for other in (graph.waits_for[at], graph.sender[at]):
                     if other >= 0 and self._time[other] >= since:
                         stack.append(other)
         return False
+
+
+def _merged(one: dict[int, int], other: dict[int, int], place: tuple[int, int, int]) -> dict[int, int]:
+    """All that either knows, as far as it is remembered, the newest last, and that the step at this place has ended."""
+    known = dict(one)
+    for third, ended in other.items():
+        if known.get(third, -1) < ended:
+            known.pop(third, None)
+            known[third] = ended
+    _, block, step = place
+    step = max(known.pop(block, -1), step)
+    if len(known) >= MAX_KNOWN:
+        known = dict(list(known.items())[1 - MAX_KNOWN :])
+    known[block] = step
+    return known

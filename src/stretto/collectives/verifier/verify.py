@@ -67,14 +67,16 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
         for collective in _calls(schedule):
             found = list(find_overlaps(graph, collective))
             outcomes.append(execute(graph, order, collective, found))
-            races_here = find_races(graph, order, collective)
+            races_here, undecided = find_races(graph, order, collective)
             races |= dict.fromkeys(races_here)
+            found += [undecided] if undecided is not None else []
             found += map(str, races_here)
             known = set(errors)
             errors += [error for error in found if error not in known]
     if schedule.collective.is_unknown:
         errors.append(
-            f"postcondition: nobody here knows what {schedule.collective.name!r} promises: give its conditions"
+            f"postcondition: nobody here knows what {schedule.collective.name!r} promises: give its conditions, as "
+            "`collective` of `read_schedule`"
         )
     waived = "replica_consistency" in waive
     counted = [error for error in errors if not (waived and error.startswith("replica consistency"))]

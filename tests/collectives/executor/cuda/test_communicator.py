@@ -3,6 +3,7 @@
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -144,3 +145,16 @@ def test_without_nvlink_neither_choice_nor_schedule_uses_ll128(make):
         with pytest.raises(ValueError, match=r"ring-all-reduce by LL128 needs NVLink .* take LL or Simple"):
             kind(schedule, workspaces[0], Variant("int32", "sum", "LL128"), in_place=True)
         kind(schedule, workspaces[0], Variant("int32", "sum", "LL"), in_place=True)
+
+
+def test_a_schedule_that_is_not_verified_is_not_loaded_unless_that_is_waived(make):
+    made, _ = make()
+    schedule, variant = find("one-shot-all-reduce").compile(ranks=2), Variant("float32", "sum", "LL")
+    first, *others = schedule.ranks
+    damaged = replace(schedule, ranks=(first._replace(thread_blocks=first.thread_blocks[:-1]), *others))
+    for one in made:
+        assert isinstance(one.load(schedule, variant, in_place=True, waive=("replica_consistency",)), LaneKernel)
+        with pytest.raises(ValueError, match="is not safe to run"):
+            one.load(damaged, variant, in_place=True, waive=("replica_consistency",))
+        with pytest.raises(ValueError, match="'races' cannot be waived"):
+            one.load(schedule, variant, in_place=True, waive=("races",))
