@@ -201,7 +201,7 @@ def _describe_rows(
     """Tables without addresses; and where the rows of each begin among those of all, and all end: here, and there."""
     bases = tuple(itertools.accumulate(rows, initial=0))
     shapes = [(0, *shape) for shape in zip(rows, dims, strict=True)]
-    lookup = describe_shapes(shapes, itemsize, 0, device)
+    lookup = describe_shapes(shapes, itemsize, 0, sum(dims), device)
     return lookup, bases, keep_words(tuple((base,) for base in bases), device)
 
 
@@ -273,7 +273,11 @@ def reduce_rows(
     device = gradients.device
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
     meta = keep_words(words, device) if is_kept else send_words(words, device)
-    target = _describe_target(tuple(dims), gradients.element_size(), action, by_number, device)
+    itemsize = gradients.element_size()
+    # What is allocated for a call begins at a multiple of 16 bytes; tables may lie anywhere.
+    places = tuple(address // itemsize for address in addresses) if is_kept else ()
+    multiple = common_multiple((*dims, *places), itemsize)
+    target = _describe_target(tuple(dims), multiple, action, by_number, device)
     hold_for_replays(target.tables_of)
     target = target._replace(meta=meta, settings=settings)
     block = target.block.value
@@ -292,10 +296,10 @@ def reduce_rows(
 
 @functools.lru_cache(maxsize=64)
 def _describe_target(
-    dims: tuple[int, ...], itemsize: int, action: str, by_number: bool, device: torch.device
+    dims: tuple[int, ...], multiple: int, action: str, by_number: bool, device: torch.device
 ) -> Target:
     """A target without addresses and settings."""
-    constants = (action, by_number, round_up_to_power(max(dims)), common_multiple(dims, itemsize))
+    constants = (action, by_number, round_up_to_power(max(dims)), multiple)
     return Target(None, _find_tables_of(dims, device), None, *(tl.constexpr(value) for value in constants))
 
 

@@ -198,6 +198,6 @@ def _agree(group: str, device: torch.device, told: _Told) -> Placement:
 
 
 @functools.lru_cache(maxsize=256)
-def common_multiple(dims: tuple[int, ...], itemsize: int) -> int:
-    """The largest number of elements, up to 16 bytes of them, that divides all dims."""
-    return math.gcd(16 // itemsize, *dims)
+def common_multiple(numbers: tuple[int, ...], itemsize: int) -> int:
+    """The largest number of elements, up to 16 bytes of them, that divides all numbers of elements."""
+    return math.gcd(16 // itemsize, *numbers)
