@@ -144,6 +144,33 @@ def train_in_two_ways(seed, optimizer, steps, dtype):
     return all(torch.equal(*pair) for pair in pairs), max(differences, default=0.0)
 
 
+def update_a_table_of_two_features():
+    """A table that is there twice, one after a step of SGD, the other after one of Adagrad, and Adagrad's state."""
+    world = dist.get_world_size()
+    offsets = torch.arange(2 * 2 * world + 1)
+    indices = torch.tensor([0, 1] * world + [1, 2] * world)
+    found = []
+    for optimizer in ("sgd", "adagrad"):
+        table, state, settings = torch.zeros(4, 8), torch.zeros(4), torch.tensor([1.0, 1e-8])
+        states = [state] * 2 if optimizer == "adagrad" else []
+        tables = [table, table]
+        grad = torch.ones_like(ops.embedding_all_to_all(indices, offsets, tables))
+        ops.embedding_all_to_all_update(
+            grad, indices, offsets, tables, optimizer=optimizer, settings=settings, states=states
+        )
+        assert (table == table[:, :1]).all()
+        found.append(table[:, 0].tolist())
+    with pytest.raises(ValueError, match="tables 0 and 1 are one table, so they have one state"):
+        ops.embedding_all_to_all_update(
+            grad, indices, offsets, tables, optimizer="adagrad", settings=settings, states=[state, torch.zeros(4)]
+        )
+    with pytest.raises(ValueError, match="tables 0 and 1 have a part of their memory in common"):
+        ops.embedding_all_to_all_update(
+            grad, indices, offsets, [table[:3], table[1:]], optimizer="sgd", settings=settings
+        )
+    return *found, state.tolist()
+
+
 def look_up_with_faults():
     """What each kind of bad input raises, on the rank that has it alone; and that the next call is right again."""
     rank = dist.get_rank()
@@ -287,6 +314,13 @@ def ask_wrongly():
         ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"gradient is torch.float32 \[2, 16\] on cpu"),
         ((grad,), {"optimizer": "adam", "settings": settings}, "optimizer is one of sgd, adagrad, not 'adam'"),
         ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings are fp32 \[2\]"),
+        ((grad,), {"optimizer": "sgd", "settings": torch.zeros(4)[::2]}, r"contiguous, .* with strides \(2,\) on cpu"),
+        ((grad,), {"optimizer": "sgd", "settings": settings.to("meta")}, "contiguous, on cpu: .* on meta"),
+        (
+            (grad,),
+            {"optimizer": "adagrad", "settings": settings, "states": [settings.to("meta")]},
+            r"the state of table 0 is fp32 \[2\], contiguous, on cpu, not .* on meta",
+        ),
         ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -30,6 +30,15 @@ def test_the_fused_update_is_the_unfused_one(interpret, optimizer, bound):
         assert is_equal or difference <= bound
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_table_of_several_features_gets_one_step_of_all_its_lookups(interpret, ranks):
+    # Rows 0 and 2 are looked up once by each rank's samples, row 1 twice, by two features.
+    for sgd, adagrad, state in interpret(ranks, "update_a_table_of_two_features", module=MODULE):
+        assert sgd == [-ranks, -2 * ranks, -ranks, 0]
+        assert adagrad == [-1, -1, -1, 0]
+        assert state == [ranks**2, 4 * ranks**2, ranks**2, 0]
+
+
 def test_a_bad_index_or_offset_is_named_by_its_rank_and_harms_nobody(interpret):
     (silent, out), (said, other) = interpret(2, "look_up_with_faults", module=MODULE)
     assert silent == [""] * 4

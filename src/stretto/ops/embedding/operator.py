@@ -261,7 +261,7 @@ def _embedding_all_to_all_update(
     known = find_tables(tables, offsets.device)
     placement = _find_again(group, offsets.device, known.dims, grad.dtype, batch, name)
     lookups = Lookups(indices, offsets, weights, pooling, known.rows, known.dims)
-    update_tables(grad, lookups, placement, group, known.addresses, states, optimizer, settings)
+    update_tables(grad, lookups, placement, group, known, states, optimizer, settings)
 
 
 def embedding_all_to_all_update(
@@ -285,7 +285,8 @@ def embedding_all_to_all_update(
     has checked them. optimizer: "sgd", or "adagrad", row-wise: a row's state grows by the mean of its gradient's
     squares, and the row changes by -learning rate x gradient / (sqrt(state) + epsilon). settings: fp32 [2] on the
     device, learning rate and epsilon. states: for adagrad, fp32 [rows] of each table. Sums and updates are fp32, then
-    rounded to the table's dtype. All ranks call it, also those without tables. ValueError for other input.
+    rounded to the table's dtype. A table may be there several times, for several features: a row gets one step, of all
+    its lookups. All ranks call it, also those without tables. ValueError for other input.
     """
     group_name = find_name(group)
     device, world = offsets.device, dist.get_world_size(group)
@@ -298,7 +299,7 @@ def embedding_all_to_all_update(
             f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
             f"{device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
         )
-    require_optimizer(optimizer, settings, known.rows, states)
+    require_optimizer(optimizer, settings, known.rows, states, device)
     if traces:
         detached = [table.detach() for table in tables]
         torch.ops.stretto.embedding_all_to_all_update(
@@ -308,28 +309,38 @@ def embedding_all_to_all_update(
     lookups = Lookups(indices, offsets, weights, mode, known.rows, known.dims)
     placement = _find_again(group_name, device, known.dims, dtype, count, name)
     with torch.no_grad():
-        update_tables(grad, lookups, placement, group_name, known.addresses, states, optimizer, settings)
+        update_tables(grad, lookups, placement, group_name, known, states, optimizer, settings)
     torch.autograd.graph.increment_version([*tables, *states])
 
 
-def require_optimizer(optimizer: str, settings: Tensor, rows: Sequence[int], states: Sequence[Tensor]) -> None:
+def require_optimizer(
+    optimizer: str, settings: Tensor, rows: Sequence[int], states: Sequence[Tensor], device: torch.device
+) -> None:
     """ValueError for what is no optimizer, or not what one of tables with so many rows takes."""
     name = "embedding_all_to_all_update"
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"{name}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    if settings.shape != (2,) or settings.dtype != torch.float32:
+    if settings.shape != (2,) or not _suits(settings, device):
         raise ValueError(
-            f"{name}: settings are fp32 [2], learning rate and epsilon, not {settings.dtype} {list(settings.shape)}"
+            f"{name}: settings are fp32 [2], contiguous, on {device}: learning rate and epsilon; "
+            f"not {_describe(settings)}"
         )
     expected = len(rows) if optimizer == "adagrad" else 0
     if len(states) != expected:
         raise ValueError(f"{name}: {optimizer} of {len(rows)} tables has {expected} states, not {len(states)}")
     for place, (state, count) in enumerate(zip(states, rows, strict=False)):
-        if state.shape != (count,) or state.dtype != torch.float32 or not state.is_contiguous():
+        if state.shape != (count,) or not _suits(state, device):
             raise ValueError(
-                f"{name}: the state of table {place} is fp32 [{count}], contiguous, not {state.dtype} "
-                f"{list(state.shape)}"
+                f"{name}: the state of table {place} is fp32 [{count}], contiguous, on {device}, not {_describe(state)}"
             )
+
+
+def _suits(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device == device and tensor.is_contiguous()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
 def tune_embedding(

@@ -1,5 +1,7 @@
 """This rank's tables as calls know them: what is refused, and what follows from how they look, found once."""
 
+import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +38,24 @@ class TableSet:
                 f"{_OPERATOR}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
             )
         return any(self.have_gradients)
+
+    @functools.cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """The first table that is the same memory as each: itself, unless a table is there several times.
+
+        ValueError for tables that have only a part of their memory in common: nothing can change them together.
+        """
+        itemsize = self.dtype.itemsize if self.dtype else 0
+        first_of: dict[tuple[int, int, int], int] = {}
+        shapes = zip(self.addresses, self.rows, self.dims, strict=True)
+        firsts = tuple(first_of.setdefault(shape, place) for place, shape in enumerate(shapes))
+        for (before, one), (after, other) in itertools.pairwise(sorted(first_of.items())):
+            if before[0] + before[1] * before[2] * itemsize > after[0]:
+                raise ValueError(
+                    f"{_OPERATOR}_update: tables {min(one, other)} and {max(one, other)} have a part of their memory "
+                    "in common: give the whole table each time, or parts that are apart"
+                )
+        return firsts
 
 
 _looks_of = operator.attrgetter("shape", "dtype", "device", "requires_grad")
