@@ -380,6 +380,33 @@ def compile_a_look_up():
     return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
 
 
+def compile_more_look_ups():
+    """As `compile_a_look_up`: batches one after another, rank 1 without tables; sparse gradients, for a graph break."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    tables = [torch.randn(3, 4)] * (1 - rank)
+
+    def layer(indices, offsets, leaves, batch, sparse):
+        name = "compiled more"
+        options = {"batch": batch, "name": name, "sparse": sparse}
+        return torch.relu(ops.embedding_all_to_all(indices, offsets, leaves, group, **options))
+
+    right = []
+    for sparse, batches in ((False, (2, 4, 6)), (True, (2,))):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=not sparse)
+        for batch in batches:
+            indices, offsets = torch.arange(batch * len(tables)) % 3, torch.arange(batch * len(tables) + 1)
+            outcomes = []
+            for function in (compiled, layer):
+                leaves = [table.clone().requires_grad_() for table in tables]
+                out = function(indices, offsets, leaves, batch, sparse)
+                out.square().sum().backward()
+                assert all(leaf.grad.is_sparse == sparse for leaf in leaves)
+                outcomes.append([out, [leaf.grad.to_dense() for leaf in leaves]])
+            (out, grads), (other, others) = outcomes
+            right += [torch.equal(out, other), all(map(torch.equal, grads, others))]
+    return right
+
+
 def change_tables_between_calls():
     """What is looked up in tables that others replace, or that are moved, filled and resized in place."""
     indices, offsets = torch.tensor([0, 1]), torch.arange(3)

@@ -86,6 +86,10 @@ def test_torch_compile_takes_a_look_up_without_a_graph_break(interpret):
     assert interpret(2, "compile_a_look_up", module=MODULE, timeout=200.0) == [[True] * 3] * 2
 
 
+def test_torch_compile_takes_other_batches_ranks_without_tables_and_sparse_gradients(interpret):
+    assert interpret(2, "compile_more_look_ups", module=MODULE, timeout=200.0) == [[True] * 8] * 2
+
+
 def test_tables_that_change_between_calls_are_seen_as_they_are(interpret):
     assert interpret(1, "change_tables_between_calls", module=MODULE) == [[[float(n)] for n in range(1, 7)]]
 
