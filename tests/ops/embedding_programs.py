@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.ops.backward_ways import push_by_copies
 from tests.ops.jagged import is_close, make_case
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import ops, tiles
@@ -489,6 +490,11 @@ def look_up_in_all_modes_of_autograd():
     (grad,) = torch.autograd.grad(look_up().square().sum(), [table], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+    table.requires_grad_(False)
+    with forward_ad.dual_level():
+        table = forward_ad.make_dual(table, torch.ones(2, 4))
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            look_up()
 
 
 class Watch(TorchDispatchMode):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.checks import find_name
-from stretto.ops.eager import is_traced
+from stretto.ops.eager import is_differentiated, is_traced
 from stretto.ops.embedding.backward import Lookups, find_gradients, update_tables
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
@@ -77,7 +77,7 @@ def embedding_all_to_all(
         )
     call = _Call(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
     anchor = _find_anchor(device) if _needs_anchor(known, call.placement.needs_grad) else None
-    if torch.is_grad_enabled() and (anchor is not None or known.needs_grad()):
+    if is_differentiated(anchor, *tables[:1]):  # all tables need gradients, or none
         return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
     return look_up_and_send(indices, offsets, known, weights, call.placement, group_name, mode, checks=checks)
 
