@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import time
+import warnings
 import weakref
 
 import pytest
@@ -87,7 +88,8 @@ def differentiate(first, calls):
         for sparse, by_copies in ((False, False), (True, False), (True, True), (False, True)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
             out = call(case, tables, sparse=sparse)
-            with push_by_copies() if by_copies else contextlib.nullcontext():
+            with push_by_copies() if by_copies else contextlib.nullcontext(), warnings.catch_warnings():
+                warnings.simplefilter("error")
                 out.backward(own_rows(case, case.grad))
             grads = [table.grad for table in tables]
             if sparse and any(
@@ -170,6 +172,33 @@ def update_a_table_of_two_features():
             grad, indices, offsets, [table[:3], table[1:]], optimizer="sgd", settings=settings
         )
     return *found, state.tolist()
+
+
+def move_modules():
+    """Modules whose tables become fp16, that come from the meta device, and that begin anew, train as others do."""
+    world = dist.get_world_size()
+    indices, offsets = torch.zeros(world, dtype=torch.int64), torch.arange(world + 1)
+    options = {"optimizer": "adagrad", "learning_rate": 0.1, "epsilon": 1e-8}
+
+    def train(layer):
+        before = layer.tables[0].detach()[0].float().clone()
+        layer(indices, offsets).sum().backward()
+        assert (layer.tables[0][0].float() - before + layer.settings[0]).abs().max() < 0.01
+        assert layer.states[0].tolist() == [world**2, 0.0]
+        assert layer.settings.dtype == layer.states[0].dtype == torch.float32
+
+    for layer in (ops.EmbeddingAllToAll([(2, 4)], **options).half(), ops.EmbeddingAllToAll([(2, 4)], **options)):
+        layer.set_learning_rate(0.5)
+        train(layer)
+        layer.to(torch.bfloat16)
+        assert layer.settings[0] == 0.5
+        layer.reset_parameters()
+        assert layer.tables[0].dtype == torch.bfloat16
+        train(layer)
+        assert torch.equal(layer.settings, torch.tensor([0.1, 1e-8]))
+    layer = ops.EmbeddingAllToAll([(2, 4)], device="meta", **options).to_empty(device="cpu")
+    layer.reset_parameters()
+    train(layer)
 
 
 def look_up_with_faults():
@@ -304,6 +333,7 @@ def ask_wrongly():
         ((indices, offsets[:1], []), {}, "this rank has no tables, .*: give batch="),
         ((indices, offsets, []), {"batch": 4}, "offsets for no tables have one element, not 5"),
         ((indices, offsets, [table]), {"weights": torch.ones(2)}, r"one an index, \[3\] on cpu, not \[2\]"),
+        ((indices, offsets, [table]), {"weights": torch.ones(6)[::2]}, r"not \[3\] with strides \(2,\) on cpu"),
         ((indices, offsets, [table]), {"weights": torch.ones(3).double()}, "takes weights of .*, not torch.float64"),
         ((indices, offsets, [table]), {"weights": torch.ones(3).requires_grad_()}, "no gradient: detach"),
     ):
@@ -328,6 +358,16 @@ def ask_wrongly():
             ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], **options)
     with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="adam")
+    for shape, options, words in (
+        ((0, 4), {}, "table 0 has no rows"),
+        ((2, 6), {}, "multiple of 4 up to 2048, and table 0 has 6: 8 will do"),
+        ((2, 4), {"dtype": torch.float64}, "takes tables of .*, and table 0 is torch.float64"),
+        ((2, 4), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": -0.1}, "learning_rate is -0.1 and epsilon 1e-08, but both must"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": float("nan")}, "learning_rate is nan"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.EmbeddingAllToAll([shape], **options)
     with pytest.raises(ValueError, match="none can be sparse"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", sparse=True)
     for place, (own, words) in enumerate(
@@ -477,6 +517,8 @@ def look_up_in_all_modes_of_autograd():
 
     assert look_up().requires_grad
     with torch.no_grad():
+        weights = torch.ones(world, requires_grad=True)  # which only gradients would need
+        assert torch.equal(ops.embedding_all_to_all(indices, offsets, [table], weights=weights), look_up())
         assert not look_up().requires_grad
     with torch.inference_mode():
         assert look_up().is_inference()

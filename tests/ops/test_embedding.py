@@ -74,6 +74,10 @@ def test_a_rank_that_does_not_come_is_named(interpret):
     assert interpret(2, "wait_for_nobody", module=MODULE) == ["named", "late"]
 
 
+def test_a_module_moves_to_other_dtypes_and_from_the_meta_device(interpret):
+    interpret(2, "move_modules", module=MODULE)
+
+
 def test_what_cannot_be_looked_up_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly", module=MODULE)
 

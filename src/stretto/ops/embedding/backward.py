@@ -383,7 +383,9 @@ def sparse_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[
     if staged is None:
         empty = torch.empty(1, 0, dtype=torch.int64, device=like.device)
         return [
-            torch.sparse_coo_tensor(empty, like.new_empty(0, dim), (count, dim), is_coalesced=True)
+            torch.sparse_coo_tensor(
+                empty, like.new_empty(0, dim), (count, dim), is_coalesced=True, check_invariants=False
+            )
             for count, dim in zip(rows, dims, strict=True)
         ]
     found = int(staged.segments.totals[1])

@@ -100,6 +100,16 @@ def _require_table(place: int, table: Tensor, first: Tensor, device: torch.devic
             f"{table.stride()}"
         )
     rows, dim = table.shape
+    require_shape(place, rows, dim, table.dtype)
+    if table.dtype != first.dtype:
+        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
+    if table.device != device:
+        raise ValueError(f"{name}: table {place} is on {table.device} and offsets on {device}: move one of them")
+
+
+def require_shape(place: int, rows: int, dim: int, dtype: torch.dtype) -> None:
+    """ValueError unless kernels take a table [rows, dim] of this dtype."""
+    name = _OPERATOR
     if rows < 1:
         raise ValueError(f"{name}: table {place} has no rows")
     if dim < 4 or dim % 4 or dim > MAX_DIM:
@@ -107,12 +117,8 @@ def _require_table(place: int, table: Tensor, first: Tensor, device: torch.devic
         raise ValueError(
             f"{name}: a table's dim is a multiple of 4 up to {MAX_DIM}, and table {place} has {dim}: {nearest} will do"
         )
-    if table.dtype not in DTYPES:
-        raise ValueError(f"{name} takes tables of {name_dtypes()}, and table {place} is {table.dtype}")
-    if table.dtype != first.dtype:
-        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
-    if table.device != device:
-        raise ValueError(f"{name}: table {place} is on {table.device} and offsets on {device}: move one of them")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} takes tables of {name_dtypes()}, and table {place} is {dtype}")
 
 
 def name_dtypes() -> str:
