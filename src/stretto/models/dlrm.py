@@ -45,7 +45,8 @@ def _count_samples(indices: Tensor, offsets: Tensor, tables: int) -> int:
     bags = len(offsets) - 1 if offsets.dim() == 1 else -1
     if bags < 0 or bags % tables:
         raise ValueError(
-            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} tables"
+            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} "
+            "tables"
         )
     if offsets.device.type == "cpu":  # elsewhere this would wait for the device
         if int(offsets[0]) != 0 or int(offsets[-1]) != len(indices):
