@@ -1,5 +1,7 @@
 """DLRM computes what its paper says, in any order of its tables, and its sizes fit together or are refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -59,6 +61,35 @@ def test_tables_in_another_order_change_nothing() -> None:
     torch.testing.assert_close(model.interaction(x, pooled[:, order].flatten(1)), before)
     with pytest.raises(ValueError, match=r"\[0, 0, 1\] is no order of 3 tables"):
         model.reorder([0, 0, 1])
+
+
+def test_a_batch_of_no_samples_has_no_logits_and_gradients_of_zeros() -> None:
+    model, none = DLRM(CONFIG), torch.zeros(0, dtype=torch.int64)
+    logits = model(torch.zeros(0, 2), none, torch.zeros(1, dtype=torch.int64))
+    assert logits.shape == (0,)
+    logits.sum().backward()
+    assert all(parameter.grad.to_dense().count_nonzero() == 0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("samples", "change", "words"),
+    [
+        (4, lambda offsets: offsets[:-1], r"offsets have shape \[12\], but need tables x batch \+ 1 .* 3 tables"),
+        (4, lambda offsets: offsets[None], r"offsets have shape \[1, 13\]"),
+        (4, lambda offsets: offsets[:0], r"offsets have shape \[0\]"),
+        (3, lambda offsets: offsets, "dense has 3 samples, and offsets 4: both must be of one batch"),
+        (4, lambda offsets: offsets + 1, "offsets go from 1 to 25, but must go from 0 to the number of indices, 24"),
+        (4, lambda offsets: offsets.clamp(max=23), "offsets go from 0 to 23"),
+        (4, lambda offsets: torch.cat((offsets[:1], offsets[1:12].flip(0), offsets[12:])), "offsets fall somewhere"),
+    ],
+)
+def test_offsets_that_are_not_those_of_the_batch_are_refused(
+    samples: int, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    indices, offsets = flat(bags(4))
+    assert int(offsets[-1]) == 24
+    with pytest.raises(ValueError, match=words):
+        DLRM(CONFIG)(torch.randn(samples, 2), indices, change(offsets))
 
 
 def test_mlperfs_model_has_its_published_sizes() -> None:

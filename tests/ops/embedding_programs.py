@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import time
+import warnings
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.ops.backward_ways import push_by_copies
 from tests.ops.jagged import is_close, make_case
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import ops, tiles
@@ -86,7 +88,8 @@ def differentiate(first, calls):
         for sparse, by_copies in ((False, False), (True, False), (True, True), (False, True)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
             out = call(case, tables, sparse=sparse)
-            with push_by_copies() if by_copies else contextlib.nullcontext():
+            with push_by_copies() if by_copies else contextlib.nullcontext(), warnings.catch_warnings():
+                warnings.simplefilter("error")
                 out.backward(own_rows(case, case.grad))
             grads = [table.grad for table in tables]
             if sparse and any(
@@ -142,6 +145,60 @@ def train_in_two_ways(seed, optimizer, steps, dtype):
     pairs += list(zip(fused.states, squares, strict=True)) if optimizer == "adagrad" else []
     differences = [((a - b).abs() / b.abs().clamp(min=1.0)).max().item() for a, b in pairs]
     return all(torch.equal(*pair) for pair in pairs), max(differences, default=0.0)
+
+
+def update_a_table_of_two_features():
+    """A table that is there twice, one after a step of SGD, the other after one of Adagrad, and Adagrad's state."""
+    world = dist.get_world_size()
+    offsets = torch.arange(2 * 2 * world + 1)
+    indices = torch.tensor([0, 1] * world + [1, 2] * world)
+    found = []
+    for optimizer in ("sgd", "adagrad"):
+        table, state, settings = torch.zeros(4, 8), torch.zeros(4), torch.tensor([1.0, 1e-8])
+        states = [state] * 2 if optimizer == "adagrad" else []
+        tables = [table, table]
+        grad = torch.ones_like(ops.embedding_all_to_all(indices, offsets, tables))
+        ops.embedding_all_to_all_update(
+            grad, indices, offsets, tables, optimizer=optimizer, settings=settings, states=states
+        )
+        assert (table == table[:, :1]).all()
+        found.append(table[:, 0].tolist())
+    with pytest.raises(ValueError, match="tables 0 and 1 are one table, so they have one state"):
+        ops.embedding_all_to_all_update(
+            grad, indices, offsets, tables, optimizer="adagrad", settings=settings, states=[state, torch.zeros(4)]
+        )
+    with pytest.raises(ValueError, match="tables 0 and 1 have a part of their memory in common"):
+        ops.embedding_all_to_all_update(
+            grad, indices, offsets, [table[:3], table[1:]], optimizer="sgd", settings=settings
+        )
+    return *found, state.tolist()
+
+
+def move_modules():
+    """Modules whose tables become fp16, that come from the meta device, and that begin anew, train as others do."""
+    world = dist.get_world_size()
+    indices, offsets = torch.zeros(world, dtype=torch.int64), torch.arange(world + 1)
+    options = {"optimizer": "adagrad", "learning_rate": 0.1, "epsilon": 1e-8}
+
+    def train(layer):
+        before = layer.tables[0].detach()[0].float().clone()
+        layer(indices, offsets).sum().backward()
+        assert (layer.tables[0][0].float() - before + layer.settings[0]).abs().max() < 0.01
+        assert layer.states[0].tolist() == [world**2, 0.0]
+        assert layer.settings.dtype == layer.states[0].dtype == torch.float32
+
+    for layer in (ops.EmbeddingAllToAll([(2, 4)], **options).half(), ops.EmbeddingAllToAll([(2, 4)], **options)):
+        layer.set_learning_rate(0.5)
+        train(layer)
+        layer.to(torch.bfloat16)
+        assert layer.settings[0] == 0.5
+        layer.reset_parameters()
+        assert layer.tables[0].dtype == torch.bfloat16
+        train(layer)
+        assert torch.equal(layer.settings, torch.tensor([0.1, 1e-8]))
+    layer = ops.EmbeddingAllToAll([(2, 4)], device="meta", **options).to_empty(device="cpu")
+    layer.reset_parameters()
+    train(layer)
 
 
 def look_up_with_faults():
@@ -276,6 +333,7 @@ def ask_wrongly():
         ((indices, offsets[:1], []), {}, "this rank has no tables, .*: give batch="),
         ((indices, offsets, []), {"batch": 4}, "offsets for no tables have one element, not 5"),
         ((indices, offsets, [table]), {"weights": torch.ones(2)}, r"one an index, \[3\] on cpu, not \[2\]"),
+        ((indices, offsets, [table]), {"weights": torch.ones(6)[::2]}, r"not \[3\] with strides \(2,\) on cpu"),
         ((indices, offsets, [table]), {"weights": torch.ones(3).double()}, "takes weights of .*, not torch.float64"),
         ((indices, offsets, [table]), {"weights": torch.ones(3).requires_grad_()}, "no gradient: detach"),
     ):
@@ -287,12 +345,29 @@ def ask_wrongly():
         ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"gradient is torch.float32 \[2, 16\] on cpu"),
         ((grad,), {"optimizer": "adam", "settings": settings}, "optimizer is one of sgd, adagrad, not 'adam'"),
         ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings are fp32 \[2\]"),
+        ((grad,), {"optimizer": "sgd", "settings": torch.zeros(4)[::2]}, r"contiguous, .* with strides \(2,\) on cpu"),
+        ((grad,), {"optimizer": "sgd", "settings": settings.to("meta")}, "contiguous, on cpu: .* on meta"),
+        (
+            (grad,),
+            {"optimizer": "adagrad", "settings": settings, "states": [settings.to("meta")]},
+            r"the state of table 0 is fp32 \[2\], contiguous, on cpu, not .* on meta",
+        ),
         ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
     ):
         with pytest.raises(ValueError, match=words):
             ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], **options)
     with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="adam")
+    for shape, options, words in (
+        ((0, 4), {}, "table 0 has no rows"),
+        ((2, 6), {}, "multiple of 4 up to 2048, and table 0 has 6: 8 will do"),
+        ((2, 4), {"dtype": torch.float64}, "takes tables of .*, and table 0 is torch.float64"),
+        ((2, 4), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": -0.1}, "learning_rate is -0.1 and epsilon 1e-08, but both must"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": float("nan")}, "learning_rate is nan"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.EmbeddingAllToAll([shape], **options)
     with pytest.raises(ValueError, match="none can be sparse"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", sparse=True)
     for place, (own, words) in enumerate(
@@ -344,6 +419,33 @@ def compile_a_look_up():
         out.square().sum().backward()
         outcomes.append([out, *(leaf.grad for leaf in leaves)])
     return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
+
+
+def compile_more_look_ups():
+    """As `compile_a_look_up`: batches one after another, rank 1 without tables; sparse gradients, for a graph break."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    tables = [torch.randn(3, 4)] * (1 - rank)
+
+    def layer(indices, offsets, leaves, batch, sparse):
+        name = "compiled more"
+        options = {"batch": batch, "name": name, "sparse": sparse}
+        return torch.relu(ops.embedding_all_to_all(indices, offsets, leaves, group, **options))
+
+    right = []
+    for sparse, batches in ((False, (2, 4, 6)), (True, (2,))):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=not sparse)
+        for batch in batches:
+            indices, offsets = torch.arange(batch * len(tables)) % 3, torch.arange(batch * len(tables) + 1)
+            outcomes = []
+            for function in (compiled, layer):
+                leaves = [table.clone().requires_grad_() for table in tables]
+                out = function(indices, offsets, leaves, batch, sparse)
+                out.square().sum().backward()
+                assert all(leaf.grad.is_sparse == sparse for leaf in leaves)
+                outcomes.append([out, [leaf.grad.to_dense() for leaf in leaves]])
+            (out, grads), (other, others) = outcomes
+            right += [torch.equal(out, other), all(map(torch.equal, grads, others))]
+    return right
 
 
 def change_tables_between_calls():
@@ -415,6 +517,8 @@ def look_up_in_all_modes_of_autograd():
 
     assert look_up().requires_grad
     with torch.no_grad():
+        weights = torch.ones(world, requires_grad=True)  # which only gradients would need
+        assert torch.equal(ops.embedding_all_to_all(indices, offsets, [table], weights=weights), look_up())
         assert not look_up().requires_grad
     with torch.inference_mode():
         assert look_up().is_inference()
@@ -428,6 +532,11 @@ def look_up_in_all_modes_of_autograd():
     (grad,) = torch.autograd.grad(look_up().square().sum(), [table], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+    table.requires_grad_(False)
+    with forward_ad.dual_level():
+        table = forward_ad.make_dual(table, torch.ones(2, 4))
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            look_up()
 
 
 class Watch(TorchDispatchMode):

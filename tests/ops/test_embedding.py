@@ -30,6 +30,15 @@ def test_the_fused_update_is_the_unfused_one(interpret, optimizer, bound):
         assert is_equal or difference <= bound
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_table_of_several_features_gets_one_step_of_all_its_lookups(interpret, ranks):
+    # Rows 0 and 2 are looked up once by each rank's samples, row 1 twice, by two features.
+    for sgd, adagrad, state in interpret(ranks, "update_a_table_of_two_features", module=MODULE):
+        assert sgd == [-ranks, -2 * ranks, -ranks, 0]
+        assert adagrad == [-1, -1, -1, 0]
+        assert state == [ranks**2, 4 * ranks**2, ranks**2, 0]
+
+
 def test_a_bad_index_or_offset_is_named_by_its_rank_and_harms_nobody(interpret):
     (silent, out), (said, other) = interpret(2, "look_up_with_faults", module=MODULE)
     assert silent == [""] * 4
@@ -65,6 +74,10 @@ def test_a_rank_that_does_not_come_is_named(interpret):
     assert interpret(2, "wait_for_nobody", module=MODULE) == ["named", "late"]
 
 
+def test_a_module_moves_to_other_dtypes_and_from_the_meta_device(interpret):
+    interpret(2, "move_modules", module=MODULE)
+
+
 def test_what_cannot_be_looked_up_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly", module=MODULE)
 
@@ -75,6 +88,10 @@ def test_the_operators_are_registered_as_torch_asks(interpret):
 
 def test_torch_compile_takes_a_look_up_without_a_graph_break(interpret):
     assert interpret(2, "compile_a_look_up", module=MODULE, timeout=200.0) == [[True] * 3] * 2
+
+
+def test_torch_compile_takes_other_batches_ranks_without_tables_and_sparse_gradients(interpret):
+    assert interpret(2, "compile_more_look_ups", module=MODULE, timeout=200.0) == [[True] * 8] * 2
 
 
 def test_tables_that_change_between_calls_are_seen_as_they_are(interpret):

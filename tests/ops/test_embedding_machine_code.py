@@ -12,6 +12,8 @@ from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.embedding.faults import Report
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.lookup import Lookup, Pooling
+from stretto.ops.embedding.placement import common_multiple
+from stretto.ops.embedding.ways import describe_shapes
 from stretto.tiles.compile_only import compile_kernel
 
 NVIDIA = ["sm_90", "sm_100"]
@@ -26,8 +28,8 @@ def constants(*values):
     return (tl.constexpr(value) for value in values)
 
 
-def look_up(dim=256, block=256, multiple=4):
-    return Lookup(LONGS, 64, 1024, 65536, 100_000, *constants(dim, block, multiple))
+def look_up(dim=256, block=256, multiple=4, out_multiple=None):
+    return Lookup(LONGS, 64, 1024, 65536, 100_000, *constants(dim, block, multiple, out_multiple or multiple))
 
 
 def pooling(bags=1, rows=8, is_mean=False, checks=True):
@@ -121,6 +123,36 @@ def test_rows_come_by_16_bytes_and_several_at_once(target, dtype, way, warps, lo
     assert not between  # no row waits for another one
     assert not any("local" in line for line in lines if re.match(r"(ld|st)\.", line))
     assert any(re.search(r"st\.global\.v4\.b32", line) for line in lines)
+
+
+def find_wide(lookup):
+    """Whether fp16 rows of these tables are read by 16 bytes, and whether vectors are stored so."""
+    given = lookup._replace(meta=LONGS, tables=64, batch=1024, width=65536, total=100_000)
+    lines = to_ptx(dtype=torch.float16, lookup=given)
+    return tuple(any(re.search(pattern, line) for line in lines) for pattern in (WIDE_LOAD, r"st\.global\.v4\.b32"))
+
+
+def test_rows_are_read_and_stored_no_wider_than_they_are_aligned():
+    cpu = torch.device("cpu")
+    assert find_wide(describe_shapes([(1 << 12, 10, 256)], 2, 8, 264, cpu)) == (True, True)
+    # Other ranks' dims say where this one's columns begin, and how long a row of the output is.
+    assert find_wide(describe_shapes([(1 << 12, 10, 256)], 2, 12, 272, cpu)) == (True, False)
+    assert find_wide(describe_shapes([(1 << 12, 10, 256)], 2, 8, 268, cpu)) == (True, False)
+    # A table may be a part of another tensor.
+    assert find_wide(describe_shapes([((1 << 12) + 8, 10, 256)], 2, 8, 264, cpu)) == (False, True)
+    assert find_wide(describe_shapes([((1 << 12) + 2, 10, 256)], 2, 8, 264, cpu)) == (False, True)
+
+
+def test_rows_that_updates_change_are_stored_no_wider_than_they_are_aligned():
+    wide = []
+    for address in (1 << 12, (1 << 12) + 4):
+        multiple = common_multiple((256, address // 4), 4)
+        segments, _, *rest = backward_launches("sgd", scaled=False)["reduce_chunks"]
+        target = backward_kernel.Target(LONGS, WORDS, FLOATS, *constants("sgd", False, 256, multiple))
+        launch = (segments, target, *rest)
+        lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
+        wide.append(sum(bool(re.search(r"st\.global\.v4\.b32", line)) for line in lines))
+    assert wide[0] == 2 * wide[1]  # what is left are the parts of segments that are cut
 
 
 def test_tables_of_several_dims_are_read_by_16_bytes_too():

@@ -63,7 +63,7 @@ def exchange(kernels, dtype=torch.float32):
 
 def compile_pool(kernels, stubs, target="sm_90", bags=1, dtype=torch.float32, dim=256, weighted=False):
     """All forms of `pool_and_put`."""
-    lookup = Lookup(LONGS, 64, 1024, 65536, 100_000, *(tl.constexpr(value) for value in (dim, 256, 4)))
+    lookup = Lookup(LONGS, 64, 1024, 65536, 100_000, *(tl.constexpr(value) for value in (dim, 256, 4, 4)))
     pooling = Pooling(*(tl.constexpr(value) for value in (bags, 8 // bags, 8, False, True)))
     arguments = (
         make_channel("p2p"), exchange(kernels, dtype), lookup, pooling, LONGS, LONGS,

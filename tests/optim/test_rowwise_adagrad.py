@@ -52,3 +52,21 @@ def test_what_is_no_table_is_refused() -> None:
         RowWiseAdagrad([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="lr is -1"):
         RowWiseAdagrad([nn.Parameter(torch.ones(3, 1))], lr=-1)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_half_precision_tables_hold_what_squares_need(dtype: torch.dtype, is_sparse: bool) -> None:
+    gradient = torch.zeros(3, 4, dtype=dtype)
+    gradient[0], gradient[1] = 300.0, 1e-4  # whose squares fp16 does not have
+    expected = by_formula(torch.ones(3, 4, dtype=torch.float64), [gradient.double()] * 3)
+    table, other = nn.Parameter(torch.ones(3, 4, dtype=dtype)), nn.Parameter(torch.ones(3, 4, dtype=dtype))
+    optimizer, again = RowWiseAdagrad([table], lr=LR, eps=EPS), RowWiseAdagrad([other], lr=LR, eps=EPS)
+    for _ in range(3):
+        table.grad = gradient.to_sparse(1) if is_sparse else gradient
+        optimizer.step()
+    torch.testing.assert_close(table.detach().double(), expected, atol=3 * torch.finfo(dtype).eps, rtol=0)
+    assert optimizer.sums(table).dtype == torch.float32
+    again.load_state_dict(optimizer.state_dict())
+    assert again.sums(other).dtype == torch.float32
+    assert torch.equal(again.sums(other), optimizer.sums(table))

@@ -21,7 +21,8 @@ class EmbeddingTables(nn.ModuleList):
 
     `tables(indices, offsets)`: indices [total] int64 or int32, all of the first table first, and offsets
     [tables x batch + 1] where each bag begins, as TorchRec's KeyedJaggedTensor has them; offsets may lie on the CPU,
-    which saves waiting for a GPU. Returns [batch, tables x dim]. A bag may be empty: its sum is zero.
+    which saves waiting for a GPU. Returns [batch, tables x dim]. A bag may be empty: its sum is zero. ValueError for
+    offsets of another number, and, where they are on the CPU, for ones that do not divide the indices.
     """
 
     def __init__(self, rows: Sequence[int], dim: int) -> None:
@@ -30,14 +31,32 @@ class EmbeddingTables(nn.ModuleList):
         )
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        batch = (len(offsets) - 1) // len(self)
-        ends = offsets[::batch].tolist()
+        batch = _count_samples(indices, offsets, len(self))
+        ends = offsets[::batch].tolist() if batch else [0] * (len(self) + 1)
         offsets = offsets.to(indices)
         pooled = []
         for table, bag in enumerate(self):
             of_table = offsets[table * batch : (table + 1) * batch + 1] - ends[table]
             pooled.append(bag(indices[ends[table] : ends[table + 1]], of_table))
         return torch.cat(pooled, dim=1)
+
+
+def _count_samples(indices: Tensor, offsets: Tensor, tables: int) -> int:
+    bags = len(offsets) - 1 if offsets.dim() == 1 else -1
+    if bags < 0 or bags % tables:
+        raise ValueError(
+            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} "
+            "tables"
+        )
+    if offsets.device.type == "cpu":  # elsewhere this would wait for the device
+        if int(offsets[0]) != 0 or int(offsets[-1]) != len(indices):
+            raise ValueError(
+                f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but must go from 0 to the number of "
+                f"indices, {len(indices)}"
+            )
+        if bool((offsets.diff() < 0).any()):
+            raise ValueError("offsets fall somewhere: a bag cannot end before it begins")
+    return bags // tables
 
 
 class DotInteraction(nn.Module):
@@ -105,6 +124,8 @@ class DLRM(nn.Module):
     ) -> Tensor:
         # The tables first, so that the backward pass comes to them last: the MLPs' gradients may be summed meanwhile.
         pooled = self.tables(indices, offsets)
+        if len(pooled) != len(dense):
+            raise ValueError(f"dense has {len(dense)} samples, and offsets {len(pooled)}: both must be of one batch")
         logits = self.top(self.interaction(self.bottom(dense), pooled)).squeeze(1)
         if labels is None:
             return logits

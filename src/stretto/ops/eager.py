@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
@@ -20,6 +21,16 @@ def is_traced(*tensors: Tensor | None) -> bool:
         or torch._C._are_functorch_transforms_active()
         or not _PLAIN.issuperset(map(type, tensors))
     )
+
+
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether torch is to be told of a call: some of its tensors need gradients, or may have forward-mode tangents.
+
+    No operator here has forward-mode derivatives, and torch says so of what it is told of.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def shorten(
@@ -47,7 +58,7 @@ def shorten(
         tensors = inputs[:_TENSORS]
         if is_traced(*tensors):
             return operator(*inputs)
-        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        if is_differentiated(*tensors):
             return function.apply(*inputs)
         return run(*inputs)
 

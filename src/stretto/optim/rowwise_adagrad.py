@@ -14,6 +14,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     For parameters [rows, dim] with sparse gradients, of which only the rows that were looked up are touched, or dense
     ones. `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order.
+    Sums of fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end.
     """
 
     def __init__(
@@ -42,18 +43,29 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, table: Tensor, gradient: Tensor, lr: float | Tensor, eps: float) -> None:
         sums = self.sums(table)
         if not gradient.is_sparse:
+            gradient = gradient.to(sums.dtype)
             sums += gradient.square().mean(dim=1)
-            table -= lr * gradient / (sums.sqrt() + eps).unsqueeze(1)
+            table.copy_(table.to(sums.dtype) - lr * gradient / (sums.sqrt() + eps).unsqueeze(1))
             return
-        gradient = gradient.coalesce()
+        gradient = gradient.to(sums.dtype).coalesce()
         rows, values = gradient.indices()[0], gradient.values()
         seen = sums.index_select(0, rows) + values.square().mean(dim=1)
         sums.index_copy_(0, rows, seen)
-        table.index_add_(0, rows, values * (-lr / (seen.sqrt() + eps)).unsqueeze(1))
+        changed = table.index_select(0, rows) + values * (-lr / (seen.sqrt() + eps)).unsqueeze(1)
+        table.index_copy_(0, rows, changed.to(table.dtype))
 
     def sums(self, table: Tensor) -> Tensor:
         """A table's state, [rows]; made when it is asked for first."""
         state = self.state[table]
         if "sum" not in state:
-            state["sum"] = table.new_zeros(len(table))
+            state["sum"] = table.new_zeros(len(table), dtype=torch.promote_types(table.dtype, torch.float32))
         return state["sum"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would give the sums their tables' dtype."""
+        super().load_state_dict(state_dict)
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for place, table in zip(places, parameters, strict=True):
+            if place in state_dict["state"] and table.dtype.itemsize < torch.float32.itemsize:
+                self.state[table]["sum"] = state_dict["state"][place]["sum"].to(table.device, torch.float32, copy=True)

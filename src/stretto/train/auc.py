@@ -8,8 +8,11 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float | None:
     """The exact area: the part of all pairs of a positive and a negative that are in order; equal scores count half.
 
     scores and labels (0 or 1) [samples]. None where the labels are all the same, or a score is no number. This is Mann
-    and Whitney's statistic: the positives' ranks, where equal scores share their mean rank, added up.
+    and Whitney's statistic: the positives' ranks, where equal scores share their mean rank, added up. ValueError where
+    there is not one label for each score.
     """
+    if scores.dim() != 1 or scores.shape != labels.shape:
+        raise ValueError(f"scores and labels are [samples] both, not {list(scores.shape)} and {list(labels.shape)}")
     labels = labels.bool()
     positives = int(labels.sum())
     negatives = len(labels) - positives

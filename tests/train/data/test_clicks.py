@@ -38,12 +38,12 @@ def write(path: Path, *lines: str, end: str = "\n") -> Path:
 
 
 def test_numbers_are_logarithms_and_those_absent_or_negative_are_zero(logs: Path) -> None:
-    write(logs / "a.txt", line(1, [5, "", -3, *range(10)]), line(0, [2**31 - 1, *range(12)]))
+    write(logs / "a.txt", line(1, [5, "", -3, *range(10)]), line(0, [2**31 - 1, -(2**31), *range(11)]))
     batch = CriteoClicks(str(logs), ROWS, ONE).read(np.array([1, 0]))
     assert batch.labels.tolist() == [0.0, 1.0]
     assert batch.dense.dtype == np.float32
     np.testing.assert_allclose(batch.dense[1, :5], np.log1p([5, 0, 0, 0, 1]), rtol=1e-6)
-    np.testing.assert_allclose(batch.dense[0, 0], np.log(2.0**31), rtol=1e-6)
+    np.testing.assert_allclose(batch.dense[0, :2], [np.log(2.0**31), 0], rtol=1e-6)
 
 
 def test_equal_categories_share_a_row_and_those_absent_have_the_first(logs: Path) -> None:
@@ -119,6 +119,7 @@ def test_text_is_parsed_once_and_again_when_it_has_changed(logs: Path, monkeypat
         ),
         (line(0, ["-", *range(12)]), "line 3: number 1 of 13 must be .*, but is '-'"),
         (line(0, [2**31, *range(12)]), "line 3: number 1 of 13 must be .*, but is '2147483648'"),
+        (line(0, [-(2**31) - 1, *range(12)]), "line 3: number 1 of 13 must be .*, but is '-2147483649'"),
         (line(0, [1.5, *range(12)]), r"line 3: number 1 of 13 must be .*, but is '1\.5'"),
         (line(0, None, [*"abcdefabcdefabcdefabcdefa", "g0"]), "line 3: category 26 of 26 must be .*, but is 'g0'"),
         (line(0, None, ["123456789", *"a" * 25]), "line 3: category 1 of 26 must be .*, but is '123456789'"),

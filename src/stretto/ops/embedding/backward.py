@@ -26,6 +26,7 @@ from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.lookup import Lookup
 from stretto.ops.embedding.placement import Placement, common_multiple
 from stretto.ops.embedding.ring import round_size
+from stretto.ops.embedding.table_set import TableSet
 from stretto.ops.embedding.ways import (
     Way,
     count_multiprocessors,
@@ -130,11 +131,16 @@ def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
 
 
 def stage_gradients(
-    grad: Tensor, lookups: Lookups, placement: Placement, group: str, zeros: Sequence[Tensor] = ()
+    grad: Tensor,
+    lookups: Lookups,
+    placement: Placement,
+    group: str,
+    zeros: Sequence[Tensor] = (),
+    firsts: tuple[int, ...] | None = None,
 ) -> Staged | None:
     """Push grad [batch / world, width] to the tables' owners; meanwhile fill `zeros` and sort this rank's lookups.
 
-    None where this rank has no lookups: it has then only pushed.
+    firsts: see `sort_lookups`. None where this rank has no lookups: it has then only pushed.
     """
     if placement.batch == 0 or placement.width == 0:
         fill_zeros(zeros)
@@ -150,7 +156,7 @@ def stage_gradients(
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has said what is wrong with the input: what this one finds is nobody's.
-        staged = sort_lookups(lookups, placement, staging.own, way, staging.faults)
+        staged = sort_lookups(lookups, placement, staging.own, way, staging.faults, firsts)
     tiles.join_copies(staging.channel)
     return staged
 
@@ -196,19 +202,35 @@ def _copy_columns(staging: _Staging, grad: Tensor, placement: Placement) -> None
 
 @functools.lru_cache(maxsize=256)
 def _describe_rows(
-    rows: tuple[int, ...], dims: tuple[int, ...], itemsize: int, device: torch.device
+    rows: tuple[int, ...],
+    dims: tuple[int, ...],
+    itemsize: int,
+    device: torch.device,
+    firsts: tuple[int, ...] | None = None,
 ) -> tuple[Lookup, tuple[int, ...], Tensor]:
     """Tables without addresses; and where the rows of each begin among those of all, and all end: here, and there."""
     bases = tuple(itertools.accumulate(rows, initial=0))
+    if firsts is not None:
+        bases = *(bases[first] for first in firsts), bases[-1]
     shapes = [(0, *shape) for shape in zip(rows, dims, strict=True)]
-    lookup = describe_shapes(shapes, itemsize, 0, device)
+    lookup = describe_shapes(shapes, itemsize, 0, sum(dims), device)
     return lookup, bases, keep_words(tuple((base,) for base in bases), device)
 
 
-def sort_lookups(lookups: Lookups, placement: Placement, staging: Tensor, way: BackwardWay, faults: Faults) -> Staged:
-    """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later."""
+def sort_lookups(
+    lookups: Lookups,
+    placement: Placement,
+    staging: Tensor,
+    way: BackwardWay,
+    faults: Faults,
+    firsts: tuple[int, ...] | None = None,
+) -> Staged:
+    """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later.
+
+    firsts: the table whose rows each one's are, by default its own; so what is added up is what comes of all of them.
+    """
     device, total = staging.device, lookups.indices.numel()
-    lookup, bases, first_rows = _describe_rows(lookups.rows, lookups.dims, staging.element_size(), device)
+    lookup, bases, first_rows = _describe_rows(lookups.rows, lookups.dims, staging.element_size(), device, firsts)
     hold_for_replays(lookup.meta)
     hold_for_replays(first_rows)
     rows = bases[-1]
@@ -273,7 +295,11 @@ def reduce_rows(
     device = gradients.device
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
     meta = keep_words(words, device) if is_kept else send_words(words, device)
-    target = _describe_target(tuple(dims), gradients.element_size(), action, by_number, device)
+    itemsize = gradients.element_size()
+    # What is allocated for a call begins at a multiple of 16 bytes; tables may lie anywhere.
+    places = tuple(address // itemsize for address in addresses) if is_kept else ()
+    multiple = common_multiple((*dims, *places), itemsize)
+    target = _describe_target(tuple(dims), multiple, action, by_number, device)
     hold_for_replays(target.tables_of)
     target = target._replace(meta=meta, settings=settings)
     block = target.block.value
@@ -292,10 +318,10 @@ def reduce_rows(
 
 @functools.lru_cache(maxsize=64)
 def _describe_target(
-    dims: tuple[int, ...], itemsize: int, action: str, by_number: bool, device: torch.device
+    dims: tuple[int, ...], multiple: int, action: str, by_number: bool, device: torch.device
 ) -> Target:
     """A target without addresses and settings."""
-    constants = (action, by_number, round_up_to_power(max(dims)), common_multiple(dims, itemsize))
+    constants = (action, by_number, round_up_to_power(max(dims)), multiple)
     return Target(None, _find_tables_of(dims, device), None, *(tl.constexpr(value) for value in constants))
 
 
@@ -322,16 +348,22 @@ def update_tables(
     lookups: Lookups,
     placement: Placement,
     group: str,
-    addresses: Sequence[int],
+    tables: TableSet,
     states: Sequence[Tensor],
     optimizer: str,
     settings: Tensor,
 ) -> None:
-    """See `embedding_all_to_all_update`; addresses: of this rank's tables."""
-    staged = stage_gradients(grad, lookups, placement, group)
+    """See `embedding_all_to_all_update`. A table that is there several times gets one step, of all its lookups."""
+    firsts = tables.firsts
+    lasts = [state.data_ptr() for state in states] if states else [0] * len(firsts)
+    for place, first in enumerate(firsts):
+        if lasts[place] != lasts[first]:
+            raise ValueError(
+                f"embedding_all_to_all_update: tables {first} and {place} are one table, so they have one state"
+            )
+    staged = stage_gradients(grad, lookups, placement, group, firsts=firsts)
     if staged is not None:
-        lasts = [state.data_ptr() for state in states] if states else [0] * len(addresses)
-        reduce_rows(staged, lookups.dims, addresses, lasts, optimizer, settings, is_kept=True)
+        reduce_rows(staged, lookups.dims, tables.addresses, lasts, optimizer, settings, is_kept=True)
 
 
 def fill_zeros(tensors: Sequence[Tensor]) -> None:
@@ -351,7 +383,9 @@ def sparse_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[
     if staged is None:
         empty = torch.empty(1, 0, dtype=torch.int64, device=like.device)
         return [
-            torch.sparse_coo_tensor(empty, like.new_empty(0, dim), (count, dim), is_coalesced=True)
+            torch.sparse_coo_tensor(
+                empty, like.new_empty(0, dim), (count, dim), is_coalesced=True, check_invariants=False
+            )
             for count, dim in zip(rows, dims, strict=True)
         ]
     found = int(staged.segments.totals[1])

@@ -48,7 +48,7 @@ class Target(NamedTuple):
     meta: int64 [tables, 4]: address, first key, dim, address of the table's state (fp32 [rows]), or with by_number the
     number of its first segment. tables_of: int32, the table of each QUANTUM of columns. action: one of `ACTIONS`.
     by_number: rows are segments' numbers (sparse gradients), not tables' rows. settings: fp32 [2], learning rate and
-    epsilon.
+    epsilon. multiple: every dim and every address, in elements, is one.
     """
 
     meta: Any
@@ -293,8 +293,9 @@ def _locate(target, staging, table, key, number, inside):  # type: ignore[no-unt
         row = number.to(tl.int64) - last
     columns = tl.arange(0, target.block)
     mask = inside[:, None] & (columns[None, :] < dim[:, None])
-    base = tl.multiple_of(tl.load(words, mask=inside, other=0), 16).to(staging.dtype)
-    base = tl.multiple_of(base, 16)
+    alignment: tl.constexpr = target.multiple * staging.dtype.element_ty.primitive_bitwidth // 8
+    base = tl.multiple_of(tl.load(words, mask=inside, other=0), alignment).to(staging.dtype)
+    base = tl.multiple_of(base, alignment)
     offset = tl.multiple_of(row * dim, target.multiple)
     return row, (base + offset)[:, None] + columns[None, :], mask, last, dim
 

@@ -19,7 +19,8 @@ class Lookup(NamedTuple):
 
     meta: int64 [tables, 4]: address, rows, dim, first column in a row of the output. tables: how many. batch: samples
     of a rank. width: columns of a row of the output. total: number of indices. Compiled in: dim, if all tables have
-    one, else 0; block, the power of two that holds every dim; multiple, of which every dim is one.
+    one, else 0; block, the power of two that holds every dim; multiple, of which every dim and every address, in
+    elements, is one; out_multiple, of which the output's width and every column are one.
     """
 
     meta: Any
@@ -30,6 +31,7 @@ class Lookup(NamedTuple):
     dim: Any
     block: Any
     multiple: Any
+    out_multiple: Any
 
 
 class Pooling(NamedTuple):
@@ -50,7 +52,7 @@ def find_table(lookup, table):  # type: ignore[no-untyped-def]
     dim = lookup.dim
     if lookup.dim == 0:
         dim = tl.multiple_of(tl.load(meta + 2), lookup.multiple)
-    column = tl.multiple_of(tl.load(meta + 3), lookup.multiple)
+    column = tl.multiple_of(tl.load(meta + 3), lookup.out_multiple)
     return tl.load(meta), tl.load(meta + 1), dim, column
 
 
@@ -79,7 +81,8 @@ def pool_bags(lookup, pooling, address, rows, dim, indices, weights, start, end,
     """
     columns = tl.arange(0, lookup.block)
     steps = tl.arange(0, pooling.rows)
-    base = tl.multiple_of(address.to(dtype), 16)
+    alignment: tl.constexpr = lookup.multiple * dtype.element_ty.primitive_bitwidth // 8
+    base = tl.multiple_of(address.to(dtype), alignment)
     total = tl.zeros((pooling.bags, lookup.block), tl.float32)
     count = end - start
     longest = tl.max(count, 0)
@@ -121,5 +124,5 @@ def store_bags(lookup, out, sample, inside, dim, column, total):  # type: ignore
     mask = inside[:, None]
     if lookup.dim != lookup.block:
         mask = mask & (columns < dim)[None, :]
-    offset = tl.multiple_of(sample.to(tl.int64) * lookup.width, lookup.multiple) + column
+    offset = tl.multiple_of(sample.to(tl.int64) * lookup.width, lookup.out_multiple) + column
     tl.store(out + (offset[:, None] + columns[None, :]), total.to(out.dtype.element_ty), mask=mask)

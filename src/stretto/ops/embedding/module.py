@@ -1,8 +1,8 @@
 """`EmbeddingAllToAll`: this rank's tables as a module, which a torch optimizer trains or its own backward pass does."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from stretto.ops.checks import find_name
 from stretto.ops.embedding.operator import OPTIMIZERS, embedding_all_to_all
+from stretto.ops.embedding.placement import require_mode
+from stretto.ops.embedding.table_set import require_shape
 from stretto.ops.embedding.updating import TableUpdate, embedding_all_to_all_updating
 from stretto.ops.workspace import find_kept
 
@@ -22,7 +24,11 @@ class EmbeddingAllToAll(nn.Module):
     backward pass itself changes the rows that were looked up: then `tables` need no gradients, and no optimizer should
     have them. All ranks of the group make their modules in one order. learning_rate, epsilon: that optimizer's;
     `set_learning_rate` changes the first one, also of a CUDA graph that was captured. mode, checks: as in
-    `embedding_all_to_all`. Rows begin with numbers of uniform distribution, at most 1 / sqrt(rows) large.
+    `embedding_all_to_all`. Rows begin with numbers of uniform distribution, at most 1 / sqrt(rows) large
+    (`reset_parameters`, which a module that was made on the meta device calls after `to_empty`).
+
+    dtype is the tables': settings and states are fp32, and stay so when the module is moved to another dtype.
+    ValueError for what no table or optimizer can be.
     """
 
     settings: Tensor
@@ -46,19 +52,32 @@ class EmbeddingAllToAll(nn.Module):
             raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
         if optimizer is not None and sparse:
             raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
+        if not (learning_rate >= 0 and epsilon >= 0):
+            raise ValueError(f"learning_rate is {learning_rate} and epsilon {epsilon}, but both must be at least 0")
+        require_mode(mode)
+        for place, (rows, dim) in enumerate(shapes):
+            require_shape(place, rows, dim, dtype or torch.get_default_dtype())
         self.name = _find_new_name(group)
         self.group, self.mode, self.optimizer = group, mode, optimizer
         self.sparse, self.checks = sparse, checks
-        made = []
-        for rows, dim in shapes:
-            table = torch.empty(rows, dim, dtype=dtype, device=device)
-            nn.init.uniform_(table, -(rows**-0.5), rows**-0.5)
-            made.append(nn.Parameter(table, requires_grad=optimizer is None))
-        self.tables = nn.ParameterList(made)
-        rates = torch.tensor([learning_rate, epsilon], dtype=torch.float32, device=device)
-        self.register_buffer("settings", rates, persistent=False)
+        self._rates = learning_rate, epsilon
+        self.tables = nn.ParameterList(
+            nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=optimizer is None)
+            for shape in shapes
+        )
+        self.register_buffer("settings", torch.empty(2, dtype=torch.float32, device=device), persistent=False)
         for place, (rows, _) in enumerate(shapes if optimizer == "adagrad" else ()):
-            self.register_buffer(f"state_{place}", torch.zeros(rows, dtype=torch.float32, device=device))
+            self.register_buffer(f"state_{place}", torch.empty(rows, dtype=torch.float32, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin anew: other rows, states of zeros, and the learning rate that the module was made with."""
+        for table in self.tables:
+            nn.init.uniform_(table, -(len(table) ** -0.5), len(table) ** -0.5)
+        for state in self.states:
+            nn.init.zeros_(state)
+        for place, rate in enumerate(self._rates):
+            nn.init.constant_(self.settings[place], rate)
 
     @property
     def states(self) -> list[Tensor]:
@@ -87,6 +106,16 @@ class EmbeddingAllToAll(nn.Module):
             return embedding_all_to_all(indices, offsets, tables, self.group, sparse=self.sparse, **options)
         update = TableUpdate(self.optimizer, self.settings, self.states)
         return embedding_all_to_all_updating(indices, offsets, tables, self.group, update, **options)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half` and their like do; settings and states stay fp32, which updates take."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
     def extra_repr(self) -> str:
         """What was given."""

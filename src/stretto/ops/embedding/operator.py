@@ -1,5 +1,6 @@
 """`embedding_all_to_all`, its torch.library operators and gradients."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.checks import find_name
-from stretto.ops.eager import is_traced
+from stretto.ops.eager import is_differentiated, is_traced
 from stretto.ops.embedding.backward import Lookups, find_gradients, update_tables
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input
@@ -58,29 +59,48 @@ def embedding_all_to_all(
     does not divide, tables that disagree between ranks, ...), and for a rank outside of the group; PeerError for a rank
     that does not come. Paper 002, section 3.
     """
+    if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
+        options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}
+        return _look_up_outside_of_graphs(indices, offsets, tables, group, **options)
     group_name, device = find_name(group), offsets.device
     traces = is_traced(indices, offsets, weights, *tables)
     known = (accept_tables if traces else find_tables)(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, dist.get_world_size(group))
+    if traces:
+        count = operator.index(count)  # ranks agree on each batch: torch.compile traces another one anew
     agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad()
     if traces:
         width, dtype, needs_grad = _agree(*agreed)
-        anchor = _make_anchor(known, needs_grad)
+        anchor = _anchors[device] if _needs_anchor(known, needs_grad) else None
         return torch.ops.stretto.embedding_all_to_all(
             indices, offsets, list(tables), weights, anchor, mode, count, width, dtype, checks, sparse, name, group_name
         )
     call = _Call(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
-    anchor = _make_anchor(known, call.placement.needs_grad)
-    if torch.is_grad_enabled() and (anchor is not None or known.needs_grad()):
+    anchor = _find_anchor(device) if _needs_anchor(known, call.placement.needs_grad) else None
+    if is_differentiated(anchor, *tables[:1]):  # all tables need gradients, or none
         return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
     return look_up_and_send(indices, offsets, known, weights, call.placement, group_name, mode, checks=checks)
 
 
-def _make_anchor(tables: TableSet, needs_grad: bool) -> Tensor | None:
+# What torch.compile traces has dense gradients only.
+_look_up_outside_of_graphs = torch.compiler.disable(
+    embedding_all_to_all, reason="a look-up with sparse gradients is no part of a graph"
+)
+
+_anchors: dict[torch.device, Tensor] = {}
+
+
+def _needs_anchor(tables: TableSet, needs_grad: bool) -> bool:
     """A rank without tables takes part in the backward pass too: its output needs a gradient for something."""
-    if tables.dims or not needs_grad or not torch.is_grad_enabled():
-        return None
-    return torch.empty(0, device=tables.device, requires_grad=True)
+    return not tables.dims and needs_grad and torch.is_grad_enabled()
+
+
+def _find_anchor(device: torch.device) -> Tensor:
+    """What the output of a rank without tables has a gradient for: nothing. torch.compile cannot make one itself."""
+    if device not in _anchors:
+        with torch.inference_mode(False):
+            _anchors[device] = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+    return _anchors[device]
 
 
 @torch.compiler.assume_constant_result
@@ -94,6 +114,7 @@ def _agree(
     needs_grad: bool,
 ) -> tuple[int, torch.dtype, bool]:
     placement = find_placement(group, device, name, dims, dtype, batch, needs_grad)
+    _find_anchor(device)
     return placement.width, placement.dtype, placement.needs_grad
 
 
@@ -150,10 +171,10 @@ def _embedding_all_to_all_gradients(
     name: str,
     group: str,
 ) -> list[Tensor]:
-    """The dense gradients of this rank's tables."""
+    """The dense gradients of this rank's tables; without tables its anchor's, or compilers would leave the call out."""
     lookups = Lookups(indices, offsets, weights, mode, tuple(rows), tuple(dims))
     placement = _find_again(group, offsets.device, lookups.dims, grad.dtype, batch, name)
-    return find_gradients(grad, lookups, placement, group, sparse=False)
+    return find_gradients(grad, lookups, placement, group, sparse=False) or [_make_nothing(grad)]
 
 
 @_embedding_all_to_all_gradients.register_fake
@@ -169,7 +190,11 @@ def _(
     name: str,
     group: str,
 ) -> list[Tensor]:
-    return [grad.new_empty(shape) for shape in zip(rows, dims, strict=True)]
+    return [grad.new_empty(shape) for shape in zip(rows, dims, strict=True)] or [_make_nothing(grad)]
+
+
+def _make_nothing(grad: Tensor) -> Tensor:
+    return grad.new_empty(0, dtype=torch.float32)  # an anchor's dtype
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -183,12 +208,15 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     indices, offsets, weights = ctx.saved_tensors
     rows, dims = ctx.shapes
     lookups = Lookups(indices, offsets, weights, ctx.mode, tuple(rows), tuple(dims))
+    anchor = None
     if ctx.sparse:
         placement = _find_again(ctx.group, offsets.device, lookups.dims, grad.dtype, ctx.batch, ctx.name)
         grads = find_gradients(grad, lookups, placement, ctx.group, sparse=True)
     else:
         grads = _call_gradients(grad, lookups, ctx.batch, ctx.name, ctx.group)
-    return None, None, grads, *[None] * 10
+        if not dims:
+            (anchor,), grads = grads, []
+    return None, None, grads, None, anchor, *[None] * 8
 
 
 def _call_gradients(grad: Tensor, lookups: Lookups, batch: int, name: str, group: str) -> list[Tensor]:
@@ -236,7 +264,7 @@ class _LookUp(torch.autograd.Function):
         indices, offsets, weights = ctx.saved_tensors
         lookups = Lookups(indices, offsets, weights, call.mode, call.tables.rows, call.tables.dims)
         if is_traced(grad) and not call.sparse:
-            grads = _call_gradients(grad, lookups, call.placement.batch, call.name, call.group)
+            grads = _call_gradients(grad, lookups, call.placement.batch, call.name, call.group)[: len(lookups.dims)]
         else:
             grads = find_gradients(grad, lookups, call.placement, call.group, sparse=call.sparse)
         return *[None] * 5, *grads
@@ -261,7 +289,7 @@ def _embedding_all_to_all_update(
     known = find_tables(tables, offsets.device)
     placement = _find_again(group, offsets.device, known.dims, grad.dtype, batch, name)
     lookups = Lookups(indices, offsets, weights, pooling, known.rows, known.dims)
-    update_tables(grad, lookups, placement, group, known.addresses, states, optimizer, settings)
+    update_tables(grad, lookups, placement, group, known, states, optimizer, settings)
 
 
 def embedding_all_to_all_update(
@@ -285,20 +313,23 @@ def embedding_all_to_all_update(
     has checked them. optimizer: "sgd", or "adagrad", row-wise: a row's state grows by the mean of its gradient's
     squares, and the row changes by -learning rate x gradient / (sqrt(state) + epsilon). settings: fp32 [2] on the
     device, learning rate and epsilon. states: for adagrad, fp32 [rows] of each table. Sums and updates are fp32, then
-    rounded to the table's dtype. All ranks call it, also those without tables. ValueError for other input.
+    rounded to the table's dtype. A table may be there several times, for several features: a row gets one step, of all
+    its lookups. All ranks call it, also those without tables. ValueError for other input.
     """
     group_name = find_name(group)
     device, world = offsets.device, dist.get_world_size(group)
     traces = is_traced(grad, indices, offsets, weights, settings, *tables, *states)
     known = (accept_tables if traces else find_tables)(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
+    if traces:
+        count = operator.index(count)
     width, dtype, _ = _agree(group_name, device, name, known.dims, known.dtype, count, False)
     if grad.shape != (count // world, width) or grad.dtype != dtype or grad.device != device:
         raise ValueError(
             f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
             f"{device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
         )
-    require_optimizer(optimizer, settings, known.rows, states)
+    require_optimizer(optimizer, settings, known.rows, states, device)
     if traces:
         detached = [table.detach() for table in tables]
         torch.ops.stretto.embedding_all_to_all_update(
@@ -308,28 +339,38 @@ def embedding_all_to_all_update(
     lookups = Lookups(indices, offsets, weights, mode, known.rows, known.dims)
     placement = _find_again(group_name, device, known.dims, dtype, count, name)
     with torch.no_grad():
-        update_tables(grad, lookups, placement, group_name, known.addresses, states, optimizer, settings)
+        update_tables(grad, lookups, placement, group_name, known, states, optimizer, settings)
     torch.autograd.graph.increment_version([*tables, *states])
 
 
-def require_optimizer(optimizer: str, settings: Tensor, rows: Sequence[int], states: Sequence[Tensor]) -> None:
+def require_optimizer(
+    optimizer: str, settings: Tensor, rows: Sequence[int], states: Sequence[Tensor], device: torch.device
+) -> None:
     """ValueError for what is no optimizer, or not what one of tables with so many rows takes."""
     name = "embedding_all_to_all_update"
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"{name}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    if settings.shape != (2,) or settings.dtype != torch.float32:
+    if settings.shape != (2,) or not _suits(settings, device):
         raise ValueError(
-            f"{name}: settings are fp32 [2], learning rate and epsilon, not {settings.dtype} {list(settings.shape)}"
+            f"{name}: settings are fp32 [2], contiguous, on {device}: learning rate and epsilon; "
+            f"not {_describe(settings)}"
         )
     expected = len(rows) if optimizer == "adagrad" else 0
     if len(states) != expected:
         raise ValueError(f"{name}: {optimizer} of {len(rows)} tables has {expected} states, not {len(states)}")
     for place, (state, count) in enumerate(zip(states, rows, strict=False)):
-        if state.shape != (count,) or state.dtype != torch.float32 or not state.is_contiguous():
+        if state.shape != (count,) or not _suits(state, device):
             raise ValueError(
-                f"{name}: the state of table {place} is fp32 [{count}], contiguous, not {state.dtype} "
-                f"{list(state.shape)}"
+                f"{name}: the state of table {place} is fp32 [{count}], contiguous, on {device}, not {_describe(state)}"
             )
+
+
+def _suits(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device == device and tensor.is_contiguous()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
 def tune_embedding(

@@ -81,8 +81,7 @@ def require_input(
 ) -> int:
     """The global batch. ValueError for what cannot be looked up in so many tables; no element is read."""
     name = "embedding_all_to_all"
-    if mode not in MODES:
-        raise ValueError(f"{name}: mode is one of {', '.join(MODES)}, not {mode!r}")
+    require_mode(mode)
     for what, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_contiguous():
             raise ValueError(
@@ -95,11 +94,11 @@ def require_input(
         if weights.shape != indices.shape or weights.device != indices.device or not weights.is_contiguous():
             raise ValueError(
                 f"{name}: per-sample weights are contiguous and one an index, [{indices.numel()}] on {indices.device}, "
-                f"not {list(weights.shape)} on {weights.device}"
+                f"not {list(weights.shape)} with strides {weights.stride()} on {weights.device}"
             )
         if weights.dtype not in DTYPES:
             raise ValueError(f"{name} takes weights of {name_dtypes()}, not {weights.dtype}")
-        if weights.requires_grad:
+        if weights.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} gives per-sample weights no gradient: detach() them")
     count = _find_batch(name, offsets, tables, batch)
     if count % world:
@@ -109,6 +108,12 @@ def require_input(
     if not torch.compiler.is_compiling():
         _require_device(name, offsets)
     return count
+
+
+def require_mode(mode: str) -> None:
+    """ValueError for a way to pool that there is none of."""
+    if mode not in MODES:
+        raise ValueError(f"embedding_all_to_all: mode is one of {', '.join(MODES)}, not {mode!r}")
 
 
 def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> int:
@@ -198,6 +203,6 @@ def _agree(group: str, device: torch.device, told: _Told) -> Placement:
 
 
 @functools.lru_cache(maxsize=256)
-def common_multiple(dims: tuple[int, ...], itemsize: int) -> int:
-    """The largest number of elements, up to 16 bytes of them, that divides all dims."""
-    return math.gcd(16 // itemsize, *dims)
+def common_multiple(numbers: tuple[int, ...], itemsize: int) -> int:
+    """The largest number of elements, up to 16 bytes of them, that divides all numbers of elements."""
+    return math.gcd(16 // itemsize, *numbers)

@@ -1,5 +1,7 @@
 """This rank's tables as calls know them: what is refused, and what follows from how they look, found once."""
 
+import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +38,24 @@ class TableSet:
                 f"{_OPERATOR}: table 0 and table {place} differ in requires_grad: all tables get gradients, or none"
             )
         return any(self.have_gradients)
+
+    @functools.cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """The first table that is the same memory as each: itself, unless a table is there several times.
+
+        ValueError for tables that have only a part of their memory in common: nothing can change them together.
+        """
+        itemsize = self.dtype.itemsize if self.dtype else 0
+        first_of: dict[tuple[int, int, int], int] = {}
+        shapes = zip(self.addresses, self.rows, self.dims, strict=True)
+        firsts = tuple(first_of.setdefault(shape, place) for place, shape in enumerate(shapes))
+        for (before, one), (after, other) in itertools.pairwise(sorted(first_of.items())):
+            if before[0] + before[1] * before[2] * itemsize > after[0]:
+                raise ValueError(
+                    f"{_OPERATOR}_update: tables {min(one, other)} and {max(one, other)} have a part of their memory "
+                    "in common: give the whole table each time, or parts that are apart"
+                )
+        return firsts
 
 
 _looks_of = operator.attrgetter("shape", "dtype", "device", "requires_grad")
@@ -80,6 +100,16 @@ def _require_table(place: int, table: Tensor, first: Tensor, device: torch.devic
             f"{table.stride()}"
         )
     rows, dim = table.shape
+    require_shape(place, rows, dim, table.dtype)
+    if table.dtype != first.dtype:
+        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
+    if table.device != device:
+        raise ValueError(f"{name}: table {place} is on {table.device} and offsets on {device}: move one of them")
+
+
+def require_shape(place: int, rows: int, dim: int, dtype: torch.dtype) -> None:
+    """ValueError unless kernels take a table [rows, dim] of this dtype."""
+    name = _OPERATOR
     if rows < 1:
         raise ValueError(f"{name}: table {place} has no rows")
     if dim < 4 or dim % 4 or dim > MAX_DIM:
@@ -87,12 +117,8 @@ def _require_table(place: int, table: Tensor, first: Tensor, device: torch.devic
         raise ValueError(
             f"{name}: a table's dim is a multiple of 4 up to {MAX_DIM}, and table {place} has {dim}: {nearest} will do"
         )
-    if table.dtype not in DTYPES:
-        raise ValueError(f"{name} takes tables of {name_dtypes()}, and table {place} is {table.dtype}")
-    if table.dtype != first.dtype:
-        raise ValueError(f"{name}: table 0 is {first.dtype} and table {place} {table.dtype}: convert one of them")
-    if table.device != device:
-        raise ValueError(f"{name}: table {place} is on {table.device} and offsets on {device}: move one of them")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} takes tables of {name_dtypes()}, and table {place} is {dtype}")
 
 
 def name_dtypes() -> str:

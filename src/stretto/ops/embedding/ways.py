@@ -160,23 +160,28 @@ def _is_capturing(device: torch.device) -> bool:
 
 def describe_tables(tables: TableSet, first_column: int, batch: int, width: int, total: int) -> Lookup:
     """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
-    lookup = _describe_tables(tables, first_column)
+    lookup = _describe_tables(tables, first_column, width)
     hold_for_replays(lookup.meta)
     return lookup._replace(batch=batch, width=width, total=total)
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES_KEPT)
-def _describe_tables(tables: TableSet, first_column: int) -> Lookup:
+def _describe_tables(tables: TableSet, first_column: int, width: int) -> Lookup:
     shapes = tuple(zip(tables.addresses, tables.rows, tables.dims, strict=True))
     itemsize = tables.dtype.itemsize if tables.dtype else 4
-    return describe_shapes(shapes, itemsize, first_column, tables.device)
+    return describe_shapes(shapes, itemsize, first_column, width, tables.device)
 
 
 def describe_shapes(
-    shapes: Sequence[tuple[int, int, int]], itemsize: int, first_column: int, device: torch.device
+    shapes: Sequence[tuple[int, int, int]], itemsize: int, first_column: int, width: int, device: torch.device
 ) -> Lookup:
-    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes; the call's sizes are 0."""
+    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes; the call's sizes are 0.
+
+    Rows are read as wide as tables' addresses and dims allow, and stored as wide as all ranks' columns do: peers' dims
+    say where in the output this rank's columns begin.
+    """
     dims = tuple(dim for _, _, dim in shapes)
+    places = tuple(address // itemsize for address, _, _ in shapes)
     words, column = [], first_column
     for address, rows, dim in shapes:
         words.append((address, rows, dim, column))
@@ -189,14 +194,16 @@ def describe_shapes(
         0,
         tl.constexpr(dims[0] if len(set(dims)) == 1 else 0),
         tl.constexpr(round_up_to_power(max(dims, default=4))),
-        tl.constexpr(common_multiple(dims, itemsize) if dims else 4),
+        tl.constexpr(common_multiple((*dims, *places), itemsize) if dims else 4),
+        tl.constexpr(common_multiple((*dims, first_column, width), itemsize) if dims else 4),
     )
 
 
 def find_kind(lookup: Lookup) -> tuple[Hashable, ...]:
     """All that decides for what Triton compiles a kernel that is given these tables: see `stretto.tiles.Launches`."""
     numbers = lookup.tables, lookup.batch, lookup.width, lookup.total
-    return *map(kind_of, (lookup.meta, *numbers)), lookup.dim.value, lookup.block.value, lookup.multiple.value
+    constants = lookup.dim, lookup.block, lookup.multiple, lookup.out_multiple
+    return *map(kind_of, (lookup.meta, *numbers)), *(constant.value for constant in constants)
 
 
 @functools.lru_cache

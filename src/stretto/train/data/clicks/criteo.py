@@ -177,8 +177,8 @@ def _parse_numbers(
     """Decimal numbers, ABSENT for empty fields, and where there is something else."""
     is_negative = (stops > starts) & (data[np.minimum(starts, len(data) - 1)] == MINUS)
     values, faults = _parse_digits(data, starts + is_negative, stops, _DECIMAL, 10, 10)
-    faults |= (is_negative & (stops == starts + 1)) | (values > np.iinfo(np.int32).max)
-    values = np.where(is_negative, -values, values)
+    faults |= (is_negative & (stops == starts + 1)) | (values > np.iinfo(np.int32).max + is_negative)
+    values = np.maximum(np.where(is_negative, -values, values), ABSENT + 1)  # all negative ones are read as 0
     return np.where(starts == stops, ABSENT, values), faults
 
 
