@@ -92,6 +92,23 @@ def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
     assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2
 
 
+def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is_gathered_ahead():
+    options = {"batch": 8, "seq_len": 2048, "grid": {"z": 4}}
+    config = GPTConfig(layers=24, hidden=4096, heads=32, vocab=50304, bias=False, norm="rmsnorm", positions="rotary")
+    hidden, plain, without = (
+        predict(config, H200X4_FULL, **options, overlaps=overlaps, copy_engines=copy_engines).memory
+        for overlaps, copy_engines in [(True, True), (False, True), (False, False)]
+    )
+    ring = 9 * 4 * 4096**2 * 2
+    assert plain["temporary"] == hidden["temporary"] == without["temporary"] + ring
+    # Weights lie in the copy engines' buffers only where they are gathered ahead: then the head's weight is extra.
+    assert hidden["logits"] - plain["logits"] == 50304 * 4096 * 2
+    freed = {"checkpoint_activations": False, "keep_gathered": False, "micro_batch": 2}
+    assert predict(config, H200X4_FULL, **options, **freed).memory["gathered_weights"] == 2 * 2 * 4 * 4096**2
+    freed["overlaps"] = False
+    assert predict(config, H200X4_FULL, **options, **freed).memory["gathered_weights"] == 2 * 4 * 4096**2
+
+
 def test_nvlink_is_told_by_name_and_bandwidth():
     names = {name for name in stretto.Cluster.presets() if stretto.Cluster.preset(name).has_nvlink}
     assert {"perlmutter", "alps", "azure-ndv4", "dgx-h100", "dgx-h200"} <= names

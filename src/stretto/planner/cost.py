@@ -49,15 +49,15 @@ def paper_cost(workload: Workload, choice: Choice, cluster: Cluster) -> Cost:
     return Cost(times.total, rates, times, _by_axis(times.by_name()))
 
 
-def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Device, *, overlaps: bool = True) -> Cost:
+def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Device) -> Cost:
     """Computation and communication of a step on one rank, and how much of the latter stays exposed.
 
-    `overlaps=False`: every collective is waited for where it is issued.
+    All of it where nothing overlaps: every collective is waited for where it is issued.
     """
     work = compute(workload, choice, device)
     step = _Step(workload, choice, cluster, work)
     communication = step.communication()
-    exposed = step.exposed() if overlaps else {kind: getattr(communication, kind) for kind in KINDS}
+    exposed = step.exposed() if choice.overlaps else {kind: getattr(communication, kind) for kind in KINDS}
     waiting = sum(exposed.values())
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
     beside = slowdown * (communication.total - waiting)

@@ -48,12 +48,15 @@ def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float,
     return norms + attention + mlp, model.hidden / y
 
 
-def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[str, float]:
+def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> dict[str, float]:
     """Bytes by component at the peak, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
-    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides). pushes: whether
-    copy engines send what goes over z: their buffers are kept all the time (`stretto.parallel.pushed`).
+    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
+
+    has_nvlink: whether it reaches all ranks of z, so that copy engines may send what goes over z. Their buffers are
+    kept all the time: those of gradients (`stretto.parallel.pushed_scatter`), and, if collectives are hidden, those of
+    weights that stay gathered (`stretto.parallel.pushed`).
     """
     model, grid, element = workload.model, choice.grid, workload.element
     parameters = local_parameters(model, grid)
@@ -65,16 +68,17 @@ def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
     kept, own_input = activations_of_a_block(model, grid)
-    pushes = pushes and grid.z > 1
-    stays = pushes and choice.keep_gathered and not choice.checkpoint_activations
-    one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else 2 * largest
+    pushes = has_nvlink and choice.copy_engines and grid.z > 1
+    stays = pushes and choice.overlaps and choice.keep_gathered and not choice.checkpoint_activations
+    in_use = (2 if choice.overlaps else 1) * largest  # the next one is gathered ahead
+    one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else in_use
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
     ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.gradient_element if pushes else 0.0
     if choice.checkpoint_activations:
-        activations, gathered = model.layers * own_input * tokens, 2 * largest
+        activations, gathered = model.layers * own_input * tokens, in_use
     else:
         activations = model.layers * kept * tokens
-        gathered = model.layers * block_weights if choice.keep_gathered else 2 * largest
+        gathered = model.layers * block_weights if choice.keep_gathered else in_use
     edges = 3 * model.hidden / grid.y * tokens  # the last norm's input and output, and the gradient by the latter
     vocab = -(-model.vocab // grid.x)
     head = vocab * model.hidden / grid.y
@@ -121,12 +125,12 @@ def peak(components: Mapping[str, float]) -> float:
     return sum(components.values())
 
 
-def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, pushes: bool = False) -> int | None:
+def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, has_nvlink: bool = False) -> int | None:
     """The largest micro-batch at which the choice stays within `limit` bytes; None if none does. See `memory`."""
     candidates = divisors(workload.batch // choice.grid.batch_parts)
 
     def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(choice, micro_batch=micro_batch), pushes=pushes)) > limit
+        return peak(memory(workload, replace(choice, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
 
     fitting = bisect_left(candidates, True, key=is_too_large)
     return candidates[fitting - 1] if fitting else None

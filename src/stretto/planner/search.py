@@ -117,7 +117,7 @@ def plan(
         impossible = why_impossible(architecture, grid, batch)
         options = [
             _judge(
-                workload, Choice(grid, 1, checkpoint, keep), machine, device, limit, micro_batch, impossible, overlaps
+                workload, Choice(grid, 1, checkpoint, keep, overlaps), machine, device, limit, micro_batch, impossible
             )
             for keep in keeps
             for checkpoint in checkpoints
@@ -142,9 +142,12 @@ def predict(
     dtype: Dtype = "bf16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
     overlaps: bool = True,
+    copy_engines: bool = True,
     cost: CostModel = "full",
 ) -> Plan:
     """The plan of one grid (sizes by axis, 1 where one is absent), run as it is said here.
+
+    overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
 
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
@@ -154,10 +157,10 @@ def predict(
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    choice = Choice(sizes, size, checkpoint_activations, keep_gathered)
+    choice = Choice(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = USABLE * cluster.require("gpu.memory")
-    only = _judge(workload, choice, cluster, device, limit, size, None, overlaps)
+    only = _judge(workload, choice, cluster, device, limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
     return _to_plan(only, only, cluster, limit)
@@ -171,25 +174,20 @@ def _judge(
     limit: float,
     micro_batch: int | None,
     impossible: str | None,
-    overlaps: bool,
 ) -> _Candidate:
     """The choice with its best micro-batch: the largest that fits, since fewer are never slower."""
     local = workload.batch // choice.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
-    # As `stretto.parallel` does where NVLink reaches all ranks of z, which are x * y apart.
-    pushes = overlaps and cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
+    # Whether NVLink reaches all ranks of z, which are x * y apart.
+    has_nvlink = cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
     size = micro_batch
     if size is None and impossible is None:
-        size = largest_micro_batch(workload, choice, limit, pushes=pushes)
+        size = largest_micro_batch(workload, choice, limit, has_nvlink=has_nvlink)
     choice = replace(choice, micro_batch=size or 1)
-    components = memory(workload, choice, pushes=pushes)
+    components = memory(workload, choice, has_nvlink=has_nvlink)
     fits = impossible is None and peak(components) <= limit
-    cost = (
-        paper_cost(workload, choice, cluster)
-        if device is None
-        else full_cost(workload, choice, cluster, device, overlaps=overlaps)
-    )
+    cost = paper_cost(workload, choice, cluster) if device is None else full_cost(workload, choice, cluster, device)
     return _Candidate(choice, cost, components, fits, impossible)
 
 

@@ -58,12 +58,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients)."""
+    """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients).
+
+    overlaps, copy_engines: as `stretto.parallel.Overlap` has them, the first for all of its other options.
+    """
 
     grid: GridSizes
     micro_batch: int
     checkpoint_activations: bool = False
     keep_gathered: bool = True
+    overlaps: bool = True
+    copy_engines: bool = True
 
     def micro_batches(self, workload: Workload) -> int:
         """How many a step has."""

@@ -27,7 +27,8 @@ def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:
         keep_gathered=run.keep_gathered,
         dtype=run.dtype,
         optimizer=run.optimizer,
-        overlaps=any(dict(config.overlap).values()),
+        overlaps=any(is_on for name, is_on in config.overlap if name != "copy_engines"),
+        copy_engines=config.overlap.copy_engines,
     )
     return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
 
