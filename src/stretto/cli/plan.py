@@ -147,6 +147,8 @@ def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -
         console.print("Step: communication alone, by paper 003; --cost full predicts whole steps.", highlight=False)
     for place, plan in enumerate(plans[:top], start=1):
         console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
+    for note in plans[0].notes:
+        console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _milliseconds(time: float) -> str:

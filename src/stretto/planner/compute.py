@@ -164,8 +164,14 @@ def _casts(workload: Workload, choice: Choice) -> tuple[float, float]:
 
 
 def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) -> float:
-    """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit."""
-    vocab, hidden = -(-workload.model.vocab // grid.x), workload.model.hidden / grid.y
-    products = device.matmul(tokens, vocab, hidden, "NT") + device.matmul(tokens, hidden, vocab, "NN")
-    products += device.matmul(vocab, hidden, tokens, "TN")
-    return products + device.traffic(tokens * vocab * (11 * workload.master + 4 * workload.element))
+    """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit.
+
+    Of pooled logits there are hardly any in the loss: they are made, and their gradient is.
+    """
+    model = workload.model
+    outputs, hidden = -(-model.head_outputs // grid.x), model.hidden / grid.y
+    products = device.matmul(tokens, outputs, hidden, "NT") + device.matmul(tokens, hidden, outputs, "NN")
+    products += device.matmul(outputs, hidden, tokens, "TN")
+    here = outputs if model.logits == "sliced" else model.head_outputs
+    passes = 4 * workload.element + (0 if model.logits == "pooled" else 11 * workload.master)
+    return products + device.traffic(tokens * here * passes)

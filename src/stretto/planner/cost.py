@@ -140,21 +140,24 @@ class _Step:
         workload, grid, model = self.workload, self.choice.grid, self.workload.model
         element, micro_batches = workload.element, self.micro_batches
         tokens = workload.tokens / grid.batch_parts / micro_batches
-        vocab, hidden = model.vocab / grid.x, model.hidden / grid.y
-        table = vocab * hidden
+        hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
         z, x, y, data = grid.z, grid.x, grid.y, grid.data
-        of_table = (z - 1) / z * table
-        gather = 2 * micro_batches * self._collective("all_gather", "z", of_table * element)
-        scatter = 2 * micro_batches * self._collective("reduce_scatter", "z", of_table * workload.gradient_element)
-        tables = 1 if model.is_tied else 2
-        of_shard = 2 * (data - 1) / data * table / z * workload.gradient_element
-        over_data = tables * self._collective("all_reduce", "data", of_shard)
-        activations = 2 * (x - 1) / x * tokens * hidden * element
-        statistics = 2 * (x - 1) / x * tokens * 8
-        over_x = 2 * self._collective("all_reduce", "x", activations) + 2 * self._collective(
-            "all_reduce", "x", statistics
-        )
-        logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * vocab * element)
+        gather = scatter = over_data = 0.0
+        tables = [model.vocab / grid.x * hidden] + ([outputs * hidden] if outputs else [])
+        for number, table in enumerate(tables):
+            of_table = (z - 1) / z * table
+            gather += micro_batches * self._collective("all_gather", "z", of_table * element)
+            scatter += micro_batches * self._collective("reduce_scatter", "z", of_table * workload.gradient_element)
+            if number == 0 or model.has_own_head:
+                of_shard = 2 * (data - 1) / data * table / z * workload.gradient_element
+                over_data += self._collective("all_reduce", "data", of_shard)
+        # What is looked up, and the gradient by what the head is given.
+        over_x = len(tables) * self._collective("all_reduce", "x", 2 * (x - 1) / x * tokens * hidden * element)
+        if model.logits == "sliced":  # the loss's statistics
+            over_x += 2 * self._collective("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)
+        elif outputs:
+            over_x += self._collective("all_gather", "x", (x - 1) * tokens * outputs * element)
+        logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
         norms = (1 + self.forward_passes) * (2 * model.layers + 1)
         over_y = logits + norms * self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * 8)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)

@@ -27,12 +27,14 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters that one rank holds."""
     cut = grid.x * grid.y * grid.z
     weights = model.linear_weights / cut
-    embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z * (1 if model.is_tied else 2)
+    embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z
+    outputs = -(-model.head_outputs // grid.x)
+    head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
     biases = sum(
         linear.outputs / (grid.y if linear.is_swapped else grid.x) for linear in model.linears if linear.has_bias
     )
     norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
-    return weights + embedding + model.layers * biases + norms + model.positions * model.hidden / grid.y
+    return weights + embedding + head + model.layers * biases + norms + model.positions * model.hidden / grid.y
 
 
 def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float, float]:
@@ -46,6 +48,22 @@ def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float,
         attention += model.queries / x  # grouped queries are copied out of the fused product
     mlp = (4 if model.is_gated else 2) * model.ffn / x
     return norms + attention + mlp, model.hidden / y
+
+
+def _logits(workload: Workload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
+    """Bytes of the loss's logits, and of the head's weight and its gradient, as the loss is computed."""
+    model, element, master = workload.model, workload.element, workload.master
+    outputs = -(-model.head_outputs // grid.x)
+    weight = outputs * model.hidden / grid.y
+    match model.logits:
+        case "sliced":
+            return min(outputs * tokens, LOGITS_SLICE) * (master + element) + weight * (
+                master + (3 if weight_stays else 2) * element
+            )
+        case "whole":  # and wide three times: softmax, its gradient, and the gradient before it
+            return model.head_outputs * tokens * (element + 3 * master) + 2 * weight * element
+        case "pooled":  # and their gradient, of zeros but for the rows that were taken
+            return 2 * model.head_outputs * tokens * element + 2 * weight * element
 
 
 def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> dict[str, float]:
@@ -80,8 +98,8 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
         activations = model.layers * kept * tokens
         gathered = model.layers * block_weights if choice.keep_gathered else in_use
     edges = 3 * model.hidden / grid.y * tokens  # the last norm's input and output, and the gradient by the latter
-    vocab = -(-model.vocab // grid.x)
-    head = vocab * model.hidden / grid.y
+    table = -(-model.vocab // grid.x) * model.hidden / grid.y
+    head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gradients = parameters * workload.master
     # With several micro-batches, the gradients of the earlier ones are there all the time.
     earlier = gradients if choice.micro_batches(workload) > 1 else 0.0
@@ -95,8 +113,7 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
             "gradients": earlier,
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": (activations + edges) * element,
-            "logits": min(vocab * tokens, LOGITS_SLICE) * (workload.master + element)
-            + head * (workload.master + (3 if stays else 2) * element),
+            "logits": _logits(workload, grid, tokens, weight_stays=stays),
             "temporary": ring,
         },
         {  # the end of the backward pass
@@ -104,7 +121,7 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
             "gathered_weights": one * element if is_copied else 0.0,
             "activations": kept * tokens * element,
             "logits": head * element if stays else 0.0,
-            "temporary": (widest + max(2 * largest, head) + scattered) * element + bucket + ring,
+            "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
     if choice.checkpoint_activations:

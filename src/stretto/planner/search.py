@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stretto.cluster import Cluster
-from stretto.planner.architecture import Architecture, read_architecture
+from stretto.planner.architecture import Architecture
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
 from stretto.planner.grids import GridSizes, every_grid, why_impossible
 from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
+from stretto.planner.reading import read_architecture
 from stretto.planner.workload import Choice, Dtype, Workload
 
 MAX_GPUS = 1 << 20
@@ -22,7 +23,8 @@ class Plan:
     """One grid, how to run it, and what that is predicted to take.
 
     `bandwidth` is bytes/s by axis, `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
-    most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible.
+    most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible. `notes`,
+    of the model and so the same for every plan, say what `parallelize` has against it, and what is taken for granted.
     """
 
     grid: Mapping[str, int]
@@ -38,6 +40,7 @@ class Plan:
     fits: bool
     is_possible: bool
     why: str
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_memory(self) -> float:
@@ -126,7 +129,8 @@ def plan(
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         raise ValueError(_nothing_possible(architecture, ranks, batch, candidates))
-    return [_to_plan(candidate, candidates[0], machine, limit) for candidate in candidates]
+    notes = _notes(workload)
+    return [_to_plan(candidate, candidates[0], machine, limit, notes) for candidate in candidates]
 
 
 def predict(
@@ -163,7 +167,7 @@ def predict(
     only = _judge(workload, choice, cluster, device, limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
-    return _to_plan(only, only, cluster, limit)
+    return _to_plan(only, only, cluster, limit, _notes(workload))
 
 
 def _judge(
@@ -196,7 +200,14 @@ def _rounded(time: float) -> float:
     return float(f"{time:.12g}")
 
 
-def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float) -> Plan:
+def _notes(workload: Workload) -> tuple[str, ...]:
+    model, seq_len = workload.model, workload.seq_len
+    if model.positions and seq_len > model.positions:
+        return (*model.notes, f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
+    return model.notes
+
+
+def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float, notes: tuple[str, ...]) -> Plan:
     choice, cost = candidate.choice, candidate.cost
     return Plan(
         grid=choice.grid.sizes(),
@@ -212,6 +223,7 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
         why=candidate.impossible or explain(choice, cost, candidate.memory, best.choice, best.cost, limit, cluster),
+        notes=notes,
     )
 
 
