@@ -194,8 +194,9 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
     grid = Grid(**sizes)
     with torch.device("meta"):
         model = GPT(SMALL)
-    parallelize(model, grid, dtype=torch.bfloat16, keep_gathered=options["keep_gathered"])
-    if options["checkpoint_activations"]:
+    recomputes = options.pop("checkpoint_activations")
+    parallelize(model, grid, dtype=torch.bfloat16, **options)
+    if recomputes:
         checkpoint_activations(model)
     parameters = list(model.parameters())
     shards = [torch.nn.Parameter(parameter.to_local().detach()) for parameter in parameters]
@@ -221,19 +222,24 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("grid", "micro_batch", "checkpoint", "keep_gathered"),
+    ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
     [
-        ({"z": 4}, 4, False, True),
-        ({"z": 4}, 4, False, False),
-        ({"z": 4}, 4, True, True),
-        ({"x": 4}, 16, True, False),
-        ({"x": 2, "y": 2}, 4, False, True),
-        ({"data": 2, "z": 2}, 1, True, False),
+        ({"z": 4}, 4, False, True, False),
+        ({"x": 4}, 16, False, True, True),
+        ({"z": 4}, 4, False, False, False),
+        ({"z": 4}, 4, True, True, False),
+        ({"x": 4}, 16, True, False, False),
+        ({"x": 4}, 16, True, False, True),
+        ({"x": 2, "y": 2}, 4, False, True, False),
+        ({"x": 2, "y": 2}, 16, False, True, True),
+        ({"data": 2, "z": 2}, 1, True, False, False),
     ],
     ids=str,
 )
-def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(ranks, grid, micro_batch, checkpoint, keep_gathered):
-    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered}
+def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
+    ranks, grid, micro_batch, checkpoint, keep_gathered, shards
+):
+    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards}
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)  # between processes on a CPU nothing is pushed either
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)

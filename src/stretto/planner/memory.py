@@ -37,17 +37,20 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     return weights + embedding + head + model.layers * biases + norms + model.positions * model.hidden / grid.y
 
 
-def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float, float]:
-    """Numbers a token that one block keeps for its backward pass, and how many of them are its input."""
+def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: int = 1) -> tuple[float, float]:
+    """Numbers a token that one block keeps for its backward pass, and how many of them are its input.
+
+    token_parts: over how many ranks of x activations between blocks are sharded.
+    """
     x, y = grid.x, grid.y
-    norms = 4 * model.hidden / y  # input and output of both
+    norms = 2 * (1 + 1 / token_parts) * model.hidden / y  # outputs of both, gathered for the linears, and inputs
     attention = (2 * model.queries + 2 * model.keys) / x  # queries, keys, values, and the result
     if model.is_rotary:  # turned copies; the values' views keep the whole product of qkv alive
         attention += (model.queries + model.keys) / x
     if model.fuses_qkv and model.kv_heads < model.heads and not model.is_rotary:
         attention += model.queries / x  # grouped queries are copied out of the fused product
     mlp = (4 if model.is_gated else 2) * model.ffn / x
-    return norms + attention + mlp, model.hidden / y
+    return norms + attention + mlp, model.hidden / y / token_parts
 
 
 def _logits(workload: Workload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
@@ -85,7 +88,7 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
     largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
-    kept, own_input = activations_of_a_block(model, grid)
+    kept, own_input = activations_of_a_block(model, grid, choice.token_parts)
     pushes = has_nvlink and choice.copy_engines and grid.z > 1
     stays = pushes and choice.overlaps and choice.keep_gathered and not choice.checkpoint_activations
     in_use = (2 if choice.overlaps else 1) * largest  # the next one is gathered ahead
@@ -97,7 +100,9 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
     else:
         activations = model.layers * kept * tokens
         gathered = model.layers * block_weights if choice.keep_gathered else in_use
-    edges = 3 * model.hidden / grid.y * tokens  # the last norm's input and output, and the gradient by the latter
+    # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
+    parts = choice.token_parts
+    edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
     table = -(-model.vocab // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gradients = parameters * workload.master
@@ -144,7 +149,11 @@ def peak(components: Mapping[str, float]) -> float:
 
 def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, has_nvlink: bool = False) -> int | None:
     """The largest micro-batch at which the choice stays within `limit` bytes; None if none does. See `memory`."""
-    candidates = divisors(workload.batch // choice.grid.batch_parts)
+    candidates = [
+        size
+        for size in divisors(workload.batch // choice.grid.batch_parts)
+        if size * workload.seq_len % choice.token_parts == 0
+    ]
 
     def is_too_large(micro_batch: int) -> bool:
         return peak(memory(workload, replace(choice, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit

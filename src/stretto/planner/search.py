@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
+from stretto.planner.communication import Rates, bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
@@ -31,6 +32,7 @@ class Plan:
     micro_batch: int
     checkpoint_activations: bool
     keep_gathered: bool
+    shard_sequence: bool
     bandwidth: Mapping[str, float | None]
     communication: Mapping[str, float]
     exposed: Mapping[str, float]
@@ -64,7 +66,7 @@ class _Candidate:
     def rank(self) -> tuple[Any, ...]:
         """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
         choice, sizes = self.choice, self.choice.grid
-        order = (choice.checkpoint_activations, not choice.keep_gathered, -choice.micro_batch)
+        order = (choice.checkpoint_activations, not choice.keep_gathered, choice.shard_sequence, -choice.micro_batch)
         layout = (sizes.x, sizes.y, sizes.z, sizes.data)
         return (
             self.impossible is not None,
@@ -89,6 +91,7 @@ def plan(
     micro_batch: int | None = None,
     checkpoint_activations: bool | None = None,
     keep_gathered: bool | None = None,
+    shard_sequence: bool | None = False,
     overlaps: bool = True,
 ) -> list[Plan]:
     """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
@@ -99,6 +102,7 @@ def plan(
         "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
     micro_batch, checkpoint_activations, keep_gathered: fixed where given; searched where not (the paper's model keeps
         weights gathered: Algorithm 3).
+    shard_sequence: for "full": `parallelize(shard_sequence=True)` where x > 1, or None to try it beside what is usual.
     overlaps: for "full": whether collectives are hidden (`parallelize(overlap=...)`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
@@ -114,17 +118,20 @@ def plan(
     limit = USABLE * machine.require("gpu.memory")
     keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
     checkpoints = [False, True] if checkpoint_activations is None else [checkpoint_activations]
+    shardings = [False, True] if shard_sequence is None else [shard_sequence]
+    _check_sharding(shardings[-1], architecture, cost)
 
     candidates = []
     for grid in every_grid(ranks):
         impossible = why_impossible(architecture, grid, batch)
-        options = [
-            _judge(
-                workload, Choice(grid, 1, checkpoint, keep, overlaps), machine, device, limit, micro_batch, impossible
-            )
+        choices = [
+            Choice(grid, 1, checkpoint, keep, overlaps, shard_sequence=shards)
             for keep in keeps
             for checkpoint in checkpoints
+            for shards in (shardings if grid.x > 1 and impossible is None else [False])
         ]
+        rates = bandwidths(machine, grid)
+        options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in choices]
         candidates.append(min(options, key=lambda candidate: candidate.rank))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
@@ -145,6 +152,7 @@ def predict(
     keep_gathered: bool = True,
     dtype: Dtype = "bf16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
+    shard_sequence: bool = False,
     overlaps: bool = True,
     copy_engines: bool = True,
     cost: CostModel = "full",
@@ -157,14 +165,15 @@ def predict(
     """
     _check_cost(cost)
     workload = Workload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
+    _check_sharding(shard_sequence, workload.model, cost)
     sizes = GridSizes(**{"data": 1, "x": 1, "y": 1, "z": 1} | dict(grid))
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    choice = Choice(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines)
+    choice = Choice(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines, shard_sequence)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = USABLE * cluster.require("gpu.memory")
-    only = _judge(workload, choice, cluster, device, limit, size, None)
+    only = _judge(workload, choice, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
     return _to_plan(only, only, cluster, limit, _notes(workload))
@@ -175,6 +184,7 @@ def _judge(
     choice: Choice,
     cluster: Cluster,
     device: Device | None,
+    rates: Rates,
     limit: float,
     micro_batch: int | None,
     impossible: str | None,
@@ -183,6 +193,9 @@ def _judge(
     local = workload.batch // choice.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
+    tokens = (micro_batch or local) * workload.seq_len
+    if impossible is None and tokens % choice.token_parts:
+        impossible = f"with shard_sequence, x={choice.grid.x} does not divide a rank's {tokens} tokens at once"
     # Whether NVLink reaches all ranks of z, which are x * y apart.
     has_nvlink = cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
     size = micro_batch
@@ -191,7 +204,9 @@ def _judge(
     choice = replace(choice, micro_batch=size or 1)
     components = memory(workload, choice, has_nvlink=has_nvlink)
     fits = impossible is None and peak(components) <= limit
-    cost = paper_cost(workload, choice, cluster) if device is None else full_cost(workload, choice, cluster, device)
+    cost = (
+        paper_cost(workload, choice, rates) if device is None else full_cost(workload, choice, cluster, device, rates)
+    )
     return _Candidate(choice, cost, components, fits, impossible)
 
 
@@ -214,6 +229,7 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
         micro_batch=choice.micro_batch,
         checkpoint_activations=choice.checkpoint_activations,
         keep_gathered=choice.keep_gathered,
+        shard_sequence=choice.shard_sequence,
         bandwidth=cost.bandwidth,
         communication={kind: _rounded(time) for kind, time in cost.communication.by_name().items()},
         exposed=cost.exposed,
@@ -230,6 +246,16 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
 def _check_cost(cost: str) -> None:
     if cost not in ("paper", "full"):
         raise ValueError(f"cost is {cost!r}, but must be 'paper' or 'full'")
+
+
+def _check_sharding(shards: bool, model: Architecture, cost: str) -> None:
+    if shards and cost == "paper":
+        raise ValueError("shard_sequence is a choice of cost='full': the paper's model does not know it")
+    if shards and not model.takes_sharded_sequence:
+        raise ValueError(
+            f"{model.name} does not take shard_sequence: inside attention its code takes batch size and sequence "
+            "length from the input; stretto.models.GPT does"
+        )
 
 
 def _check_gpus(cluster: Cluster, gpus: int | None) -> int:
