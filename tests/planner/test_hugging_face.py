@@ -181,6 +181,7 @@ def test_labels_are_counted_as_transformers_counts_them(change, labels):
         ({"architectures": ["GPT2Model"]}, "known: ...ForCausalLM.* and LlamaModel"),
         ({"architectures": "LlamaForCausalLM"}, "must be a list of names"),
         ({"architectures": [3]}, "must be a list of names"),
+        ({"architectures": ["\x1b[2JForCausalLM"]}, r"the head of '\\x1b\[2JForCausalLM' is not known"),
         ({"architectures": ["LlamaForTokenClassification"], "num_labels": 0}, "num_labels is 0"),
         ({"architectures": ["LlamaForTokenClassification"], "num_labels": "4"}, "num_labels is '4'"),
         ({"architectures": ["LlamaForTokenClassification"], "id2label": ["a", "b"]}, "id2label is"),
@@ -190,6 +191,18 @@ def test_labels_are_counted_as_transformers_counts_them(change, labels):
 def test_a_head_that_cannot_be_counted_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_architecture({**SIZES, "model_type": "llama", **change}, 16)
+
+
+def test_a_model_of_more_than_text_is_told_that_its_text_may_be_planned():
+    config = {"model_type": "llava", "text_config": {**SIZES, "model_type": "llama"}, "vision_config": {}}
+    with pytest.raises(ValueError, match=r"'llava', whose blocks are not known .*; its text_config, saved as a file"):
+        read_architecture(config, 16)
+
+
+@pytest.mark.parametrize("model_type", [None, 3, ["llama"], {"llama": 1}])
+def test_a_model_type_that_is_no_name_is_refused(model_type):
+    with pytest.raises(ValueError, match="blocks are not known"):
+        read_architecture({**SIZES, "model_type": model_type}, 16)
 
 
 def test_a_model_is_known_by_the_class_that_it_is_derived_from_and_one_of_another_head_is_refused():

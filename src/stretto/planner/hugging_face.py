@@ -164,7 +164,7 @@ def _head_of(name: str, family: _Family, config: Mapping[str, Any], classes: Seq
         if found := next(known, None):
             return found
         raise ValueError(_unknown_head(name, family, repr(classes[0])))
-    said = config.get("architectures") or [f"{family.prefix}ForCausalLM"]
+    said = config.get("architectures") or [family.prefix + ("LMHeadModel" if family is _GPT2 else "ForCausalLM")]
     if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
         raise ValueError(f"{name}: architectures is {said!r}, but must be a list of names")
     heads = [_known_head(family, each) for each in said]
@@ -175,6 +175,8 @@ def _head_of(name: str, family: _Family, config: Mapping[str, Any], classes: Seq
 
 
 def _known_head(family: _Family, class_name: str) -> _Head | None:
+    if not class_name.isidentifier():
+        return None
     if class_name == f"{family.prefix}Model":
         return _NO_HEAD
     head = next((head for ending, head in _HEADS.items() if class_name.endswith(ending)), None)
@@ -233,7 +235,7 @@ def _refusals(family: _Family, head: _Head, config: Mapping[str, Any]) -> Iterat
         roles = {head.submodule: "head"}
         if head.submodule in ("score", "classifier") and head.logits == "whole":
             roles["dropout"] = "dropout"
-        yield f"nothing says what {' and '.join(roles)} are; pass roles={roles}"
+        yield f"nothing says what these submodules are: {', '.join(roles)}. Pass roles={roles}"
 
 
 def _gpt2_sizes(name: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`plan`: every grid, with the micro-batch and checkpointing that suit it best, ranked and explained. Needs no GPU."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -121,21 +122,26 @@ def plan(
     shardings = [False, True] if shard_sequence is None else [shard_sequence]
     _check_sharding(shardings[-1], architecture, cost)
 
+    grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
+    if all(impossible for _, impossible in grids):
+        raise ValueError(_nothing_possible(architecture, ranks, batch, [impossible for _, impossible in grids]))
     candidates = []
-    for grid in every_grid(ranks):
-        impossible = why_impossible(architecture, grid, batch)
+    for grid, impossible in grids:
         choices = [
             Choice(grid, 1, checkpoint, keep, overlaps, shard_sequence=shards)
             for keep in keeps
             for checkpoint in checkpoints
-            for shards in (shardings if grid.x > 1 and impossible is None else [False])
+            for shards in (shardings if grid.x > 1 else [False])
         ]
+        if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
+            choices = choices[:1]
         rates = bandwidths(machine, grid)
         options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in choices]
         candidates.append(min(options, key=lambda candidate: candidate.rank))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
-        raise ValueError(_nothing_possible(architecture, ranks, batch, candidates))
+        reasons = [candidate.impossible for candidate in candidates]
+        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons))
     notes = _notes(workload)
     return [_to_plan(candidate, candidates[0], machine, limit, notes) for candidate in candidates]
 
@@ -207,6 +213,11 @@ def _judge(
     cost = (
         paper_cost(workload, choice, rates) if device is None else full_cost(workload, choice, cluster, device, rates)
     )
+    if not math.isfinite(cost.step_time):
+        raise ValueError(
+            f"the time predicted for cluster {cluster.name!r} is larger than any number: one of its figures is far too "
+            "small"
+        )
     return _Candidate(choice, cost, components, fits, impossible)
 
 
@@ -276,12 +287,9 @@ def _check_micro_batch(micro_batch: int, batch: int) -> int:
     return micro_batch
 
 
-def _nothing_possible(model: Architecture, ranks: int, batch: int, candidates: Sequence[_Candidate]) -> str:
-    reasons = list(dict.fromkeys(candidate.impossible for candidate in candidates))[:3]
+def _nothing_possible(model: Architecture, ranks: int, batch: int, reasons: Sequence[str | None]) -> str:
+    first = "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
     powers = (1 << exponent for exponent in range(ranks.bit_length() - 1, -1, -1))
     fewer = (*range(ranks - 1, max(0, ranks - 64), -1), *powers)
     smaller = next((n for n in fewer if any(not why_impossible(model, grid, batch) for grid in every_grid(n))), 1)
-    return (
-        f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {'; '.join(map(str, reasons))}; "
-        f"{smaller} GPUs would do"
-    )
+    return f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {first}; {smaller} GPUs would do"
