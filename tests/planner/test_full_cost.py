@@ -147,6 +147,17 @@ def test_a_figure_that_is_missing_is_named(missing, options):
         stretto.plan(CONFIG, cluster(**options), gpus=4, batch=16, seq_len=1024, cost="full")
 
 
+def test_a_figure_so_small_that_times_have_no_number_is_refused(tmp_path):
+    tiny = cluster(in_node=NodeLink(bandwidth=1e-300))
+    with pytest.raises(ValueError, match=r"'made up' is larger than any number: one of its figures is far too small"):
+        stretto.plan(CONFIG, tiny, gpus=4, batch=16, seq_len=1024, cost="full")
+    tiny.save(tmp_path / "tiny.toml")
+    arguments = ["plan", "--model", "gpt-5b", "--cluster", str(tmp_path / "tiny.toml"), "--gpus", "4", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--batch", "16", "--seq-len", "1024"])
+    assert result.exit_code == 2
+    assert "far too small" in json.loads(result.stdout)["error"]
+
+
 def test_measured_bandwidths_need_no_figure_of_the_link():
     pairs = [(1, 2), (2, 2), (1, 4)]
     machine = cluster(in_node=NodeLink(), in_node_bandwidths=tuple(InNodeBandwidth(*pair, 50e9) for pair in pairs))

@@ -11,6 +11,7 @@ from tests.train import runs
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.planner import predict
 from stretto.report import write_report
+from stretto.train.prediction import predict_run
 from stretto.train.preflight import preflight
 
 MACHINE = Cluster(
@@ -39,6 +40,17 @@ def test_the_summary_has_what_the_planner_says_of_this_run(ranks: Callable[[int]
     assert predicted["peak_memory"] == pytest.approx(expected.peak_memory)
     write_report(tmp_path / "run")
     assert "| step time |" in (tmp_path / "run" / "summary.md").read_text()
+
+
+def test_a_run_that_hides_nothing_is_predicted_so_though_copy_engines_are_left_on(tmp_path: Path) -> None:
+    MACHINE.save(tmp_path / "mine.toml")
+    base = f'cluster="{tmp_path / "mine.toml"}"', "grid.z=2", "grid.data=2"
+    nothing = [f"overlap.{name}=false" for name in ("all_reduce", "reduce_scatter", "all_gather", "data")]
+    hidden, plain = (runs.configure(tmp_path / "run", *base, *changes) for changes in ([], nothing))
+    model = hidden.model.to_gpt(data_vocab=256, seq_len=hidden.train.seq_len)
+    predictions = [predict_run(config, model) for config in (hidden, plain)]
+    exposed = [sum(predicted["exposed"].values()) for predicted in predictions]
+    assert exposed[0] < exposed[1]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ def plan(
     keep_gathered: Annotated[
         bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: searched).")
     ] = None,
+    shard_sequence: Annotated[
+        bool, typer.Option("--shard-sequence", help="For --cost full: try train.shard_sequence too, where x > 1.")
+    ] = False,
     overlap: Annotated[bool, typer.Option(help="For --cost full: collectives are hidden where they can be.")] = True,
     top: Annotated[int, typer.Option(help="Rows of the table.", min=1)] = 15,
     as_json: Json = False,
@@ -86,6 +89,7 @@ def plan(
             micro_batch=micro_batch,
             checkpoint_activations=checkpointing,
             keep_gathered=keep_gathered,
+            shard_sequence=None if shard_sequence else False,
             overlaps=overlap,
             **asked,
         )
@@ -134,7 +138,7 @@ def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -
         table.add_row(
             str(place),
             name_grid(plan.grid),
-            f"{plan.micro_batch}{'*' if plan.checkpoint_activations else ' '}",
+            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{'*' if plan.checkpoint_activations else ' '}",
             f"{plan.step_time:.4g} s",
             exposed,
             f"{plan.peak_memory / 1e9:.3g} GB" if plan.peak_memory >= 1e8 else f"{plan.peak_memory / 1e6:.3g} MB",
@@ -143,10 +147,14 @@ def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -
     console.print(table)
     if any(plan.checkpoint_activations for plan in plans[:top]):
         console.print("* with activation checkpointing", highlight=False)
+    if any(plan.shard_sequence for plan in plans[:top]):
+        console.print("+ with train.shard_sequence", highlight=False)
     if cost == "paper":
         console.print("Step: communication alone, by paper 003; --cost full predicts whole steps.", highlight=False)
     for place, plan in enumerate(plans[:top], start=1):
         console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
+    for note in plans[0].notes:
+        console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _milliseconds(time: float) -> str:

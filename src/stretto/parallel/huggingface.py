@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.parallel.loss import IGNORED_TARGET, ParallelLoss
+from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
 
 # GPT-2's Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
 _GPT2_ROLES: dict[str, Any] = {
@@ -30,14 +31,6 @@ _GPT2_ROLES: dict[str, Any] = {
     "ln_f": "norm",
 }
 _GPT2_ATTRIBUTES = {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"}
-_STYLES = {
-    "colwise": "normal",
-    "rowwise": "swapped",
-    "embedding_rowwise": "embedding",
-    "replicated_with_grad_allreduce": "head_norm",
-}
-# Linears whose output or input every rank wants whole, and what they are where x and y are 1, so that it is.
-_WHOLE = {"colwise_gather_output": "normal", "colwise_rep": "normal", "rowwise_split_input": "swapped"}
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -80,9 +73,8 @@ def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], d
         roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
         attributes = {}
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
-    head = getattr(model, "lm_head", None)
-    if head is not None:
-        named["lm_head"] = "head"
+    if getattr(model, LANGUAGE_MODEL_HEAD, None) is not None:
+        named[LANGUAGE_MODEL_HEAD] = "head"
     inputs = None
     with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
         inputs = model.get_input_embeddings()  # type: ignore[operator]
@@ -96,26 +88,13 @@ def _roles_of_tp_plan(
     base: nn.Module, prefix: str, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> dict[str, Any]:
     roles: dict[str, Any] = {}
-    for pattern, style in tp_plan.items():
-        names = [name for name in modules if _wildcard(name) == pattern]
-        if not names:
-            continue
-        if style not in _STYLES:
-            raise ValueError(
-                f"the tensor-parallel plan of {type(base).__name__} gives {prefix + pattern!r} the style {style!r}; "
-                f"Stretto knows {', '.join(_STYLES)}" + _advice(prefix, tp_plan)
-            )
+    places = {pattern: [name for name in modules if _wildcard(name) == pattern] for pattern in tp_plan}
+    if refusal := refusal_of_style(type(base).__name__, prefix, {at: tp_plan[at] for at in tp_plan if places[at]}):
+        raise ValueError(refusal)
+    for pattern, names in places.items():
         for name in names:
-            roles[name] = _with_heads(base, prefix, name, _STYLES[style])
+            roles[name] = _with_heads(base, prefix, name, STYLES[tp_plan[pattern]])
     return roles
-
-
-def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
-    """The roles that linears of unknown styles have where nothing cuts features; nothing if Stretto cannot say."""
-    roles = {prefix + pattern: _WHOLE[style] for pattern, style in tp_plan.items() if style in _WHOLE}
-    if any(style not in _STYLES and style not in _WHOLE for style in tp_plan.values()):
-        return ""
-    return f". On a grid of x=1, y=1, where every rank has whole features, they are roles={roles}"
 
 
 def _wildcard(name: str) -> str:
@@ -156,12 +135,8 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
 
 def _refuse_attention_dropout(model: nn.Module) -> None:
     options: Mapping[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
-    for option, value in options.items():
-        if "att" in option and "drop" in option and isinstance(value, float) and value > 0:
-            raise ValueError(
-                f"config.{option} is {value}: attention draws its dropout inside the kernel, where ranks that share a "
-                f"head would draw differently. Set {option}=0.0"
-            )
+    if refusal := refusal_of_attention_dropout(options):
+        raise ValueError(refusal)
     for name, module in model.named_modules():
         if name.endswith("attn_dropout") and isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")

@@ -4,6 +4,7 @@ Bytes are those that a ring algorithm sends from one rank. Times add up the five
 they run over, which for a swapped linear is the other one: x and y change roles in every equation.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stretto.cluster import Cluster
@@ -12,6 +13,7 @@ from stretto.planner.grids import GridSizes
 
 AXES = ("x", "y", "z", "data")
 KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data")
+Rates = Mapping[str, float | None]  # bytes/s, by axis
 AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data"), strict=True))
 
 
@@ -107,7 +109,7 @@ def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
     return whole if pair is None or size == 1 else min(whole, (size - 1) * pair)
 
 
-def bandwidths(cluster: Cluster, grid: GridSizes) -> dict[str, float | None]:
+def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:
     """`bandwidth` of every axis; for one of a single rank what a group there would get, or None if that is not known.
 
     Raises ValueError for a figure that an axis of several ranks needs and the cluster does not have.
@@ -123,6 +125,6 @@ def bandwidths(cluster: Cluster, grid: GridSizes) -> dict[str, float | None]:
     return known
 
 
-def seconds(volume: Volume, rates: dict[str, float | None]) -> Volume:
+def seconds(volume: Volume, rates: Rates) -> Volume:
     """Bytes over the bandwidth of the axis that they are sent over."""
     return Volume(*(getattr(volume, kind) / (rates[AXIS_OF[kind]] or 1.0) for kind in KINDS))

@@ -21,13 +21,14 @@ ELEMENT_WISE_EFFICIENCY = 0.8
 class Compute:
     """Seconds that a rank computes in a step, nothing waited for: all micro-batches and all blocks together.
 
-    `outputs` and `weight_gradients`, one for each of a block's linears, are in `forward` and `backward` too: what sums
-    hide under.
+    `outputs`, `input_gradients` and `weight_gradients`, one for each of a block's linears, are in `forward` and
+    `backward` too: what sums hide under.
     """
 
     forward: float
     backward: float
     outputs: tuple[float, ...]
+    input_gradients: tuple[float, ...]
     weight_gradients: tuple[float, ...]
     head: float
     optimizer: float
@@ -101,18 +102,18 @@ def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
     model, grid = workload.model, choice.grid
     micro_batches = choice.micro_batches(workload)
     tokens = choice.micro_batch * workload.seq_len
-    outputs, gradients, backward_products = [], [], 0.0
+    outputs, input_gradients, gradients = [], [], []
     for linear in model.linears:
         over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
         k, n = linear.inputs / into, linear.outputs / over
         outputs.append(device.matmul(tokens, n, k, "NT"))
-        backward_products += device.matmul(tokens, k, n, "NN")
+        input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
     # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
     scores = device.attention(2 * tokens * workload.seq_len * model.queries / grid.x)
-    forward_bytes, backward_bytes = _element_wise(workload, grid)
+    forward_bytes, backward_bytes = _element_wise(workload, grid, choice.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
-    backward = backward_products + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
+    backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
     casts, casts_back = _casts(workload, choice)
     layers = model.layers * micro_batches
     if choice.checkpoint_activations:
@@ -122,6 +123,7 @@ def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
         forward=layers * forward + device.traffic(casts * micro_batches),
         backward=layers * backward + device.traffic(casts_back * micro_batches),
         outputs=tuple(layers * output for output in outputs),
+        input_gradients=tuple(layers * gradient for gradient in input_gradients),
         weight_gradients=tuple(layers * gradient for gradient in gradients),
         head=micro_batches * _head(workload, grid, tokens, device),
         # The norm reads gradients. AdamW scales them as it reads parameter, gradient and both moments and writes all
@@ -134,10 +136,13 @@ def _parameters(workload: Workload, grid: GridSizes) -> float:
     return workload.model.parameters / (grid.x * grid.y * grid.z)
 
 
-def _element_wise(workload: Workload, grid: GridSizes) -> tuple[float, float]:
-    """Bytes a token that a block's norms, activation and sums read and write, forward and backward."""
+def _element_wise(workload: Workload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+    """Bytes a token that a block's norms, activation and sums read and write, forward and backward.
+
+    token_parts: over how many ranks those of hidden activations are sharded.
+    """
     model = workload.model
-    hidden, ffn = model.hidden / grid.y, model.ffn / grid.x
+    hidden, ffn = model.hidden / grid.y / token_parts, model.ffn / grid.x
     qkv = (model.queries + 2 * model.keys) / grid.x
     gates = 2 if model.is_gated else 1
     # A norm over y is made of plain operations in fp32, each of which reads and writes all: so much was measured.
@@ -147,8 +152,9 @@ def _element_wise(workload: Workload, grid: GridSizes) -> tuple[float, float]:
     for linear in model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
             over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
-            backward += linear.outputs / over
-            forward += 3 * linear.outputs / over if into > 1 else 0
+            outputs = linear.outputs / over / (token_parts if linear.is_swapped else 1)
+            backward += outputs
+            forward += 3 * outputs if into > 1 else 0
     return forward * workload.element, backward * workload.element
 
 
@@ -164,8 +170,14 @@ def _casts(workload: Workload, choice: Choice) -> tuple[float, float]:
 
 
 def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) -> float:
-    """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit."""
-    vocab, hidden = -(-workload.model.vocab // grid.x), workload.model.hidden / grid.y
-    products = device.matmul(tokens, vocab, hidden, "NT") + device.matmul(tokens, hidden, vocab, "NN")
-    products += device.matmul(vocab, hidden, tokens, "TN")
-    return products + device.traffic(tokens * vocab * (11 * workload.master + 4 * workload.element))
+    """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit.
+
+    Of pooled logits there are hardly any in the loss: they are made, and their gradient is.
+    """
+    model = workload.model
+    outputs, hidden = -(-model.head_outputs // grid.x), model.hidden / grid.y
+    products = device.matmul(tokens, outputs, hidden, "NT") + device.matmul(tokens, hidden, outputs, "NN")
+    products += device.matmul(outputs, hidden, tokens, "TN")
+    here = outputs if model.logits == "sliced" else model.head_outputs
+    passes = 4 * workload.element + (0 if model.logits == "pooled" else 11 * workload.master)
+    return products + device.traffic(tokens * here * passes)

@@ -7,12 +7,22 @@ start-up, nothing hidden and no computation: good for ranking grids, not for tel
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from stretto.cluster import Cluster, Transfer
 from stretto.planner.architecture import Linear
-from stretto.planner.communication import AXIS_OF, KINDS, Volume, bandwidths, linear_traffic, linears_volume, seconds
+from stretto.planner.communication import (
+    AXIS_OF,
+    KINDS,
+    LinearTraffic,
+    Rates,
+    Volume,
+    linear_traffic,
+    linears_volume,
+    seconds,
+)
 from stretto.planner.compute import Compute, Device, compute
 from stretto.planner.grids import GridSizes
 from stretto.planner.workload import Choice, Workload
@@ -39,38 +49,49 @@ class Cost:
     compute: Compute | None = field(default=None)
 
 
-def paper_cost(workload: Workload, choice: Choice, cluster: Cluster) -> Cost:
-    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data."""
+def paper_cost(workload: Workload, choice: Choice, rates: Rates) -> Cost:
+    """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data.
+
+    rates: the grid's `bandwidths`.
+    """
     grid = choice.grid
-    rates = bandwidths(cluster, grid)
     gathers = 1 if choice.keep_gathered else 2
     volume = linears_volume(workload.model, grid, workload.tokens / grid.data, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates)
     return Cost(times.total, rates, times, _by_axis(times.by_name()))
 
 
-def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Device, *, overlaps: bool = True) -> Cost:
+def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Device, rates: Rates) -> Cost:
     """Computation and communication of a step on one rank, and how much of the latter stays exposed.
 
-    `overlaps=False`: every collective is waited for where it is issued.
+    All of it where nothing overlaps: every collective is waited for where it is issued. rates: the grid's `bandwidths`.
     """
     work = compute(workload, choice, device)
-    step = _Step(workload, choice, cluster, work)
+    step = _Step(workload, choice, cluster, work, rates)
     communication = step.communication()
-    exposed = step.exposed() if overlaps else {kind: getattr(communication, kind) for kind in KINDS}
+    exposed = step.exposed() if choice.overlaps else {kind: getattr(communication, kind) for kind in KINDS}
     waiting = sum(exposed.values())
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
     beside = slowdown * (communication.total - waiting)
     return Cost(work.total + waiting + beside, step.rates, communication, _by_axis(exposed), work)
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """Seconds of a step in which partial sums of one linear go over an axis, and how many a product hides."""
+
+    axis: str
+    time: float
+    hidden: float
+    is_forward: bool
+
+
 class _Step:
     """The collectives of one step on one rank, in seconds, by what can hide them."""
 
-    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, work: Compute) -> None:
-        self.workload, self.choice, self.cluster, self.work = workload, choice, cluster, work
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, work: Compute, rates: Rates) -> None:
+        self.workload, self.choice, self.cluster, self.work, self.rates = workload, choice, cluster, work, rates
         grid, layers = choice.grid, workload.model.layers
-        self.rates = bandwidths(cluster, grid)
         self.micro_batches = choice.micro_batches(workload)
         self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
         element, gradient = workload.element, workload.gradient_element
@@ -78,41 +99,72 @@ class _Step:
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
         self.forward_passes = 2 if choice.checkpoint_activations else 1
         self.gathers = 2 if choice.checkpoint_activations or not choice.keep_gathered else 1
-        self.forward_sums, self.forward_left, self.backward_sums = [], [], []
+        self.sums: list[_Sum] = []
         self.all_gather = self.reduce_scatter = self.data = 0.0
-        for linear, product in zip(workload.model.linears, work.outputs, strict=True):
+        for place, linear in enumerate(workload.model.linears):
             traffic = linear_traffic(linear, grid, tokens)
             self.all_gather += self.calls * self._collective("all_gather", "z", traffic.all_gather * element)
             self.reduce_scatter += self.calls * self._collective(
                 "reduce_scatter", "z", traffic.reduce_scatter * gradient
             )
             self.data += layers * self._collective("all_reduce", "data", traffic.data * gradient)
-            parts = 2 if _is_halved(linear, grid, tokens * element) else 1
-            each = self._collective("all_reduce", traffic.output_axis, traffic.output * element / parts)
-            forward = self.calls * self.forward_passes * parts * each
-            hidden = min(forward, self.forward_passes * product) / 2 if parts == 2 else 0.0
-            self.forward_left.append((traffic.output_axis, forward - hidden))
-            backward = self.calls * self._collective("all_reduce", traffic.input_axis, traffic.gradient * element)
-            self.forward_sums.append((traffic.output_axis, forward))
-            self.backward_sums.append((traffic.input_axis, backward))
+            if choice.token_parts > 1:
+                self.sums += self._sharded_sums(place, linear, traffic)
+            else:
+                self.sums += self._whole_sums(place, linear, traffic, tokens)
+
+    def _whole_sums(self, place: int, linear: Linear, traffic: LinearTraffic, tokens: float) -> Iterator[_Sum]:
+        """Partial sums of the output, of large ones half under the product of the other half, and of the input's
+        gradient, under the weight's."""
+        element, passes = self.workload.element, self.forward_passes
+        parts = 2 if _is_halved(linear, self.choice.grid, tokens * element) else 1
+        each = self._collective("all_reduce", traffic.output_axis, traffic.output * element / parts)
+        time = self.calls * passes * parts * each
+        hidden = min(time, passes * self.work.outputs[place]) / 2 if parts == 2 else 0.0
+        yield _Sum(traffic.output_axis, time, hidden, is_forward=True)
+        time = self.calls * self._collective("all_reduce", traffic.input_axis, traffic.gradient * element)
+        yield _Sum(traffic.input_axis, time, min(time, self.work.weight_gradients[place]), is_forward=False)
+
+    def _sharded_sums(self, place: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
+        """With tokens sharded over x: the halves of x's all-reduces, each within a product, and y's sums, waited for.
+
+        A swapped linear scatters its output and gathers its gradient; a normal one gathers its input, if the linear
+        before it has not (gate and up take the same), and scatters its gradient.
+        """
+        element, passes, work = self.workload.element, self.forward_passes, self.work
+        gathers_input = place == 0 or self.workload.model.linears[place - 1].is_swapped
+        if linear.is_swapped:
+            of_x, of_y, kinds = traffic.output, traffic.gradient, ("reduce_scatter", "all_gather")
+        else:
+            of_x, of_y, kinds = traffic.gradient, traffic.output, ("all_gather", "reduce_scatter")
+        forward, backward = (self.calls * self._collective(kind, "x", of_x / 2 * element) for kind in kinds)
+        if linear.is_swapped or gathers_input:
+            yield self._within(passes * forward, passes * work.outputs[place], is_forward=True)
+        yield self._within(backward, work.input_gradients[place], is_forward=False)
+        is_output = not linear.is_swapped
+        time = self.calls * (passes if is_output else 1) * self._collective("all_reduce", "y", of_y * element)
+        yield _Sum("y", time, 0.0, is_forward=is_output)
+
+    def _within(self, time: float, product: float, *, is_forward: bool) -> _Sum:
+        """What goes over x within a product, tile by tile: the first or last rank's part is waited for.
+
+        Kernels reach the GPUs of one node; across nodes the library sends, and all of it is waited for.
+        """
+        reaches = self.choice.grid.x <= self.cluster.gpus_per_node
+        left = self._left(time, product, self.choice.grid.x) if reaches else time
+        return _Sum("x", time, time - left, is_forward)
 
     def communication(self) -> Volume:
         """All of it, hidden or not."""
-        sums = self.forward_sums + self.backward_sums
+        sums = [(each.axis, each.time) for each in self.sums]
         return self._volume(self.all_gather * self.gathers, self.reduce_scatter, self.data, sums)
 
     def exposed(self) -> dict[str, float]:
-        """What is left when the next weight is gathered under this linear, half of a large output is summed under the
-        product of the other half, an input's gradient is summed under the weight's, and weights' gradients travel under
-        the rest of the backward pass."""
+        """What is left when the next weight is gathered under this linear, sums hide as each can, and weights'
+        gradients travel under the rest of the backward pass."""
         work, parts = self.work, self.calls * len(self.workload.model.linears)
-        sums = [
-            (axis, max(0.0, time - hiding))
-            for (axis, time), hiding in zip(self.backward_sums, work.weight_gradients, strict=True)
-        ]
-        room = work.backward - sum(
-            min(t, h) for (_, t), h in zip(self.backward_sums, work.weight_gradients, strict=True)
-        )
+        sums = [(each.axis, each.time - each.hidden) for each in self.sums]
+        room = work.backward - sum(each.hidden for each in self.sums if not each.is_forward)
         gathered_forward = self._left(self.all_gather, work.forward, parts)
         again = (self.gathers - 1) * self.all_gather
         in_backward = self.reduce_scatter + again
@@ -121,7 +173,7 @@ class _Step:
         # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
         room_for_data = max(0.0, room - in_backward) / self.micro_batches
         data = self._left(self.data, room_for_data, self.workload.model.layers)
-        volume = self._volume(gathered_forward + left * (1 - share), left * share, data, self.forward_left + sums)
+        volume = self._volume(gathered_forward + left * (1 - share), left * share, data, sums)
         return {kind: getattr(volume, kind) for kind in KINDS}
 
     @staticmethod
@@ -133,38 +185,48 @@ class _Step:
         over = {"x": 0.0, "y": 0.0}
         for axis, time in sums:
             over[axis] += time
-        return Volume(gather, scatter, over["y"], over["x"], data) + self._outside_blocks()
+        return Volume(gather, scatter, over["y"], over["x"], data) + self._outside_blocks
 
+    @cached_property
     def _outside_blocks(self) -> Volume:
         """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
         workload, grid, model = self.workload, self.choice.grid, self.workload.model
         element, micro_batches = workload.element, self.micro_batches
         tokens = workload.tokens / grid.batch_parts / micro_batches
-        vocab, hidden = model.vocab / grid.x, model.hidden / grid.y
-        table = vocab * hidden
+        hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
         z, x, y, data = grid.z, grid.x, grid.y, grid.data
-        of_table = (z - 1) / z * table
-        gather = 2 * micro_batches * self._collective("all_gather", "z", of_table * element)
-        scatter = 2 * micro_batches * self._collective("reduce_scatter", "z", of_table * workload.gradient_element)
-        tables = 1 if model.is_tied else 2
-        of_shard = 2 * (data - 1) / data * table / z * workload.gradient_element
-        over_data = tables * self._collective("all_reduce", "data", of_shard)
-        activations = 2 * (x - 1) / x * tokens * hidden * element
-        statistics = 2 * (x - 1) / x * tokens * 8
-        over_x = 2 * self._collective("all_reduce", "x", activations) + 2 * self._collective(
-            "all_reduce", "x", statistics
-        )
-        logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * vocab * element)
+        gather = scatter = over_data = 0.0
+        tables = [model.vocab / grid.x * hidden] + ([outputs * hidden] if outputs else [])
+        for number, table in enumerate(tables):
+            of_table = (z - 1) / z * table
+            gather += micro_batches * self._collective("all_gather", "z", of_table * element)
+            scatter += micro_batches * self._collective("reduce_scatter", "z", of_table * workload.gradient_element)
+            if number == 0 or model.has_own_head:
+                of_shard = 2 * (data - 1) / data * table / z * workload.gradient_element
+                over_data += self._collective("all_reduce", "data", of_shard)
+        # What is looked up, and the gradient by what the head is given.
+        half = (x - 1) / x * tokens * hidden * element
+        over_x = len(tables) * self._collective("all_reduce", "x", 2 * half)
+        if self.choice.token_parts > 1:  # what is looked up is scattered, its gradient gathered; so is the head's input
+            over_x += len(tables) * self._collective("all_gather", "x", half)
+            over_x += self._collective("reduce_scatter", "x", half) - self._collective("all_reduce", "x", 2 * half)
+        if model.logits == "sliced":  # the loss's statistics
+            over_x += 2 * self._collective("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)
+        elif outputs:
+            over_x += self._collective("all_gather", "x", (x - 1) * tokens * outputs * element)
+        logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
+        of_statistics = 2 * (y - 1) / y * tokens / self.choice.token_parts * 8
         norms = (1 + self.forward_passes) * (2 * model.layers + 1)
-        over_y = logits + norms * self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * 8)
+        over_y = logits + norms * self._collective("all_reduce", "y", of_statistics)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 
     def _collective(self, kind: str, axis: str, num_bytes: float) -> float:
         """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth."""
         cluster, grid = self.cluster, self.choice.grid
-        size, preceding = grid.sizes()[axis], grid.preceding(axis)
+        size: int = getattr(grid, axis)
         if size == 1:
             return 0.0
+        preceding = grid.preceding(axis)
         if preceding * size > cluster.gpus_per_node:
             latency = cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
         elif measured := cluster.measured_transfers(kind, preceding, size):

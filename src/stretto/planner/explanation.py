@@ -38,7 +38,9 @@ def explain(
 
 
 def _first(choice: Choice, cost: Cost, cluster: Cluster) -> str:
-    how = " with activation checkpointing" if choice.checkpoint_activations else ""
+    ways = {"activation checkpointing": choice.checkpoint_activations, "shard_sequence": choice.shard_sequence}
+    used = " and ".join(way for way, is_used in ways.items() if is_used)
+    how = f" with {used}" if used else ""
     sent = {kind: getattr(cost.communication, kind) for kind in KINDS}
     most = max(sent, key=lambda kind: sent[kind])
     if not sent[most]:

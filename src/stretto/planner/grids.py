@@ -75,8 +75,10 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
             return f"{axes[0]}={cut} does not divide {linear.units} {what}"
         if linear.inputs % by_input:
             return f"{axes[1]}={by_input} does not divide the {linear.inputs} inputs of {linear.name}"
-        if linear.outputs // cut % grid.z:
-            return f"z={grid.z} does not divide the {linear.outputs // cut} rows of {linear.name} that a rank has"
-    if -(-model.vocab // grid.x) * (grid.x - 1) >= model.vocab:
-        return f"a vocabulary of {model.vocab} leaves some of x={grid.x} ranks without any of it"
+        rows = linear.inputs // by_input if linear.stores_inputs_first else linear.outputs // cut
+        if rows % grid.z:
+            return f"z={grid.z} does not divide the {rows} rows of {linear.name} that a rank has"
+    for count, what in ((model.vocab, "a vocabulary"), (model.labels, "a head")):
+        if count and -(-count // grid.x) * (grid.x - 1) >= count:
+            return f"{what} of {count} leaves some of x={grid.x} ranks without any of it"
     return None

@@ -27,33 +27,57 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters that one rank holds."""
     cut = grid.x * grid.y * grid.z
     weights = model.linear_weights / cut
-    embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z * (1 if model.is_tied else 2)
+    embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z
+    outputs = -(-model.head_outputs // grid.x)
+    head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
     biases = sum(
         linear.outputs / (grid.y if linear.is_swapped else grid.x) for linear in model.linears if linear.has_bias
     )
     norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
-    return weights + embedding + model.layers * biases + norms + model.positions * model.hidden / grid.y
+    return weights + embedding + head + model.layers * biases + norms + model.positions * model.hidden / grid.y
 
 
-def activations_of_a_block(model: Architecture, grid: GridSizes) -> tuple[float, float]:
-    """Numbers a token that one block keeps for its backward pass, and how many of them are its input."""
+def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: int = 1) -> tuple[float, float]:
+    """Numbers a token that one block keeps for its backward pass, and how many of them are its input.
+
+    token_parts: over how many ranks of x activations between blocks are sharded.
+    """
     x, y = grid.x, grid.y
-    norms = 4 * model.hidden / y  # input and output of both
+    norms = 2 * (1 + 1 / token_parts) * model.hidden / y  # outputs of both, gathered for the linears, and inputs
     attention = (2 * model.queries + 2 * model.keys) / x  # queries, keys, values, and the result
     if model.is_rotary:  # turned copies; the values' views keep the whole product of qkv alive
         attention += (model.queries + model.keys) / x
     if model.fuses_qkv and model.kv_heads < model.heads and not model.is_rotary:
         attention += model.queries / x  # grouped queries are copied out of the fused product
     mlp = (4 if model.is_gated else 2) * model.ffn / x
-    return norms + attention + mlp, model.hidden / y
+    return norms + attention + mlp, model.hidden / y / token_parts
 
 
-def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[str, float]:
+def _logits(workload: Workload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
+    """Bytes of the loss's logits, and of the head's weight and its gradient, as the loss is computed."""
+    model, element, master = workload.model, workload.element, workload.master
+    outputs = -(-model.head_outputs // grid.x)
+    weight = outputs * model.hidden / grid.y
+    match model.logits:
+        case "sliced":
+            return min(outputs * tokens, LOGITS_SLICE) * (master + element) + weight * (
+                master + (3 if weight_stays else 2) * element
+            )
+        case "whole":  # and wide three times: softmax, its gradient, and the gradient before it
+            return model.head_outputs * tokens * (element + 3 * master) + 2 * weight * element
+        case "pooled":  # and their gradient, of zeros but for the rows that were taken
+            return 2 * model.head_outputs * tokens * element + 2 * weight * element
+
+
+def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> dict[str, float]:
     """Bytes by component at the peak, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
-    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides). pushes: whether
-    copy engines send what goes over z: their buffers are kept all the time (`stretto.parallel.pushed`).
+    slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
+
+    has_nvlink: whether it reaches all ranks of z, so that copy engines may send what goes over z. Their buffers are
+    kept all the time: those of gradients (`stretto.parallel.pushed_scatter`), and, if collectives are hidden, those of
+    weights that stay gathered (`stretto.parallel.pushed`).
     """
     model, grid, element = workload.model, choice.grid, workload.element
     parameters = local_parameters(model, grid)
@@ -64,20 +88,23 @@ def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[
     largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
-    kept, own_input = activations_of_a_block(model, grid)
-    pushes = pushes and grid.z > 1
-    stays = pushes and choice.keep_gathered and not choice.checkpoint_activations
-    one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else 2 * largest
+    kept, own_input = activations_of_a_block(model, grid, choice.token_parts)
+    pushes = has_nvlink and choice.copy_engines and grid.z > 1
+    stays = pushes and choice.overlaps and choice.keep_gathered and not choice.checkpoint_activations
+    in_use = (2 if choice.overlaps else 1) * largest  # the next one is gathered ahead
+    one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else in_use
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
     ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.gradient_element if pushes else 0.0
     if choice.checkpoint_activations:
-        activations, gathered = model.layers * own_input * tokens, 2 * largest
+        activations, gathered = model.layers * own_input * tokens, in_use
     else:
         activations = model.layers * kept * tokens
-        gathered = model.layers * block_weights if choice.keep_gathered else 2 * largest
-    edges = 3 * model.hidden / grid.y * tokens  # the last norm's input and output, and the gradient by the latter
-    vocab = -(-model.vocab // grid.x)
-    head = vocab * model.hidden / grid.y
+        gathered = model.layers * block_weights if choice.keep_gathered else in_use
+    # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
+    parts = choice.token_parts
+    edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
+    table = -(-model.vocab // grid.x) * model.hidden / grid.y
+    head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gradients = parameters * workload.master
     # With several micro-batches, the gradients of the earlier ones are there all the time.
     earlier = gradients if choice.micro_batches(workload) > 1 else 0.0
@@ -91,8 +118,7 @@ def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[
             "gradients": earlier,
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": (activations + edges) * element,
-            "logits": min(vocab * tokens, LOGITS_SLICE) * (workload.master + element)
-            + head * (workload.master + (3 if stays else 2) * element),
+            "logits": _logits(workload, grid, tokens, weight_stays=stays),
             "temporary": ring,
         },
         {  # the end of the backward pass
@@ -100,7 +126,7 @@ def memory(workload: Workload, choice: Choice, *, pushes: bool = False) -> dict[
             "gathered_weights": one * element if is_copied else 0.0,
             "activations": kept * tokens * element,
             "logits": head * element if stays else 0.0,
-            "temporary": (widest + max(2 * largest, head) + scattered) * element + bucket + ring,
+            "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
     if choice.checkpoint_activations:
@@ -121,12 +147,16 @@ def peak(components: Mapping[str, float]) -> float:
     return sum(components.values())
 
 
-def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, pushes: bool = False) -> int | None:
+def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, has_nvlink: bool = False) -> int | None:
     """The largest micro-batch at which the choice stays within `limit` bytes; None if none does. See `memory`."""
-    candidates = divisors(workload.batch // choice.grid.batch_parts)
+    candidates = [
+        size
+        for size in divisors(workload.batch // choice.grid.batch_parts)
+        if size * workload.seq_len % choice.token_parts == 0
+    ]
 
     def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(choice, micro_batch=micro_batch), pushes=pushes)) > limit
+        return peak(memory(workload, replace(choice, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
 
     fitting = bisect_left(candidates, True, key=is_too_large)
     return candidates[fitting - 1] if fitting else None

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from stretto.planner.architecture import Architecture, read_architecture
+from stretto.planner.architecture import Architecture
 from stretto.planner.grids import every_grid, why_impossible
+from stretto.planner.reading import read_architecture
 
 
 def shapes_of(models: Sequence[str], batches: Sequence[int], seq_len: int, gpus: int) -> list[tuple[int, int, int]]:

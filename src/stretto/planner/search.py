@@ -1,16 +1,19 @@
 """`plan`: every grid, with the micro-batch and checkpointing that suit it best, ranked and explained. Needs no GPU."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from stretto.cluster import Cluster
-from stretto.planner.architecture import Architecture, read_architecture
+from stretto.planner.architecture import Architecture
+from stretto.planner.communication import Rates, bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
 from stretto.planner.grids import GridSizes, every_grid, why_impossible
 from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
+from stretto.planner.reading import read_architecture
 from stretto.planner.workload import Choice, Dtype, Workload
 
 MAX_GPUS = 1 << 20
@@ -22,13 +25,15 @@ class Plan:
     """One grid, how to run it, and what that is predicted to take.
 
     `bandwidth` is bytes/s by axis, `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
-    most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible.
+    most, by component at the peak: their sum is the peak. `why` says why it is not the first, or not possible. `notes`,
+    of the model and so the same for every plan, say what `parallelize` has against it, and what is taken for granted.
     """
 
     grid: Mapping[str, int]
     micro_batch: int
     checkpoint_activations: bool
     keep_gathered: bool
+    shard_sequence: bool
     bandwidth: Mapping[str, float | None]
     communication: Mapping[str, float]
     exposed: Mapping[str, float]
@@ -38,6 +43,7 @@ class Plan:
     fits: bool
     is_possible: bool
     why: str
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_memory(self) -> float:
@@ -61,7 +67,7 @@ class _Candidate:
     def rank(self) -> tuple[Any, ...]:
         """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
         choice, sizes = self.choice, self.choice.grid
-        order = (choice.checkpoint_activations, not choice.keep_gathered, -choice.micro_batch)
+        order = (choice.checkpoint_activations, not choice.keep_gathered, choice.shard_sequence, -choice.micro_batch)
         layout = (sizes.x, sizes.y, sizes.z, sizes.data)
         return (
             self.impossible is not None,
@@ -86,6 +92,7 @@ def plan(
     micro_batch: int | None = None,
     checkpoint_activations: bool | None = None,
     keep_gathered: bool | None = None,
+    shard_sequence: bool | None = False,
     overlaps: bool = True,
 ) -> list[Plan]:
     """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
@@ -96,6 +103,7 @@ def plan(
         "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
     micro_batch, checkpoint_activations, keep_gathered: fixed where given; searched where not (the paper's model keeps
         weights gathered: Algorithm 3).
+    shard_sequence: for "full": `parallelize(shard_sequence=True)` where x > 1, or None to try it beside what is usual.
     overlaps: for "full": whether collectives are hidden (`parallelize(overlap=...)`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
@@ -111,22 +119,31 @@ def plan(
     limit = USABLE * machine.require("gpu.memory")
     keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
     checkpoints = [False, True] if checkpoint_activations is None else [checkpoint_activations]
+    shardings = [False, True] if shard_sequence is None else [shard_sequence]
+    _check_sharding(shardings[-1], architecture, cost)
 
+    grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
+    if all(impossible for _, impossible in grids):
+        raise ValueError(_nothing_possible(architecture, ranks, batch, [impossible for _, impossible in grids]))
     candidates = []
-    for grid in every_grid(ranks):
-        impossible = why_impossible(architecture, grid, batch)
-        options = [
-            _judge(
-                workload, Choice(grid, 1, checkpoint, keep), machine, device, limit, micro_batch, impossible, overlaps
-            )
+    for grid, impossible in grids:
+        choices = [
+            Choice(grid, 1, checkpoint, keep, overlaps, shard_sequence=shards)
             for keep in keeps
             for checkpoint in checkpoints
+            for shards in (shardings if grid.x > 1 else [False])
         ]
+        if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
+            choices = choices[:1]
+        rates = bandwidths(machine, grid)
+        options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in choices]
         candidates.append(min(options, key=lambda candidate: candidate.rank))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
-        raise ValueError(_nothing_possible(architecture, ranks, batch, candidates))
-    return [_to_plan(candidate, candidates[0], machine, limit) for candidate in candidates]
+        reasons = [candidate.impossible for candidate in candidates]
+        raise ValueError(_nothing_possible(architecture, ranks, batch, reasons))
+    notes = _notes(workload)
+    return [_to_plan(candidate, candidates[0], machine, limit, notes) for candidate in candidates]
 
 
 def predict(
@@ -141,26 +158,31 @@ def predict(
     keep_gathered: bool = True,
     dtype: Dtype = "bf16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
+    shard_sequence: bool = False,
     overlaps: bool = True,
+    copy_engines: bool = True,
     cost: CostModel = "full",
 ) -> Plan:
     """The plan of one grid (sizes by axis, 1 where one is absent), run as it is said here.
+
+    overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
 
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
     workload = Workload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
+    _check_sharding(shard_sequence, workload.model, cost)
     sizes = GridSizes(**{"data": 1, "x": 1, "y": 1, "z": 1} | dict(grid))
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    choice = Choice(sizes, size, checkpoint_activations, keep_gathered)
+    choice = Choice(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines, shard_sequence)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = USABLE * cluster.require("gpu.memory")
-    only = _judge(workload, choice, cluster, device, limit, size, None, overlaps)
+    only = _judge(workload, choice, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
-    return _to_plan(only, only, cluster, limit)
+    return _to_plan(only, only, cluster, limit, _notes(workload))
 
 
 def _judge(
@@ -168,28 +190,34 @@ def _judge(
     choice: Choice,
     cluster: Cluster,
     device: Device | None,
+    rates: Rates,
     limit: float,
     micro_batch: int | None,
     impossible: str | None,
-    overlaps: bool,
 ) -> _Candidate:
     """The choice with its best micro-batch: the largest that fits, since fewer are never slower."""
     local = workload.batch // choice.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
-    # As `stretto.parallel` does where NVLink reaches all ranks of z, which are x * y apart.
-    pushes = overlaps and cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
+    tokens = (micro_batch or local) * workload.seq_len
+    if impossible is None and tokens % choice.token_parts:
+        impossible = f"with shard_sequence, x={choice.grid.x} does not divide a rank's {tokens} tokens at once"
+    # Whether NVLink reaches all ranks of z, which are x * y apart.
+    has_nvlink = cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
     size = micro_batch
     if size is None and impossible is None:
-        size = largest_micro_batch(workload, choice, limit, pushes=pushes)
+        size = largest_micro_batch(workload, choice, limit, has_nvlink=has_nvlink)
     choice = replace(choice, micro_batch=size or 1)
-    components = memory(workload, choice, pushes=pushes)
+    components = memory(workload, choice, has_nvlink=has_nvlink)
     fits = impossible is None and peak(components) <= limit
     cost = (
-        paper_cost(workload, choice, cluster)
-        if device is None
-        else full_cost(workload, choice, cluster, device, overlaps=overlaps)
+        paper_cost(workload, choice, rates) if device is None else full_cost(workload, choice, cluster, device, rates)
     )
+    if not math.isfinite(cost.step_time):
+        raise ValueError(
+            f"the time predicted for cluster {cluster.name!r} is larger than any number: one of its figures is far too "
+            "small"
+        )
     return _Candidate(choice, cost, components, fits, impossible)
 
 
@@ -198,13 +226,21 @@ def _rounded(time: float) -> float:
     return float(f"{time:.12g}")
 
 
-def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float) -> Plan:
+def _notes(workload: Workload) -> tuple[str, ...]:
+    model, seq_len = workload.model, workload.seq_len
+    if model.positions and seq_len > model.positions:
+        return (*model.notes, f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
+    return model.notes
+
+
+def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float, notes: tuple[str, ...]) -> Plan:
     choice, cost = candidate.choice, candidate.cost
     return Plan(
         grid=choice.grid.sizes(),
         micro_batch=choice.micro_batch,
         checkpoint_activations=choice.checkpoint_activations,
         keep_gathered=choice.keep_gathered,
+        shard_sequence=choice.shard_sequence,
         bandwidth=cost.bandwidth,
         communication={kind: _rounded(time) for kind, time in cost.communication.by_name().items()},
         exposed=cost.exposed,
@@ -214,12 +250,23 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
         why=candidate.impossible or explain(choice, cost, candidate.memory, best.choice, best.cost, limit, cluster),
+        notes=notes,
     )
 
 
 def _check_cost(cost: str) -> None:
     if cost not in ("paper", "full"):
         raise ValueError(f"cost is {cost!r}, but must be 'paper' or 'full'")
+
+
+def _check_sharding(shards: bool, model: Architecture, cost: str) -> None:
+    if shards and cost == "paper":
+        raise ValueError("shard_sequence is a choice of cost='full': the paper's model does not know it")
+    if shards and not model.takes_sharded_sequence:
+        raise ValueError(
+            f"{model.name} does not take shard_sequence: inside attention its code takes batch size and sequence "
+            "length from the input; stretto.models.GPT does"
+        )
 
 
 def _check_gpus(cluster: Cluster, gpus: int | None) -> int:
@@ -240,12 +287,9 @@ def _check_micro_batch(micro_batch: int, batch: int) -> int:
     return micro_batch
 
 
-def _nothing_possible(model: Architecture, ranks: int, batch: int, candidates: Sequence[_Candidate]) -> str:
-    reasons = list(dict.fromkeys(candidate.impossible for candidate in candidates))[:3]
+def _nothing_possible(model: Architecture, ranks: int, batch: int, reasons: Sequence[str | None]) -> str:
+    first = "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3])
     powers = (1 << exponent for exponent in range(ranks.bit_length() - 1, -1, -1))
     fewer = (*range(ranks - 1, max(0, ranks - 64), -1), *powers)
     smaller = next((n for n in fewer if any(not why_impossible(model, grid, batch) for grid in every_grid(n))), 1)
-    return (
-        f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {'; '.join(map(str, reasons))}; "
-        f"{smaller} GPUs would do"
-    )
+    return f"no grid of {ranks} GPUs can hold {model.name} with a batch of {batch}: {first}; {smaller} GPUs would do"

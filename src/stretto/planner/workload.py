@@ -58,12 +58,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients)."""
+    """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients).
+
+    overlaps, copy_engines: as `stretto.parallel.Overlap` has them, the first for all of its other options.
+    shard_sequence: as `parallelize` has it; on a grid of x=1 there is nothing to shard.
+    """
 
     grid: GridSizes
     micro_batch: int
     checkpoint_activations: bool = False
     keep_gathered: bool = True
+    overlaps: bool = True
+    copy_engines: bool = True
+    shard_sequence: bool = False
+
+    @property
+    def token_parts(self) -> int:
+        """Over how many ranks of x the activations between blocks are sharded."""
+        return self.grid.x if self.shard_sequence else 1
 
     def micro_batches(self, workload: Workload) -> int:
         """How many a step has."""

@@ -1,0 +1,133 @@
+"""From what `stretto.plan` is given to an architecture: a name, a TOML file, a config.json, or a model that is there.
+
+No torch, no transformers: a configuration is read as data.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from stretto.cluster import read_bounded
+from stretto.models.config import PRESETS, GPTConfig
+from stretto.planner.architecture import Architecture, check_count
+from stretto.planner.hugging_face import from_hugging_face
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_architecture(model: Any, seq_len: int) -> Architecture:
+    """The architecture of what `stretto.plan` is given.
+
+    A name (`gpt-20b`), a GPTConfig, a path (a TOML with [model] or its keys, or a Hugging Face config.json), a
+    transformers config, or a model that has a `config`. Raises ValueError for what is none of these, or is unsupported.
+    """
+    match model:
+        case Architecture():
+            return model
+        case GPTConfig():
+            return from_gpt("model", model)
+        case Path():
+            return _from_file(model, seq_len)
+        case str() if model in PRESETS:
+            return from_gpt(model, PRESETS[model])
+        case str() if Path(model).suffix in (".toml", ".json") or Path(model).exists():
+            return _from_file(Path(model), seq_len)
+        case str():
+            near = get_close_matches(model, PRESETS, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"no model is named {model!r}; did you mean {near!r}? Known: {', '.join(PRESETS)}; or give the path of "
+                "a .toml or of a Hugging Face config.json"
+            )
+        case Mapping():
+            return from_hugging_face("config", model)
+    config = getattr(model, "config", model)
+    if isinstance(config, GPTConfig):
+        return from_gpt(type(model).__name__, config)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        return from_hugging_face(type(model).__name__, to_dict(), [each.__name__ for each in type(model).__mro__])
+    raise ValueError(
+        f"a {type(model).__name__} does not say its sizes: give a name, a GPTConfig, a config.json, or a model that "
+        "has one of these as its .config"
+    )
+
+
+def from_gpt(name: str, config: GPTConfig) -> Architecture:
+    """Stretto's own GPT."""
+    return Architecture(
+        name=name,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.ffn_width,
+        vocab=config.vocab,
+        is_gated=config.activation == "swiglu",
+        has_qkv_bias=config.bias,
+        has_out_bias=config.bias,
+        has_mlp_bias=config.bias,
+        has_norm_bias=config.bias and config.norm == "layernorm",
+        is_tied=config.tie_embeddings,
+        is_rotary=config.positions == "rotary",
+        takes_sharded_sequence=True,
+        positions=config.max_seq_len if config.positions == "learned" else 0,
+    )
+
+
+def _from_file(path: Path, seq_len: int) -> Architecture:
+    try:
+        raw = read_bounded(path, MAX_FILE_BYTES, "a model's configuration")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    try:
+        text = raw.decode()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds no table of options")
+    if path.suffix == ".json":
+        return from_hugging_face(str(path), values)
+    section = values.get("model", values)
+    if not isinstance(section, dict):
+        raise ValueError(f"{path}: model = {section!r}, but must be a table")
+    return _from_table(str(path), section, seq_len)
+
+
+def _from_table(where: str, table: dict[str, Any], seq_len: int) -> Architecture:
+    """A [model] section as `stretto train` has it; a vocabulary that it leaves to the data is not known here."""
+    given = {key: value for key, value in table.items() if value != "none"}
+    name = given.pop("name", None)
+    types = get_type_hints(GPTConfig)
+    for key, value in given.items():
+        if key not in types:
+            near = get_close_matches(key, types, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{where}: a model has no option {key!r}; did you mean {near!r}?")
+        _check_option(f"{where}: model.{key}", value, types[key])
+    try:
+        if name is not None:
+            config = GPTConfig.preset(str(name), **given)
+        else:
+            if missing := [key for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
+                raise ValueError(f"model.{missing[0]} is missing, and without model.name it must be there")
+            config = GPTConfig(**{"max_seq_len": seq_len} | given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return from_gpt(str(name or Path(where).stem), config)
+
+
+def _check_option(where: str, value: Any, annotation: Any) -> None:
+    """Raise ValueError unless a value is of the type that GPTConfig declares for it."""
+    choices = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if choices and not isinstance(choices[0], type):
+        if value not in choices:
+            raise ValueError(f"{where} is {value!r}, but must be one of {', '.join(map(repr, choices))}")
+        return
+    kind = choices[0] if choices else annotation
+    if kind is int:
+        check_count(where, value)
+    elif isinstance(value, bool) != (kind is bool) or not isinstance(value, int | float if kind is float else kind):
+        raise ValueError(f"{where} is {value!r}, but must be a {'number' if kind is float else 'truth value'}")
