@@ -28,7 +28,8 @@ pytestmark = pytest.mark.skipif(RANKS < 2, reason="look-ups with an exchange tak
 F32, F16, BF16, I32, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
 SHAPES = {
     "alike": [[(1000, 128)] * 3] * 4,
-    "unequal": [[(1, 4), (300, 92), (50, 256)], [(5000, 64)], [], [(3, 8), (70, 32), (9, 12), (11, 260)]],
+    # 348 columns before rank 1's: in 16 bits, its own would be stored by 16 bytes, and theirs are no multiple of that.
+    "unequal": [[(1, 4), (300, 92), (50, 252)], [(5000, 64)], [], [(3, 8), (70, 32), (9, 12), (11, 260)]],
     "wide": [[(100, 256), (200, 256)]] * 4,
 }
 
