@@ -83,8 +83,8 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]])
 
 
 def _command() -> str:
-    """The command line as it was given, less the folder that it wrote to."""
-    arguments = sys.argv[1:]
+    """The command line as it was given, less the folder that it wrote to, and of other files the names alone."""
+    arguments = [argument.rpartition("/")[2] if argument.startswith("/") else argument for argument in sys.argv[1:]]
     for index, argument in enumerate(arguments):
         if argument == "--out":
             del arguments[index : index + 2]
