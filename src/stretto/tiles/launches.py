@@ -7,6 +7,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from stretto.tiles.descriptors import remember_descriptors
+
 _MOST_KEPT = 1024
 _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 
@@ -46,6 +48,7 @@ class Launches:
         if compiled is not None:  # an interpreted kernel is not compiled
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()
+            remember_descriptors(compiled)
             # The kernel too: of what is freed the id may come again.
             self._known[id(kernel), key] = compiled, (kernel, kept)
 

@@ -1,0 +1,67 @@
+"""TMA descriptors that Triton has made once, so that it does not make them at every launch.
+
+Triton encodes each descriptor of a launch anew, with a look at every argument to find them: 9 us of the 15 that a host
+took for a kernel with three (H200, Triton 3.6). What it encodes depends on the matrix's address, shape and strides.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+_MOST_KEPT = 256  # of one parameter
+_NAMES = {"launcher", "tensordesc_indices", "tensordesc_meta"}
+
+
+def remember_descriptors(compiled: Any) -> None:
+    """Have a compiled kernel's launches from now on encode a descriptor once. Nothing for a kernel without descriptors.
+
+    It takes the place of a function inside Triton, `wrap_handle_tensordesc`, whose argument this looks up; where a
+    version of Triton has it otherwise, everything stays as it was.
+    """
+    run = getattr(compiled, "run", None)
+    wrapped = getattr(run, "launch", None)
+    code = getattr(wrapped, "__code__", None)
+    if run is None or wrapped is None or code is None or set(code.co_freevars) != _NAMES:
+        return
+    cells = (cell.cell_contents for cell in wrapped.__closure__)
+    known = dict(zip(code.co_freevars, cells, strict=True))
+    make = wrapped.__globals__.get("make_tensordesc_arg")
+    metas, positions = known["tensordesc_meta"], sorted(known["tensordesc_indices"])
+    if make is None or len(metas) != len(positions):
+        return
+    # Up to 3.6 a kernel's arguments follow so many others; later ones are a tuple after them.
+    before = wrapped.__globals__.get("_BASE_ARGS_FORMAT_LEN")
+    places = [
+        (position + (before or 0), _Descriptors(make, meta)) for position, meta in zip(positions, metas, strict=True)
+    ]
+    places.reverse()  # what one becomes moves those after it
+    launcher = known["launcher"]
+
+    def spread(arguments: Any) -> list[Any]:
+        given = list(arguments)
+        for place, descriptors in places:
+            given[place : place + 1] = descriptors.find(given[place])
+        return given
+
+    if before is None:
+        run.launch = lambda *arguments: launcher(*arguments[:-1], spread(arguments[-1]))
+    else:
+        run.launch = lambda *arguments: launcher(*spread(arguments))
+
+
+class _Descriptors:
+    """Those that one parameter of a kernel has had, as the launcher takes them."""
+
+    def __init__(self, make: Any, meta: Any) -> None:
+        self._make, self._meta = make, meta
+        self._known: dict[Hashable, list[Any]] = {}
+
+    def find(self, matrix: Any) -> list[Any]:
+        if self._meta is None:  # the launcher takes the tensor itself, whose address it may have only while it lives
+            return list(self._make(matrix, None))
+        key = matrix.base.data_ptr(), tuple(matrix.shape), tuple(matrix.strides), matrix.padding
+        made = self._known.get(key)
+        if made is None:
+            if len(self._known) == _MOST_KEPT:
+                self._known.clear()
+            made = self._known[key] = list(self._make(matrix, self._meta))
+        return made
