@@ -20,7 +20,7 @@ from stretto.ops.gemm import (
     order_tiles,
     store_tile,
 )
-from stretto.ops.moved_rows import pull_rows, push_rows
+from stretto.ops.moved_rows import copy_gathered, pull_rows, push_by_copies, push_rows
 from stretto.ops.plans import Plan
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, Workspace
@@ -90,9 +90,9 @@ def launch(
             # once the kernel runs.
             tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
         with tiles.copy_engine(block_channel):
-            _push(block_channel, producer, x, offset)
+            push_by_copies(block_channel, producer, x, offset)
             if returned is not None:
-                _copy_gathered(block_channel, producer, x, gathered, returned)
+                copy_gathered(block_channel, producer, x, gathered, returned)
     try:
         arguments = (
             channel,
@@ -125,37 +125,6 @@ def launch(
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         if not by_programs:
             tiles.join_copies(block_channel)
-
-
-def _push(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, offset: int) -> None:
-    """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
-
-    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in.
-    """
-    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
-    for distance in range(1, world):
-        peer = (rank - distance) % world
-        there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
-        for piece, start in enumerate(range(0, rows, producer.channel_rows)):
-            part = slice(start, min(start + producer.channel_rows, rows))
-            tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
-            tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
-
-
-def _copy_gathered(
-    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
-) -> None:
-    """Copy the gathered rows out of the workspace, which the next call writes over, beside the GEMM.
-
-    A rank's pieces come in stream order, so the signal of its last one stands for all.
-    """
-    rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
-    tiles.rank_copy_data(returned, x, rows=slice(0, rows), to=rank * rows)
-    last = divide_up(rows, producer.channel_rows) - 1
-    for distance in range(1, world):
-        peer = (rank + distance) % world
-        tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
-        tiles.rank_copy_data(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
 
 
 @triton.jit

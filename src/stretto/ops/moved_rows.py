@@ -1,11 +1,44 @@
-"""Rows that programs of a GEMM's kernel push to other ranks, or pull from them, before they multiply."""
+"""Rows on their way to other ranks: by copy engines, or by programs of a GEMM's kernel before they multiply."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stretto import tiles
+from stretto.ops.gemm import divide_up
 
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
+
+
+def push_by_copies(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, offset: int) -> None:
+    """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
+
+    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in.
+    """
+    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
+    for distance in range(1, world):
+        peer = (rank - distance) % world
+        there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
+        for piece, start in enumerate(range(0, rows, producer.channel_rows)):
+            part = slice(start, min(start + producer.channel_rows, rows))
+            tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
+            tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
+
+
+def copy_gathered(
+    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
+) -> None:
+    """Copy the gathered rows out of the workspace, which the next call writes over, beside the GEMM.
+
+    A rank's pieces come in stream order, so the signal of its last one stands for all.
+    """
+    rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
+    tiles.rank_copy_data(returned, x, rows=slice(0, rows), to=rank * rows)
+    last = divide_up(rows, producer.channel_rows) - 1
+    for distance in range(1, world):
+        peer = (rank + distance) % world
+        tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
+        tiles.rank_copy_data(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
 
 
 @triton.jit
