@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces
+from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces
 
+from stretto.collectives import selection
 from stretto.collectives.algorithms import find
-from stretto.collectives.executor.cuda import communicator
+from stretto.collectives.executor.cuda import communicator, courses
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
@@ -89,6 +90,28 @@ def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
         ]
     )
     assert len(caplog.messages) == 2 * 6  # each rank each line once
+
+
+def test_large_arrays_go_by_copies_unless_there_is_no_memory_for_that(make, caplog, monkeypatch):
+    monkeypatch.setattr(selection, "_LARGEST", 1 << 10)
+    monkeypatch.setattr(selection, "_BY_COPIES_FROM", 1 << 12)
+    both, workspaces = make()
+    x = torch.ones(2000, dtype=torch.int32)
+
+    def refuse():
+        raise ValueError("rank 1 has no symmetric memory to give: 768 MB are too much")
+
+    for workspace in workspaces:
+        workspace.copy_area = refuse
+    with caplog.at_level(logging.DEBUG, "stretto.collectives"):
+        assert run_both(both, "allreduce", x)[0] == [None] * 2
+    assert "runs as the library: two-shot-all-reduce Copy x4 has no memory: rank 1 has no" in caplog.text
+    both, workspaces = make()
+    add_copy_areas(workspaces, courses.HEAD + (1 << 20))
+    names, tensors = run_both(both, "allreduce", x)
+    assert names == ["two-shot-all-reduce Copy x4"] * 2
+    assert all((given[1] == 2).all() for given in tensors)
+    assert run_both(both, "allreduce", x[:500])[0] == [None] * 2  # between the two limits
 
 
 def test_nothing_is_said_where_nobody_listens(make, caplog):

@@ -127,6 +127,11 @@ class CudaCommunicator:
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():
                 return None
+            if way.protocol == PROTOCOL:
+                try:
+                    self.workspace.copy_area()
+                except ValueError as error:  # on all ranks, if on one: the library needs less
+                    return _Known(None, Ran(None, f"{way.name} has no memory: {error}"))
             kernel = self._kernels[key] = self.kernel(way, dtype, reduction, in_place=output is None)
         return _Known(kernel, Ran(way.name, why))
 
