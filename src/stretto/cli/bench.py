@@ -94,7 +94,7 @@ def published(
     out: Out = Path("results/published"),
     as_json: Json = False,
 ) -> None:
-    """Plans for every run of paper 003's Table 5.2, beside the FLOP/s that were published (needs no GPU)."""
+    """Plans for every run of Singh's dissertation (Table 5.2), beside the published FLOP/s (needs no GPU)."""
     with refusing_bad_input(as_json=as_json):
         from stretto.bench.published import bench_published
 

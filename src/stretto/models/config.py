@@ -1,4 +1,4 @@
-"""The shapes of GPTs, those of paper 003's Table 5.1 among them. Imports no torch: a planner needs only the numbers."""
+"""The shapes of GPTs, those of Table 5.1 (Singh) among them. Imports no torch: a planner needs only the numbers."""
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -81,7 +81,7 @@ class GPTConfig:
 
 PRESETS: dict[str, GPTConfig] = {
     "gpt2-small": GPTConfig(layers=12, hidden=768, heads=12, max_seq_len=1024),
-    # Table 5.1 of paper 003. It names no vocabulary; GPT-2's is taken.
+    # Table 5.1 of Singh's dissertation. It names no vocabulary; GPT-2's is taken.
     "gpt-5b": GPTConfig(layers=24, hidden=4096, heads=32),
     "gpt-10b": GPTConfig(layers=32, hidden=5120, heads=40),
     "gpt-20b": GPTConfig(layers=32, hidden=7168, heads=56),
