@@ -31,6 +31,7 @@ from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
 from stretto.parallel.pushed import PushedGather, can_push, make_ring
 from stretto.parallel.sequence import TokenShards
+from stretto.parallel.sharded_module import refuse_copies
 from stretto.parallel.validation import check_takes_sharded_sequence, is_conv1d, validate_plan
 
 
@@ -98,6 +99,8 @@ def parallelize(
     _install_loss(model, plan, grid, sharded_loss)
     if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
         huggingface.generate_in_step(model)
+    huggingface.refuse_saving(model)
+    refuse_copies(model)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
     gather_ahead, gradient_sum = (
         builder.gather_ahead,
