@@ -20,7 +20,7 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A size of Table 5.1 (gpt-20b), a .toml with [model], or a Hugging Face config.json."),
+        typer.Option(help="gpt2-small, gpt-5b to gpt-640b, a .toml with [model], or a Hugging Face config.json."),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
@@ -31,7 +31,7 @@ def plan(
     cost: Annotated[
         str,
         typer.Option(
-            help="paper: only the linears' collectives (equations 5.1 to 5.7). full: computation, latency, overlap too."
+            help="paper: the linears' collectives (Singh, equations 5.1 to 5.7). full: computation, latency, overlap."
         ),
     ] = "paper",
     dtype: Annotated[

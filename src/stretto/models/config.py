@@ -55,14 +55,17 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        """Features of one attention head."""
         return self.hidden // self.heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Heads of keys and values: `kv_heads`, or all."""
         return self.kv_heads or self.heads
 
     @property
     def ffn_width(self) -> int:
+        """Inner width of the MLP: `ffn`, or 4 x `hidden`."""
         return self.ffn or 4 * self.hidden
 
     @classmethod

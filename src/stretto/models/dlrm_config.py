@@ -48,6 +48,7 @@ class DLRMConfig:
 
     @property
     def tables(self) -> int:
+        """How many tables there are."""
         return len(self.rows)
 
     @property

@@ -26,6 +26,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
+        """How many numbers the weight has."""
         return self.inputs * self.outputs
 
 

@@ -103,7 +103,7 @@ def plan(
 ) -> list[Plan]:
     """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
 
-    model: a name of Table 5.1, a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
+    model: a name (gpt-5b, say), a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
     gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
     cost: "paper" counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
         "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
