@@ -79,7 +79,7 @@ def draw_blocks(axes: Axes, title: str, held: list[list[int]]) -> None:
 
 
 def draw_two_level(path: Path) -> None:
-    """What each of 3 nodes of 2 ranks holds after the phases of a two-level all-gather (paper 003, figure 6.5)."""
+    """What each of 3 nodes of 2 ranks holds after the phases of a two-level all-gather (Singh, figure 6.5)."""
     ranks = range(6)
     # on node n, slot i is of node n + i
     between = [[(rank + 2 * slot) % 6 for slot in range(3)] for rank in ranks]

@@ -1,4 +1,4 @@
-"""What a training step sends, counted at the process groups, is what equations 5.1 to 5.5 of paper 003 say."""
+"""What a training step sends, counted at the process groups, is what equations 5.1 to 5.5 (Singh) say."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -194,6 +195,7 @@ def on_four_ranks() -> dict[str, str]:
         "dropout": message_of(lambda: dropout(x)),
         "right": message_of(lambda: right(x)),
         "copy": message_of(lambda: copy.deepcopy(right)),
+        "pickle": message_of(lambda: pickle.dumps(right)),
         "assign": message_of(lambda: right.load_state_dict(right.state_dict(), assign=True)),
         "load": message_of(lambda: right.load_state_dict(right.state_dict())),
     }
@@ -213,6 +215,7 @@ def test_what_would_go_wrong_after_parallelize_is_refused_where_it_happens(ranks
         assert "1 takes features that are split over y" in messages["norm"]
         assert "1 takes features that are split over x" in messages["dropout"]
         assert "neither copied nor pickled" in messages["copy"]
+        assert "neither copied nor pickled" in messages["pickle"]
         assert "leave assign out" in messages["assign"]
         assert "parallelize(..., dtype=torch.bfloat16)" in messages["autocast"]
         assert "0.bias was added or replaced after stretto.parallelize" in messages["replaced"]

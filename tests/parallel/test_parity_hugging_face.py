@@ -168,6 +168,19 @@ def generated(sizes: Sizes, end: int) -> Tensor:
         return model.generate(PROMPTS[my_rows(grid, 4)], eos_token_id=end, **GENERATION)
 
 
+def saved(folder: str) -> str:
+    """What `save_pretrained` says of a sharded model."""
+    with pytest.raises(ValueError) as error:
+        parallelize(small_llama(), Grid(x=2)).save_pretrained(folder)
+    return str(error.value)
+
+
+def test_a_sharded_model_is_not_saved_in_parts_and_says_what_to_do(ranks, tmp_path):
+    for message in ranks(2).run(saved, str(tmp_path / "model")):
+        assert "stretto.parallel.gather" in message
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (4, 1, 1, 1), (1, 4, 1, 1)], ids=str)
 def test_rows_that_end_at_different_steps_on_different_ranks_are_generated_as_on_one(ranks, sizes):
     print(f"seed {SEED}")

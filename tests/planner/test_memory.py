@@ -146,6 +146,14 @@ def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_
     assert remedied[0].checkpoint_activations
 
 
+def test_what_does_not_fit_is_planned_as_small_as_it_gets_and_advised_nothing_that_was_tried():
+    plans = stretto.plan("gpt-20b", "dgx-h200", gpus=2, batch=1024, seq_len=2048)
+    for plan in plans:
+        assert not plan.fits
+        assert plan.checkpoint_activations
+        assert "activation checkpointing" not in plan.why
+
+
 def test_the_largest_micro_batch_that_fits_is_chosen():
     roomy = plan_of({"z": 4}, batch=64)
     assert roomy.fits

@@ -1,4 +1,4 @@
-"""The planner against figures worked out by hand from equations 5.1 to 5.7 of paper 003 (section 5.1.2).
+"""The planner against figures worked out by hand from equations 5.1 to 5.7 of Singh's dissertation (section 5.1.2).
 
 Axes are ordered as the paper orders them, x innermost, then y, z and data; a grid here is (data, x, y, z). A linear
 multiplies [m, k] by [k, n]. A block has four: h to 3h and h to 4h as they are, h to h and 4h to h "transposed".
@@ -255,6 +255,16 @@ def test_without_a_cost_the_command_prints_the_same_keys():
         assert {"grid", "bandwidth", "communication", "step_time", "memory", "fits", "why"} <= set(p)
         assert set(p["grid"]) == set(p["bandwidth"]) == set(AXES)
         assert {*COLLECTIVES, "total"} <= set(p["communication"])
+
+
+def test_a_narrow_terminal_cuts_no_figure_short(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    result = stretto_plan("gpt-640b", "perlmutter", 512, 1024, "--top=60")
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    assert "e+" not in result.stdout
+    assert "26.61 s" in result.stdout
+    assert "9.93 TB" in result.stdout
 
 
 # What is refused.

@@ -234,6 +234,13 @@ def test_a_missing_file_is_refused_with_the_nearest_that_is_there(tmp_path: Path
         load_config(tmp_path)
 
 
+def test_a_link_to_nothing_is_not_offered_in_its_own_place(tmp_path: Path) -> None:
+    link = tmp_path / "demo.toml"
+    link.symlink_to(tmp_path / "gone.toml")
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*demo.toml$"):
+        load_config(link)
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 numbers = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 

@@ -1,6 +1,6 @@
 """MSCCLang's two ablations: pipelining over tiles on and off, and one kernel against a composition of library calls.
 
-Both are of paper 001, section 7: a chunk's second tile travels while its first is added (section 6.2), and a whole
+Both are MSCCLang's, section 7: a chunk's second tile travels while its first is added (section 6.2), and a whole
 algorithm is one kernel, where a composition of library calls waits for each of its steps.
 """
 

@@ -1,6 +1,6 @@
 """A training step of a DLRM with its look-up and exchange fused, and with PyTorch's functions, interleaved in one job.
 
-Same model, same batches, same optimizers; only `implementation` differs. "library" is what paper 002 compares with:
+Same model, batches and optimizers; only `implementation` differs. "library" is what Punniyamurthy et al. compare with:
 nn.functional.embedding_bag a table, all_to_all_single, and cat, with row-wise Adagrad on the sparse gradients; "kernel"
 updates the tables in the fused backward pass.
 """

@@ -1,6 +1,6 @@
 """Overlapped operators beside a library's GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
 
-All of a row are timed in turn in one run. Efficiency is Flux's (paper 000, section 2.3): a way's effective
+All of a row are timed in turn in one run. Efficiency is Flux's (section 2.3): a way's effective
 communication time is what it takes beyond the library's GEMM alone (equation 1), and its overlap efficiency one minus
 that, divided by that of GEMM and NCCL one after the other (equation 2).
 """

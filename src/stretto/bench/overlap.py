@@ -16,7 +16,7 @@ from stretto.bench.training_runs import Run, Workload, build_stretto, make_grid,
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 
-# In paper 003's order (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
+# In the order of Singh's dissertation (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
 STAGES = {
     "none": (none := replace(Overlap.none(), copy_engines=False)),
     "+ all_reduce": replace(none, all_reduce=True),

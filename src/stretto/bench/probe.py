@@ -69,7 +69,7 @@ def probe(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -
 
 
 def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
-    """Every (preceding, size) of groups that fit (paper 003, section 5.1.2, case 1)."""
+    """Every (preceding, size) of groups that fit (Singh, section 5.1.2, case 1)."""
     for preceding in range(1, ranks // 2 + 1):
         for size in range(2, ranks // preceding + 1):
             yield preceding, size

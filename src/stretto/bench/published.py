@@ -1,4 +1,4 @@
-"""Plans for every run of paper 003's Table 5.2, beside the FLOP/s that the paper measured. Needs no GPU."""
+"""Plans for every run of Table 5.2 of Singh's dissertation, beside the FLOP/s that it measured. Needs no GPU."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -25,7 +25,7 @@ Vocab = Annotated[
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="A size of Table 5.1, or gpt2-small.")] = "gpt-5b",
+    model: Annotated[str, typer.Option(help="gpt-5b to gpt-640b, or gpt2-small.")] = "gpt-5b",
     layers: Layers = None,
     ranks: Ranks = None,
     vocab: Vocab = 50304,
@@ -94,7 +94,7 @@ def published(
     out: Out = Path("results/published"),
     as_json: Json = False,
 ) -> None:
-    """Plans for every run of paper 003's Table 5.2, beside the FLOP/s that were published (needs no GPU)."""
+    """Plans for every run of Singh's dissertation (Table 5.2), beside the published FLOP/s (needs no GPU)."""
     with refusing_bad_input(as_json=as_json):
         from stretto.bench.published import bench_published
 
@@ -105,7 +105,7 @@ def published(
 
 @app.command()
 def peers(
-    models: Annotated[str, typer.Option(help="llama-7b, or sizes of Table 5.1, with spaces between.")] = "llama-7b",
+    models: Annotated[str, typer.Option(help="llama-7b, or gpt-5b to gpt-640b, with spaces between.")] = "llama-7b",
     layers: Layers = None,
     ranks: Ranks = None,
     batches: Annotated[
@@ -154,7 +154,7 @@ def peers(
 
 @app.command()
 def overlap(
-    model: Annotated[str, typer.Option(help="llama-7b, or a size of Table 5.1.")] = "gpt-5b",
+    model: Annotated[str, typer.Option(help="llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b",
     layers: Layers = None,
     ranks: Ranks = None,
     batch: Annotated[int | None, typer.Option(help="Global batch in sequences (default: 2 a rank).")] = None,

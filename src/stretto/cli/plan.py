@@ -20,7 +20,7 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A size of Table 5.1 (gpt-20b), a .toml with [model], or a Hugging Face config.json."),
+        typer.Option(help="gpt2-small, gpt-5b to gpt-640b, a .toml with [model], or a Hugging Face config.json."),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="A machine of `stretto cluster list`, or a cluster file (`stretto probe`).")
@@ -31,7 +31,7 @@ def plan(
     cost: Annotated[
         str,
         typer.Option(
-            help="paper: only the linears' collectives (equations 5.1 to 5.7). full: computation, latency, overlap too."
+            help="paper: the linears' collectives (Singh, equations 5.1 to 5.7). full: computation, latency, overlap."
         ),
     ] = "paper",
     dtype: Annotated[
@@ -124,37 +124,48 @@ def _from_config(path: Path) -> dict[str, Any]:
 def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -> None:
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     from stretto.cluster import name_grid
 
     fitting = sum(plan.fits for plan in plans)
+    title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     console = Console()
-    table = Table(title=f"{len(plans)} grids on {cluster.name}, {fitting} of which fit", box=box.SIMPLE_HEAD)
     for heading in ("", "grid", "micro", "step", "exposed ms: x/y/z/data", "memory"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
     for place, plan in enumerate(plans[:top], start=1):
-        exposed = " / ".join(_milliseconds(plan.exposed[axis]) for axis in ("x", "y", "z", "data"))
+        exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in ("x", "y", "z", "data"))
         table.add_row(
             str(place),
             name_grid(plan.grid),
             f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{'*' if plan.checkpoint_activations else ' '}",
             f"{plan.step_time:.4g} s",
             exposed,
-            f"{plan.peak_memory / 1e9:.3g} GB" if plan.peak_memory >= 1e8 else f"{plan.peak_memory / 1e6:.3g} MB",
+            _memory(plan.peak_memory),
             style=None if plan.fits else "dim",
         )
+    whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
     console.print(table)
     if any(plan.checkpoint_activations for plan in plans[:top]):
         console.print("* with activation checkpointing", highlight=False)
     if any(plan.shard_sequence for plan in plans[:top]):
         console.print("+ with train.shard_sequence", highlight=False)
     if cost == "paper":
-        console.print("Step: communication alone, by paper 003; --cost full predicts whole steps.", highlight=False)
+        console.print("Step: communication alone; --cost full predicts whole steps.", highlight=False)
     for place, plan in enumerate(plans[:top], start=1):
         console.print(f"{place:3}. {plan.why}", highlight=False, soft_wrap=True)
     for note in plans[0].notes:
         console.print(f"Note: {note}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _memory(size: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e6:.3g} MB"
 
 
 def _milliseconds(time: float) -> str:

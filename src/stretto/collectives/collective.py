@@ -1,6 +1,6 @@
 """What a collective promises: which input chunks exist before it, and which sums each output chunk holds after it.
 
-MSCCLang (paper 001), section 3.2. A buffer is a row of chunks of one size; an input chunk is named by the pair (rank,
+MSCCLang, section 3.2. A buffer is a row of chunks of one size; an input chunk is named by the pair (rank,
 index) that holds it at the start. In place, the smaller of a rank's two buffers lies inside the larger one, as the
 runtimes that we share schedules with have it: an all-gather's input is a part of its output, a reduce-scatter's output
 a part of its input, and otherwise both are the same memory.

@@ -1,6 +1,6 @@
 """The schedule: what every thread block of every rank does, step by step. What is verified, stored and run.
 
-MSCCL-IR of MSCCLang (paper 001), section 5, as its runtimes read it. A step with a receive takes the next message of
+MSCCL-IR of MSCCLang, section 5, as its runtimes read it. A step with a receive takes the next message of
 the connection (receive peer, channel); one with a send adds the next message to the connection (send peer, channel).
 "source" is the local chunk that a step reads, "destination" the local chunk that it writes:
 

@@ -1,4 +1,4 @@
-"""The shapes of GPTs, those of paper 003's Table 5.1 among them. Imports no torch: a planner needs only the numbers."""
+"""The shapes of GPTs, those of Table 5.1 (Singh) among them. Imports no torch: a planner needs only the numbers."""
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -55,14 +55,17 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        """Features of one attention head."""
         return self.hidden // self.heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Heads of keys and values: `kv_heads`, or all."""
         return self.kv_heads or self.heads
 
     @property
     def ffn_width(self) -> int:
+        """Inner width of the MLP: `ffn`, or 4 x `hidden`."""
         return self.ffn or 4 * self.hidden
 
     @classmethod
@@ -81,7 +84,7 @@ class GPTConfig:
 
 PRESETS: dict[str, GPTConfig] = {
     "gpt2-small": GPTConfig(layers=12, hidden=768, heads=12, max_seq_len=1024),
-    # Table 5.1 of paper 003. It names no vocabulary; GPT-2's is taken.
+    # Table 5.1 of Singh's dissertation. It names no vocabulary; GPT-2's is taken.
     "gpt-5b": GPTConfig(layers=24, hidden=4096, heads=32),
     "gpt-10b": GPTConfig(layers=32, hidden=5120, heads=40),
     "gpt-20b": GPTConfig(layers=32, hidden=7168, heads=56),

@@ -1,4 +1,4 @@
-"""DLRM: a recommendation model (Naumov et al., 2019; paper 002, section 2.1): will this user click on this item?
+"""DLRM: a recommendation model (Naumov et al., 2019; Punniyamurthy et al., section 2.1): who clicks on what?
 
 Its numbers go through the bottom MLP, its categories through embedding tables whose rows are pooled bag by bag; dot
 products of every pair of these vectors, with the bottom MLP's vector beside them, go through the top MLP.

@@ -48,6 +48,7 @@ class DLRMConfig:
 
     @property
     def tables(self) -> int:
+        """How many tables there are."""
         return len(self.rows)
 
     @property
@@ -100,6 +101,6 @@ DLRM_PRESETS: dict[str, DLRMConfig] = {
     "mlperf-v2": DLRMConfig(
         rows=MLPERF_ROWS, dim=128, bottom=(512, 256, 128), top=(1024, 1024, 512, 256, 1), pooling=MLPERF_POOLING
     ),
-    # Paper 002, section 4.1 and table 2: vectors of 256, and 70 of them in a bag. It says nothing of rows.
+    # Punniyamurthy et al., section 4.1 and table 2: vectors of 256, and 70 of them in a bag. It says nothing of rows.
     "paper": DLRMConfig(rows=(1_000_000,) * 64, dim=256, bottom=(512, 256), top=(512, 256, 1), pooling=(70,)),
 }

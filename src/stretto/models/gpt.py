@@ -1,4 +1,4 @@
-"""GPT: a pre-norm, decoder-only transformer (paper 003, section 5.2.1 and Table 5.1).
+"""GPT: a pre-norm, decoder-only transformer (Singh, section 5.2.1 and Table 5.1).
 
 Nothing here knows about ranks. Three habits let `stretto.parallelize` shard it: shapes inside attention are written
 with -1 where a number of heads would stand, batch size and sequence length are there those of what the linear returned

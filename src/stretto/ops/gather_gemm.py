@@ -1,6 +1,6 @@
 """All-gather + GEMM in one pass: the ranks' rows travel while a persistent GEMM multiplies what is there.
 
-Flux (paper 000, sections 3.3, 4.1 and 4.3), in tile-centric primitives (paper 004).
+Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink).
 """
 
 from functools import lru_cache

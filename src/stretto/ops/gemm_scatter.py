@@ -1,6 +1,6 @@
 """GEMM + reduce-scatter in one launch: tiles of partial sums go to the rank that owns their rows, which adds them up.
 
-Flux (paper 000, sections 3.2, 4.1 and 4.2), in tile-centric primitives (paper 004).
+Flux (sections 3.2, 4.1 and 4.2), in tile-centric primitives (TileLink).
 """
 
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""How a call of an operator is done: all that may be chosen apart from each other (TileLink, paper 004, section 3.1).
+"""How a call of an operator is done: all that may be chosen apart from each other (TileLink, section 3.1).
 
 A `Plan` names the GEMM's tiles and, apart from them, how rows travel. `default_plan` is the choice where nothing was
 measured; what it is made of stands in tables, which are meant to be edited after measuring.

@@ -1,4 +1,4 @@
-"""Put a model on a grid of data x X x Y x Z ranks (paper 003, section 5.1.1).
+"""Put a model on a grid of data x X x Y x Z ranks (Singh, section 5.1.1).
 
 `Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` spreads embedding
 tables of a recommendation model; the rest is what a training loop needs.

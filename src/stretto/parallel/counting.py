@@ -46,7 +46,7 @@ class CollectiveCounts:
 
 
 # Where each op's payload stands among its arguments, and how many times it crosses a rank's link in a ring of n ranks
-# (Thakur et al., as in paper 003, equations 5.1 to 5.5): payload x factor(n).
+# (Thakur et al., as in Singh's dissertation, equations 5.1 to 5.5): payload x factor(n).
 _RINGS = {
     "allreduce_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
     "allreduce_coalesced_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),

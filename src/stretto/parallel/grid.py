@@ -1,4 +1,4 @@
-"""The grid: ranks laid out over data x X x Y x Z (paper 003, section 5.1.1), as a named DeviceMesh."""
+"""The grid: ranks laid out over data x X x Y x Z (Singh, section 5.1.1), as a named DeviceMesh."""
 
 import os
 from collections.abc import Mapping

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stretto.parallel.loss import IGNORED_TARGET, ParallelLoss
 from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
@@ -211,6 +212,24 @@ def generate_in_step(model: nn.Module) -> None:
         return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
 
     model.generate = generate_on_every_rank  # type: ignore[assignment]
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Have `save_pretrained` say that it does not know of sharded parameters, before it writes half of a folder."""
+    save: Any = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        return
+
+    @functools.wraps(save)
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                "save_pretrained does not know that parameters are cut over ranks: call stretto.parallel.gather on "
+                "each, on every rank, or `stretto export` a checkpoint"
+            )
+        return save(*args, **kwargs)
+
+    model.save_pretrained = save_whole  # type: ignore[assignment]
 
 
 def install_loss(model: nn.Module, loss: ParallelLoss | None) -> ParallelLoss | None:

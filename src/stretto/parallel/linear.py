@@ -1,4 +1,4 @@
-"""The 3D-parallel linear of paper 003, Algorithm 3."""
+"""The 3D-parallel linear of Singh, Algorithm 3."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which way to multiply two matrices: timed once for each product of a model (paper 003, section 5.1.3).
+"""Which way to multiply two matrices: timed once for each product of a model (Singh, section 5.1.3).
 
 A BLAS library has kernels for operands as they lie and for transposed ones, and they differ in speed. A product can be
 had from any of them: by copying an operand into the other layout, and by swapping the operands and transposing.

@@ -1,4 +1,4 @@
-"""Which collectives hide under computation (paper 003, section 5.1.4), and the weights that are gathered ahead."""
+"""Which collectives hide under computation (Singh, section 5.1.4), and the weights that are gathered ahead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields

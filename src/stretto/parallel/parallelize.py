@@ -31,6 +31,7 @@ from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
 from stretto.parallel.pushed import PushedGather, can_push, make_ring
 from stretto.parallel.sequence import TokenShards
+from stretto.parallel.sharded_module import refuse_copies
 from stretto.parallel.validation import check_takes_sharded_sequence, is_conv1d, validate_plan
 
 
@@ -49,7 +50,7 @@ def parallelize(
     shard_sequence: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """Shard `model` over `grid` in place, and return it (paper 003, Algorithm 3).
+    """Shard `model` over `grid` in place, and return it (Singh, Algorithm 3).
 
     Linears, embeddings, norms, dropouts, head and loss are replaced; parameters become DTensors on the grid's mesh
     under their old names, each rank holding 1 / (x y z) of every linear's weight. Afterwards every rank calls the
@@ -67,7 +68,7 @@ def parallelize(
     sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
     overlap: which collectives hide under computation (False: none); results are the same.
     tune_matmuls: time every linear's products in each layout at the end of the first backward pass, and take the
-        fastest from then on (paper 003, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or ~/.cache/stretto.
+        fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or ~/.cache/stretto.
     shard_sequence: between blocks, keep only this x rank's share of the tokens: in place of all-reduces over x come
         all-gathers before normal linears and reduce-scatters after swapped ones, which on GPUs run within the products
         (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
@@ -98,6 +99,8 @@ def parallelize(
     _install_loss(model, plan, grid, sharded_loss)
     if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
         huggingface.generate_in_step(model)
+    huggingface.refuse_saving(model)
+    refuse_copies(model)
     model.gradient_sum = builder.gradient_sum  # type: ignore[assignment]
     gather_ahead, gradient_sum = (
         builder.gather_ahead,

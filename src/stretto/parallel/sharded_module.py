@@ -1,7 +1,7 @@
 """What the modules that `parallelize` puts in have in common."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,19 @@ class ShardedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
 
     def __getstate__(self) -> Any:
-        raise ValueError(
-            f"a parallelized model can be neither copied nor pickled ({type(self).__name__} holds process groups): "
-            "parallelize a second model, and load_state_dict the first one's state_dict into it"
-        )
+        _refuse_copy()
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Have the whole model say that it cannot be copied: pickle would fail at its hooks, before it comes to a part."""
+    model.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
+
+
+def _refuse_copy(_protocol: object = None) -> NoReturn:
+    raise ValueError(
+        "a parallelized model can be neither copied nor pickled (it holds process groups): "
+        "parallelize a second model, and load_state_dict the first one's state_dict into it"
+    )
 
 
 def note_features(y: Tensor, axis: str) -> Tensor:

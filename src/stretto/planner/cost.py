@@ -1,7 +1,7 @@
 """How long a step takes, by one of two models.
 
-`paper`: paper 003's own assumptions. Only the linears' collectives count, at the bandwidths of section 5.1.2, with no
-start-up, nothing hidden and no computation: good for ranking grids, not for telling the time.
+`paper`: the assumptions of Singh's dissertation. Only the linears' collectives count, at the bandwidths of section
+5.1.2, with no start-up, nothing hidden and no computation: good for ranking grids, not for telling the time.
 
 `full` adds what they leave out: computation, embedding, head and norms, a start-up latency a message, and overlap.
 """

@@ -78,7 +78,7 @@ def _does_not_fit(choice: Choice, memory: Mapping[str, float], needed: float, li
         remedies.append("a smaller micro-batch")
     states = memory["parameters"] + memory["optimizer"] + memory["gradients"]
     if states > limit:
-        remedies.append("more of x, y and z")
+        remedies.append("more of x, y and z" if choice.grid.data > 1 else "more GPUs along x, y or z")
     elif choice.grid.data > 1:
         remedies.append("moving ranks from data to z")
     return (
@@ -88,6 +88,8 @@ def _does_not_fit(choice: Choice, memory: Mapping[str, float], needed: float, li
 
 
 def _seconds(time: float) -> str:
+    if time >= 999.5:
+        return f"{time:,.0f} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if time >= scale:
             return f"{time / scale:.3g} {unit}"

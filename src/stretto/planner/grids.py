@@ -11,7 +11,7 @@ from stretto.planner.architecture import Architecture
 
 @dataclass(frozen=True)
 class GridSizes:
-    """The sizes of a grid's axes; x is innermost, then y, z and data (paper 003, section 5.1.2)."""
+    """The sizes of a grid's axes; x is innermost, then y, z and data (Singh, section 5.1.2)."""
 
     data: int
     x: int

@@ -78,6 +78,12 @@ class _Candidate:
             layout,
         )
 
+    @property
+    def rank_on_its_grid(self) -> tuple[Any, ...]:
+        """Where nothing fits, what comes nearest to it: a plan must not advise what was tried and is not enough."""
+        is_too_large = self.impossible is None and not self.fits
+        return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
+
 
 def plan(
     model: Any,
@@ -97,9 +103,9 @@ def plan(
 ) -> list[Plan]:
     """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
 
-    model: a name of Table 5.1, a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
+    model: a name (gpt-5b, say), a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
     gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
-    cost: "paper" counts the linears' collectives alone (paper 003, equations 5.1 to 5.7): step_time is their total.
+    cost: "paper" counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
         "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
     micro_batch, checkpoint_activations, keep_gathered: fixed where given; searched where not (the paper's model keeps
         weights gathered: Algorithm 3).
@@ -137,7 +143,7 @@ def plan(
             choices = choices[:1]
         rates = bandwidths(machine, grid)
         options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in choices]
-        candidates.append(min(options, key=lambda candidate: candidate.rank))
+        candidates.append(min(options, key=lambda candidate: candidate.rank_on_its_grid))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]

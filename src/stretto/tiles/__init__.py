@@ -1,4 +1,4 @@
-"""Tile-centric primitives: overlapped kernels as a page of Triton (TileLink, paper 004).
+"""Tile-centric primitives: overlapped kernels as a page of Triton (TileLink).
 
 A kernel stores tiles and notifies, another waits for tiles and loads them; a mapping says which rows, which rank and
 which signal a tile has. The same source is compiled for GPUs and, with TRITON_INTERPRET=1, interpreted by processes

@@ -1,4 +1,4 @@
-"""Tiles to and from other ranks, on the device: TileLink's push and pull (paper 004, section 3.2.2).
+"""Tiles to and from other ranks, on the device: TileLink's push and pull (section 3.2.2).
 
 They mirror `tl.store` and `tl.load`, with a rank. A push is followed by a notify, a pull by nothing and preceded by a
 wait. Neither orders anything by itself.

@@ -1,4 +1,4 @@
-"""Signals and copies by the host: TileLink's rank_notify, rank_wait and rank_copy_data (paper 004, section 3.2).
+"""Signals and copies by the host: TileLink's rank_notify, rank_wait and rank_copy_data (section 3.2).
 
 On CUDA all three are enqueued, and run in stream order: copies on copy engines, a signal as a copy of 4 bytes from
 device memory (so that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are done at once.

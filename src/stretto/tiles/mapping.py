@@ -1,4 +1,4 @@
-"""From a tile to its rows, its rank and its channels (TileLink, paper 004, section 4.1).
+"""From a tile to its rows, its rank and its channels (TileLink, section 4.1).
 
 A tensor's rows are sharded over the ranks; a tile is a block of rows, and perhaps one of several columns of tiles; a
 channel is a group of rows that is signalled as one. A mapping answers for a tile: which rows (f_S), whose (f_R), which

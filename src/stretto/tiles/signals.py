@@ -1,4 +1,4 @@
-"""Signals between tiles, on the device: TileLink's notify and wait (paper 004, sections 3.2.1 and 4.2).
+"""Signals between tiles, on the device: TileLink's notify and wait (sections 3.2.1 and 4.2).
 
 Every rank has counters that only count up and are never reset. A producer's counter (writer, channel) of a reader is
 met when it has come as far as `begin` has counted for the call, (int32)(seen - target) >= 0. A peer's slot (tile,

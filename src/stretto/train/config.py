@@ -276,7 +276,7 @@ def _instead(value: Any, rule: str, default: Any) -> str:
 
 
 def _similar_file(path: Path) -> str:
-    near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml")], n=1)
+    near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml") if file.is_file()], n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 

@@ -7,7 +7,7 @@ from stretto.collectives.language import Reference, chunk
 
 @algorithm(
     lambda ranks, in_place=True: AllReduce(ranks, 1, in_place),
-    source="MSCCLang (paper 001), section 7.1.2, in one step",
+    source="MSCCLang, section 7.1.2, in one step",
 )
 def one_shot_all_reduce(ranks: int) -> None:
     """Every rank gets every other's whole buffer, and all add in rank order, so that all hold the same bits."""
@@ -20,7 +20,7 @@ def one_shot_all_reduce(ranks: int) -> None:
         _add_in_rank_order(rank, ranks, chunk(rank, "out", 0))
 
 
-@algorithm(lambda ranks, in_place=True: AllReduce(ranks, ranks, in_place), source="MSCCLang (paper 001), section 7.1.2")
+@algorithm(lambda ranks, in_place=True: AllReduce(ranks, ranks, in_place), source="MSCCLang, section 7.1.2")
 def two_shot_all_reduce(ranks: int) -> None:
     """Every rank gets its chunk from all others, sums it, and sends the sum to all others."""
     for rank in range(ranks):
@@ -34,7 +34,7 @@ def two_shot_all_reduce(ranks: int) -> None:
                 total.copy(other, "out", rank)
 
 
-@algorithm(lambda ranks, in_place=True: AllGather(ranks, 1, in_place), source="MSCCLang (paper 001), section 7.1.2")
+@algorithm(lambda ranks, in_place=True: AllGather(ranks, 1, in_place), source="MSCCLang, section 7.1.2")
 def direct_all_gather(ranks: int) -> None:
     """Every rank sends its chunk to every other."""
     for rank in range(ranks):
@@ -43,7 +43,7 @@ def direct_all_gather(ranks: int) -> None:
             own.copy((rank + step) % ranks, "out", rank)
 
 
-@algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang (paper 001), section 7.1.2")
+@algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang, section 7.1.2")
 def direct_reduce_scatter(ranks: int) -> None:
     """Every rank gets its chunk from all others, and adds in rank order."""
     for rank in range(ranks):

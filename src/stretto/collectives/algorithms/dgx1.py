@@ -11,7 +11,7 @@ def _collective(ranks: int = 8, in_place: bool = True) -> Collective:
     return AllGather(8, 1, in_place)
 
 
-@algorithm(_collective, source="SCCL (Cai et al., 2021), table 4; MSCCLang (paper 001), section 7.5")
+@algorithm(_collective, source="SCCL (Cai et al., 2021), table 4; MSCCLang, section 7.5")
 def dgx1_all_gather() -> None:
     """1 chunk, 2 steps, 2 rounds: own chunk to all four neighbours, then the partner's to the three of the group."""
     for rank in range(8):

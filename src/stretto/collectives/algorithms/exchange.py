@@ -5,7 +5,7 @@ from stretto.collectives.collective import AllToAll, AllToNext
 from stretto.collectives.language import chunk
 
 
-@algorithm(lambda ranks, in_place=False: AllToAll(ranks, 1, in_place), source="MSCCLang (paper 001), section 7.3")
+@algorithm(lambda ranks, in_place=False: AllToAll(ranks, 1, in_place), source="MSCCLang, section 7.3")
 def direct_all_to_all(ranks: int, in_place: bool = False) -> None:
     """Every rank sends each other its chunk; in place, over scratch, since what arrives lies where something waits."""
     arrivals = "scratch" if in_place else "out"
@@ -20,7 +20,7 @@ def direct_all_to_all(ranks: int, in_place: bool = False) -> None:
 
 @algorithm(
     lambda nodes, gpus, in_place=False: AllToAll(nodes * gpus, 1, in_place),
-    source="MSCCLang (paper 001), section 7.3, figure 9",
+    source="MSCCLang, section 7.3, figure 9",
 )
 def two_step_all_to_all(nodes: int, gpus: int, in_place: bool = False) -> None:
     """Chunks for one GPU of another node are brought together in this node, and cross in one message."""
@@ -47,7 +47,7 @@ def two_step_all_to_all(nodes: int, gpus: int, in_place: bool = False) -> None:
             chunk(rank, "scratch", 0, nodes * gpus).copy(rank, "out", 0)
 
 
-@algorithm(lambda nodes, gpus: AllToNext(nodes * gpus, gpus), source="MSCCLang (paper 001), section 7.4, figure 10")
+@algorithm(lambda nodes, gpus: AllToNext(nodes * gpus, gpus), source="MSCCLang, section 7.4, figure 10")
 def all_to_next(nodes: int, gpus: int) -> None:
     """Each rank sends to the next; where the next is in another node, all GPUs of the node help to send."""
     for rank in range(nodes * gpus - 1):

@@ -10,7 +10,7 @@ from stretto.collectives.algorithms.recursive import double, halve
 from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
 from stretto.collectives.language import chunk, parallelize
 
-PCCL = "PCCL (paper 003), section 6.2.1"
+PCCL = "PCCL (Singh, 2025), section 6.2.1"
 
 
 def reduce_around(members: Sequence[int], buffer: str, start: int, size: int, ch: int | None = None) -> None:
@@ -32,7 +32,7 @@ def gather_around(members: Sequence[int], buffer: str, start: int, size: int, ch
 
 @algorithm(
     lambda nodes, gpus, in_place=True: AllReduce(nodes * gpus, nodes * gpus, in_place),
-    source="MSCCLang (paper 001), section 2, figure 3",
+    source="MSCCLang, section 2, figure 3",
 )
 def hierarchical_all_reduce(nodes: int, gpus: int, parallel: int = 1) -> None:
     """Rings inside the nodes, then between them, and back; inside a node `parallel` instances share the data."""

@@ -2,7 +2,7 @@
 
 With p the largest power of two that is not above the number of ranks, rank p + i first folds into rank i and is served
 by it in the end, and rank i stands for the blocks i and p + i in between (Thakur, Rabenseifner and Gropp, 2005, as
-paper 003, section 6.2.3, uses them between nodes).
+Singh's dissertation, section 6.2.3, uses them between nodes).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from stretto.collectives.algorithm import algorithm
 from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
 from stretto.collectives.language import chunk
 
-SOURCE = "Thakur, Rabenseifner and Gropp (2005); PCCL (paper 003), section 6.2.3"
+SOURCE = "Thakur, Rabenseifner and Gropp (2005); PCCL (Singh, 2025), section 6.2.3"
 
 
 def halve(members: Sequence[int], buffer: str, start: int, size: int = 1, folded: bool = True) -> None:

@@ -5,7 +5,7 @@ from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
 from stretto.collectives.language import chunk
 
 
-@algorithm(lambda ranks, in_place=True: AllReduce(ranks, ranks, in_place), source="MSCCLang (paper 001), section 7.1.1")
+@algorithm(lambda ranks, in_place=True: AllReduce(ranks, ranks, in_place), source="MSCCLang, section 7.1.1")
 def ring_all_reduce(ranks: int, channels: int = 1) -> None:
     """Each chunk goes around once to be summed and once to be copied; chunks take turns on the channels."""
     _require_channels(channels)
@@ -19,7 +19,7 @@ def ring_all_reduce(ranks: int, channels: int = 1) -> None:
             c = c.copy((index + step) % ranks, "out", index, ch=index % channels)
 
 
-@algorithm(lambda ranks, in_place=True: AllGather(ranks, 1, in_place), source="MSCCLang (paper 001), figure 3")
+@algorithm(lambda ranks, in_place=True: AllGather(ranks, 1, in_place), source="MSCCLang, figure 3")
 def ring_all_gather(ranks: int, channels: int = 1) -> None:
     """Each rank's chunk goes around the ring once."""
     _require_channels(channels)
@@ -29,7 +29,7 @@ def ring_all_gather(ranks: int, channels: int = 1) -> None:
             c = c.copy((rank + step) % ranks, "out", rank, ch=rank % channels)
 
 
-@algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang (paper 001), figure 3")
+@algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source="MSCCLang, figure 3")
 def ring_reduce_scatter(ranks: int, channels: int = 1) -> None:
     """Each chunk goes around the ring once, ends on its own rank, and is summed on the way."""
     _require_channels(channels)

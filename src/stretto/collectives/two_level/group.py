@@ -1,4 +1,4 @@
-"""Two-level collectives on a torch.distributed group (paper 003, chapter 6: PCCL)."""
+"""Two-level collectives on a torch.distributed group (Singh, chapter 6: PCCL)."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""How long the algorithms take: latency and bandwidth, inside nodes and between them (paper 003, section 6.2).
+"""How long the algorithms take: latency and bandwidth, inside nodes and between them (Singh, section 6.2).
 
 The paper says where ring or recursive wins, and why, but gives no formulas; these are the usual ones of one latency and
 one bandwidth (Thakur et al., "Optimization of collective communication operations in MPICH", 2005), with what two

@@ -34,7 +34,7 @@ def all_gather_steps(algorithm: Between, nodes: int) -> tuple[Step, ...]:
     """The steps of an all-gather of one slot a node; before it, a node has its slot 0, after it all of them.
 
     ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, which double what a node has until it has all:
-    recursive doubling (paper 003, section 6.2.3). That pairs nodes that differ in one bit of their number, and so
+    recursive doubling (Singh, section 6.2.3). That pairs nodes that differ in one bit of their number, and so
     needs N to be a power of two; here each step's partners lie `distance` apart on a ring (Bruck et al., "Efficient
     algorithms for all-to-all communications in multiport message-passing systems", 1997), which takes as many steps
     and bytes then, and works for every N, with N - 1 slots sent by each node in any case.

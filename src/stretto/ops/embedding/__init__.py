@@ -1,4 +1,4 @@
-"""Embedding look-ups fused with the exchange of what they give, and their backward pass (paper 002, section 3)."""
+"""Embedding look-ups fused with the exchange of the results, with gradients (Punniyamurthy et al., section 3)."""
 
 from stretto.ops.embedding.module import EmbeddingAllToAll
 from stretto.ops.embedding.operator import (

@@ -1,4 +1,4 @@
-"""The fused kernel: pooled vectors go straight into the output of the rank that they are for (paper 002, section 3)."""
+"""The fused kernel: pooled vectors go straight into their ranks' outputs (Punniyamurthy et al., section 3)."""
 
 import triton
 import triton.language as tl

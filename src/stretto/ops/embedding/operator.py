@@ -57,7 +57,7 @@ def embedding_all_to_all(
     ValueError, with table, position and rank, here on CPUs and at the next call or `check_indices` on GPUs; with
     checks=False it reads whatever lies there. ValueError at once for other input that cannot be (a batch that the group
     does not divide, tables that disagree between ranks, ...), and for a rank outside of the group; PeerError for a rank
-    that does not come. Paper 002, section 3.
+    that does not come. Punniyamurthy et al., section 3.
     """
     if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}

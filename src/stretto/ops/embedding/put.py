@@ -58,7 +58,7 @@ def embedding_all_to_all_put(
 
     RuntimeError where NVSHMEM is missing; ValueError for tensors that are not on GPUs, for another backend, a group of
     some ranks only, a rank that is said to be in reach and is not, tables that need gradients, and in a CUDA graph.
-    Paper 002, section 3.
+    Punniyamurthy et al., section 3.
     """
     group_name = find_name(group)
     world = dist.get_world_size(group)

@@ -1,4 +1,4 @@
-// The interpreter of schedules (MSCCLang, paper 001, section 6.2): one launch, a CUDA block for each thread block of the
+// The interpreter of schedules (MSCCLang, section 6.2): one launch, a CUDA block for each thread block of the
 // schedule, all resident at once (cooperative), tile after tile, step after step.
 //
 // Who waits for whom: a receive for its message; a send for a free slot of its connection, which the receiver counts at

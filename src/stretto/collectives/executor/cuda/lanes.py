@@ -2,7 +2,7 @@
 
 Chunks of one size are copied and added element by element, so lane i of every chunk depends on lane i of other chunks
 alone. One thread can therefore run all of a rank's steps for its own lanes, with no wait for another thread block: what
-MSCCLang (paper 001, section 6) orders by semaphores is plain program order here, and only messages are waited for.
+MSCCLang (section 6) orders by semaphores is plain program order here, and only messages are waited for.
 
 Steps fall into levels by the messages that lie before them: level 0 needs none, level n one that was sent in level
 n - 1. Ranks go through the levels in order, so a receive waits only for sends of an earlier level, and nobody waits for

@@ -1,0 +1,45 @@
+"""The README and the pages of docs/: links lead somewhere, pictures are shown, and what they count is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from stretto.collectives.algorithms import ALGORITHMS
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name on a page: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), link
+
+
+def test_every_picture_of_the_docs_is_shown_and_every_folder_of_results_is_linked() -> None:
+    linked = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(prose(page))}
+    assert set((ROOT / "docs").rglob("*.png")) <= linked
+    assert set((ROOT / "results").iterdir()) <= {path.parent for path in linked}
+
+
+def test_the_readme_counts_the_algorithms() -> None:
+    assert len(ALGORITHMS) == 19
+    assert "Nineteen algorithms" in (ROOT / "README.md").read_text()
