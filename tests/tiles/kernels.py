@@ -5,9 +5,11 @@ import triton.language as tl
 
 from stretto.tiles import (
     consumer_tile_wait,
+    end_call,
     peer_tile_notify,
     peer_tile_wait,
     producer_tile_notify,
+    push_packets,
     rank_tiles,
     tile_pull_data,
     tile_push_data,
@@ -177,3 +179,41 @@ def load_by_descriptor(channel, consumer, source, target, ORDERS: tl.constexpr, 
 def notify_peer(channel, tile, rank):
     """One notify between peers, and nothing else."""
     peer_tile_notify(channel, tile, rank=rank)
+
+
+@triton.jit
+def push_16(channel, target, rank):
+    """16 numbers to a rank."""
+    at = tl.arange(0, 16)
+    tile_push_data(channel, target, at, at, rank=rank)
+
+
+@triton.jit
+def pull_16(channel, source, rank):
+    """16 numbers from a rank, for nothing."""
+    tile_pull_data(channel, source, tl.arange(0, 16), rank)
+
+
+@triton.jit
+def push_packets_16(channel, target, ranks):
+    """16 packets, each to a rank of its own."""
+    at = tl.arange(0, 16)
+    push_packets(channel, target, at, at, at < 16, ranks=tl.load(ranks + at))
+
+
+@triton.jit
+def notify_tile(channel, producer, tile):
+    """One notify, and nothing else."""
+    producer_tile_notify(channel, producer, tile, "p2p")
+
+
+@triton.jit
+def wait_for_tile(channel, consumer, tile, source, producer):
+    """One wait, and nothing else."""
+    consumer_tile_wait(channel, consumer, tile, source=source, producer=producer)
+
+
+@triton.jit
+def end(channel, producer):
+    """The end of a call, and nothing else."""
+    end_call(channel, producer)

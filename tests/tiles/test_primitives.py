@@ -79,3 +79,7 @@ def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, wh
 
 def test_misuse_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly")
+
+
+def test_a_kernel_that_names_what_there_is_not_is_told_so(interpret):
+    interpret(2, "launch_wrongly")
