@@ -4,13 +4,16 @@ import triton
 import triton.language as tl
 
 from stretto.tiles import (
+    call_slot,
     consumer_tile_wait,
     end_call,
+    end_unsignalled_call,
     peer_tile_notify,
     peer_tile_wait,
     producer_tile_notify,
     push_packets,
     rank_tiles,
+    take_packets,
     tile_pull_data,
     tile_push_data,
     tile_rank,
@@ -217,3 +220,15 @@ def wait_for_tile(channel, consumer, tile, source, producer):
 def end(channel, producer):
     """The end of a call, and nothing else."""
     end_call(channel, producer)
+
+
+@triton.jit
+def exchange_packets(channel, x, packets, out, BM: tl.constexpr, BN: tl.constexpr):
+    """Program p sends int32 x [BM, BN] to rank p, as packets, and takes that rank's: out [world, BM, BN]."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    inside = at < BM * BN
+    packets += call_slot(channel) * channel.world * BM * BN
+    push_packets(channel, packets, channel.rank * BM * BN + at, tl.load(x + at), inside, rank=tl.program_id(0))
+    places = tl.program_id(0) * BM * BN + at
+    tl.store(out + places, take_packets(channel, packets + places, inside, 0, tl.program_id(0)))
+    end_unsignalled_call(channel)

@@ -538,3 +538,18 @@ def launch_wrongly():
     ):
         with pytest.raises(ValueError, match="the channel is closed"):
             call()
+
+
+def exchange_blocks(calls):
+    """Blocks of two dims as packets, zeros among them; what was not right."""
+    wrong = []
+    with make_channel() as channel:
+        packets = channel.tensor((2, channel.world_size, 4, 8), torch.int32)
+        for call in range(calls):
+            x = [random_of(rank, 4, 8, seed=call).int() for rank in range(channel.world_size)]
+            out = torch.full((channel.world_size, 4, 8), -1, dtype=torch.int32)
+            device = channel.enter("packets", "p2p")
+            kernels.exchange_packets[(channel.world_size,)](device, x[channel.rank], packets, out, 4, 8)
+            if not torch.equal(out, torch.stack(x)):
+                wrong.append(call)
+    return wrong

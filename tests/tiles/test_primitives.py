@@ -83,3 +83,7 @@ def test_misuse_is_refused_before_anything_runs(interpret):
 
 def test_a_kernel_that_names_what_there_is_not_is_told_so(interpret):
     interpret(2, "launch_wrongly")
+
+
+def test_packets_may_be_a_block_of_two_dims(interpret):
+    assert interpret(3, "exchange_blocks", 4) == [[]] * 3

@@ -90,7 +90,13 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
 @triton.jit
 def _misses(packets):  # type: ignore[no-untyped-def]
     """Whether one of them is not there yet; all threads know, and have looked."""
-    return tl.max((packets == 0).to(tl.int32), axis=0) > 0
+    return _greatest((packets == 0).to(tl.int32)) > 0
+
+
+@triton.jit
+def _greatest(x):  # type: ignore[no-untyped-def]
+    """Of all elements, in however many dims."""
+    return tl.max(x, axis=0) if len(x.shape) == 1 else tl.max(x)
 
 
 @triton.jit
@@ -127,7 +133,7 @@ def _look_at_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr): 
         low += first
         high += second
         late = tl.where(packets == 0, rank, late)
-    return low, high, tl.max(late, axis=0)
+    return low, high, _greatest(late)
 
 
 @triton.jit
