@@ -38,6 +38,19 @@ def take_in_turn(word, count, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
+def wait_by_loads(words, SIZE: tl.constexpr):
+    """Program 0 waits, by volatile loads of all of them, for what the others set."""
+    at = tl.arange(0, SIZE)
+    if tl.program_id(0) == 0:
+        while tl.sum(tl.load(words + at, volatile=True)) < SIZE:
+            pass
+        while tl.load(words, volatile=True) == 0:
+            pass
+    else:
+        tl.store(words + tl.program_id(0) - 1, 1)
+
+
+@triton.jit
 def compute(a, b, products, sums, parts, SIZE: tl.constexpr):
     """bf16 through a product, element by element, and reductions; all of it exact or rounded once an operation."""
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -86,6 +99,7 @@ def let_programs_wait_for_each_other():
     word, count = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     take_in_turn[(5,)](word, count, 5)
     assert count.item() == 15
+    wait_by_loads[(5,)](torch.zeros(4, dtype=torch.int32), 4)
     threads = threading.active_count()
     convert[(50,)](torch.zeros(4), torch.zeros(4), 4)
     assert threading.active_count() == threads  # nobody waited: no thread was needed

@@ -4,11 +4,16 @@ import triton
 import triton.language as tl
 
 from stretto.tiles import (
+    call_slot,
     consumer_tile_wait,
+    end_call,
+    end_unsignalled_call,
     peer_tile_notify,
     peer_tile_wait,
     producer_tile_notify,
+    push_packets,
     rank_tiles,
+    take_packets,
     tile_pull_data,
     tile_push_data,
     tile_rank,
@@ -177,3 +182,53 @@ def load_by_descriptor(channel, consumer, source, target, ORDERS: tl.constexpr, 
 def notify_peer(channel, tile, rank):
     """One notify between peers, and nothing else."""
     peer_tile_notify(channel, tile, rank=rank)
+
+
+@triton.jit
+def push_16(channel, target, rank):
+    """16 numbers to a rank."""
+    at = tl.arange(0, 16)
+    tile_push_data(channel, target, at, at, rank=rank)
+
+
+@triton.jit
+def pull_16(channel, source, rank):
+    """16 numbers from a rank, for nothing."""
+    tile_pull_data(channel, source, tl.arange(0, 16), rank)
+
+
+@triton.jit
+def push_packets_16(channel, target, ranks):
+    """16 packets, each to a rank of its own."""
+    at = tl.arange(0, 16)
+    push_packets(channel, target, at, at, at < 16, ranks=tl.load(ranks + at))
+
+
+@triton.jit
+def notify_tile(channel, producer, tile):
+    """One notify, and nothing else."""
+    producer_tile_notify(channel, producer, tile, "p2p")
+
+
+@triton.jit
+def wait_for_tile(channel, consumer, tile, source, producer):
+    """One wait, and nothing else."""
+    consumer_tile_wait(channel, consumer, tile, source=source, producer=producer)
+
+
+@triton.jit
+def end(channel, producer):
+    """The end of a call, and nothing else."""
+    end_call(channel, producer)
+
+
+@triton.jit
+def exchange_packets(channel, x, packets, out, BM: tl.constexpr, BN: tl.constexpr):
+    """Program p sends int32 x [BM, BN] to rank p, as packets, and takes that rank's: out [world, BM, BN]."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    inside = at < BM * BN
+    packets += call_slot(channel) * channel.world * BM * BN
+    push_packets(channel, packets, channel.rank * BM * BN + at, tl.load(x + at), inside, rank=tl.program_id(0))
+    places = tl.program_id(0) * BM * BN + at
+    tl.store(out + places, take_packets(channel, packets + places, inside, 0, tl.program_id(0)))
+    end_unsignalled_call(channel)

@@ -446,7 +446,7 @@ def ask_wrongly():
             ("counts are for", begin(dynamic, consumer)),
             ("counts are for", begin(producer, consumer, counts=table)),
             ("counts are contiguous int32 [2, 2, 4]", begin(dynamic, dynamic, counts=table)),
-            ("no call has begun", lambda: tiles.rank_wait(channel, 0, 0)),
+            ("no call that began by begin", lambda: tiles.rank_wait(channel, 0, 0)),
             ("channels 0 to 3, not 4", lambda: tiles.rank_notify(channel, 4, 0)),
             ("ranks 0 to 1, not 2", lambda: tiles.rank_notify(channel, 0, 2)),
             ("multiple of 128 bytes, not at 8", lambda: channel.tensor((1,), torch.int8, offset=8)),
@@ -460,8 +460,8 @@ def ask_wrongly():
             ("to row 7 on of 9", lambda: tiles.rank_copy_data(torch.zeros(9), torch.zeros(3), rows=slice(None), to=7)),
             ("one shape", lambda: tiles.rank_copy_data(torch.tensor(0), torch.tensor(0), rows=slice(0, 1))),
             ("one shape", lambda: tiles.rank_copy_data(torch.zeros(9, 2), torch.zeros(3, 1), rows=slice(1, 3))),
-            ("tile_rows is 1 or more, not 0", lambda: static(24, 2, 0)),
-            ("rows are 0 or more", lambda: static(-1, 2, 8)),
+            ("tile_rows: a whole number, 1 or more, not 0", lambda: static(24, 2, 0)),
+            ("rows: a whole number, 0 or more, not -1", lambda: static(-1, 2, 8)),
             ("12 rows or more will do", lambda: static(24, 2, 8, channels=2, channel_rows=8)),
             ("row_low is torch.float32", lambda: tiles.look_up_tiles(*[torch.zeros(3)] * 5)),
             ("rank [2]", lambda: tiles.look_up_tiles(table, table, table[:2], table, table)),
@@ -469,6 +469,13 @@ def ask_wrongly():
             ("1 or more channels", allocate(channels=0)),
             ("more than 0 seconds", allocate(timeout=0)),
             ("at most 1048576", allocate(channels=1 << 20)),
+            ("slot is 0 or 1, or None", begin(producer, consumer, slot=2)),
+            ("look_up_tiles makes, not NoneType", begin(None, consumer)),
+            ("local, p2p, broadcast, not 'all'", lambda: channel.enter("x", "all")),
+            ("ranks 0 to 1, not 2", lambda: channel.tensor((1,), torch.int8, rank=2)),
+            ("ranks 0 to 1, not -1", lambda: channel.tensor((1,), torch.int8, rank=-1)),
+            ("rows: a whole number, 0 or more, not 24.5", lambda: static(24.5, 2, 8)),
+            ("columns: a whole number, 1 or more, not 0", lambda: tiles.look_up_tiles(*[table] * 5, columns=0)),
         ):
             with pytest.raises(ValueError, match=re.escape(words)):
                 call()
@@ -483,3 +490,66 @@ def ask_wrongly():
         with pytest.raises(ValueError, match="takes tensors on the CPU, not on meta"):
             kernels.notify_peer[(1,)](device, torch.zeros(1, device="meta"), 1)
         dist.barrier()
+
+
+def launch_wrongly():
+    """Kernels that name what there is not, or take what is not theirs, and the words that their errors must have."""
+    static, table = tiles.shard_tiles(16, 2, 8, channels=2), torch.full((4,), 6, dtype=torch.int32)
+    dynamic, none = tiles.look_up_tiles(*[table % 6] * 4, table % 6 + 1), tiles.look_up_tiles(*[table] * 5)
+    with make_channel(channels=6) as channel, make_channel() as other:
+        device = channel.begin("x", static, static, "p2p")
+        inside = channel.enter("x", "p2p")
+        own, packets = channel.tensor((16,), torch.float32), channel.tensor((16,), torch.int32)
+        no_rank, no_tile = "no such rank", "none of the mapping's"
+        push, notify, wait = kernels.push_16, kernels.notify_tile, kernels.wait_for_tile
+        for words, kernel, arguments in (
+            (no_rank, push, (device, own, 2)),
+            (no_rank, push, (device, own, -1)),
+            (no_rank, kernels.pull_16, (device, own, 2)),
+            (no_rank, kernels.notify_peer, (device, 0, 2)),
+            (no_rank, wait, (device, static, 0, 2, None)),
+            (no_rank, kernels.push_packets_16, (device, packets, torch.full((16,), 2))),
+            (no_tile, notify, (device, static, 4)),
+            (no_tile, notify, (device, static, -1)),
+            (no_tile, notify, (device, none, 0)),
+            (no_tile, wait, (device, static, 1000, None, None)),
+            ("fewer peer_tiles", kernels.notify_peer, (device, -1, 1)),
+            ("make the tensor by BlockChannel.tensor", push, (device, torch.zeros(16), 1)),
+            ("make the tensor by BlockChannel.tensor", push, (device, other.tensor((16,), torch.float32), 1)),
+            ("without rank=", push, (device, channel.tensor((16,), torch.float32, rank=1 - channel.rank), 1)),
+            ("make the tensor by BlockChannel.tensor", kernels.pull_16, (device, torch.zeros(16), 1)),
+            ("packets are int32", kernels.push_packets_16, (device, own, torch.full((16,), 1))),
+            ("the producer's mapping: producer=", wait, (inside, static, 0, None, None)),
+            ("static mapping: begin takes counts", wait, (inside, dynamic, 0, 0, dynamic)),
+            ("end_call is for calls by enter", kernels.end, (device, static)),
+            ("static mapping: begin takes counts", kernels.end, (inside, dynamic)),
+        ):
+            with pytest.raises(InterpreterError, match=re.escape(words)):
+                kernel[(1,)](*arguments)
+        for call in (lambda: tiles.rank_notify(channel, 0, 0), lambda: tiles.rank_wait(channel, 0, 0)):
+            with pytest.raises(ValueError, match="no call that began by begin"):
+                call()
+        assert channel.tensor([4, 4], torch.float32).shape == (4, 4)
+        dist.barrier()
+    for call in (
+        lambda: channel.begin("x", static, static, "p2p"),
+        lambda: channel.enter("x", "p2p"),
+        lambda: channel.tensor((1,), torch.int8),
+    ):
+        with pytest.raises(ValueError, match="the channel is closed"):
+            call()
+
+
+def exchange_blocks(calls):
+    """Blocks of two dims as packets, zeros among them; what was not right."""
+    wrong = []
+    with make_channel() as channel:
+        packets = channel.tensor((2, channel.world_size, 4, 8), torch.int32)
+        for call in range(calls):
+            x = [random_of(rank, 4, 8, seed=call).int() for rank in range(channel.world_size)]
+            out = torch.full((channel.world_size, 4, 8), -1, dtype=torch.int32)
+            device = channel.enter("packets", "p2p")
+            kernels.exchange_packets[(channel.world_size,)](device, x[channel.rank], packets, out, 4, 8)
+            if not torch.equal(out, torch.stack(x)):
+                wrong.append(call)
+    return wrong

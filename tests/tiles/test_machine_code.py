@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import triton.language as tl
 from tests.tiles import example, kernels
 from tests.tiles.machine_code import (
     ACQUIRE,
@@ -26,6 +27,7 @@ from stretto.tiles import signals
 from stretto.tiles.compile_only import TARGETS, compile_kernel
 
 X = torch.zeros(256, dtype=torch.bfloat16)
+WORDS = torch.zeros(1024, dtype=torch.int32)
 NVIDIA = ["sm_90", "sm_100"]
 
 
@@ -34,6 +36,7 @@ def launches():
     local = make_channel("local")
     broadcast = make_channel()
     p2p = make_channel("p2p")
+    inside = p2p._replace(inside=tl.constexpr(True))
     descriptor = TensorDescriptor(torch.zeros(1024, 64, dtype=torch.bfloat16), [1024, 64], [64, 1], [128, 64])
     return {
         "push_tiles": (broadcast, PRODUCER, X, X, 96, 4, 128),
@@ -43,6 +46,7 @@ def launches():
         "add_tiles": (p2p, PRODUCER, X, X, 96, 8, 128, 128),
         "pass_around": (broadcast, X, X, X, 96, 128),
         "exchange_all": (broadcast, X, X, X, 96, 128),
+        "exchange_packets": (inside, WORDS, WORDS, WORDS, 4, 32),
         "multiply_as_it_comes": (broadcast, PRODUCER, X, X, X, 512, True, 64, 64, 64),
         "store_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),
         "load_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),

@@ -79,3 +79,11 @@ def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, wh
 
 def test_misuse_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly")
+
+
+def test_a_kernel_that_names_what_there_is_not_is_told_so(interpret):
+    interpret(2, "launch_wrongly")
+
+
+def test_packets_may_be_a_block_of_two_dims(interpret):
+    assert interpret(3, "exchange_blocks", 4) == [[]] * 3

@@ -135,7 +135,7 @@ class BlockChannel:
         offset is a multiple of 128. Whatever has the same offset on two ranks is at the same place to `tile_push_data`
         and `tile_pull_data`. Asked again it is the same tensor. ValueError for what does not fit.
         """
-        key = shape, dtype, offset, rank
+        key = tuple(shape), dtype, offset, rank
         found = self._tensors.get(key)
         if found is None:
             if len(self._tensors) == _MOST_KEPT:
@@ -146,6 +146,9 @@ class BlockChannel:
     def _find_tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int, rank: int | None) -> Tensor:
         if offset % _ALIGNMENT or offset < 0:
             raise ValueError(f"a tensor begins at a multiple of {_ALIGNMENT} bytes, not at {offset}")
+        self._require_open()
+        if rank is not None and not 0 <= rank < self.world_size:
+            raise ValueError(f"the group has ranks 0 to {self.world_size - 1}, not {rank}")
         size = torch.Size(shape).numel() * dtype.itemsize
         data = self._memory.buffer(rank)[self._signal_bytes :]
         if offset + size > data.numel():
@@ -184,10 +187,11 @@ class BlockChannel:
         """
         self.check()
         # The second time, what is known to fit is not looked at again.
+        described = self.describe(operator, mode)
         key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, meets)
         if key is None or not self.launch.knows(begin_call, key):
-            self._require_fitting(producer, consumer, mode, counts)
-        channel = self._current = self.describe(operator, mode)
+            self._require_fitting(producer, consumer, counts, slot)
+        channel = self._current = described
         arguments = channel, producer, counts, slot, meets, 1 << (self.channels - 1).bit_length()
         if launches and key is not None:
             self.launch(begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
@@ -203,6 +207,7 @@ class BlockChannel:
         peers lies in one of two slots, by the call's number: see `call_slot`. PeerError as `begin`.
         """
         self.check()
+        self._current = None  # its counters are counted by the kernel's end: the host cannot notify for it
         return self.describe(operator, mode, inside=True)
 
     def describe(self, operator: str, mode: str = "p2p", *, inside: bool = False) -> Channel:
@@ -213,6 +218,9 @@ class BlockChannel:
         known = self._described.get((operator, mode, inside))
         if known is not None:  # also since Triton compares the constants of one object faster than those of equal ones
             return known
+        self._require_open()
+        if mode not in _MODES:
+            raise ValueError(f"whom producers notify is one of {', '.join(_MODES)}, not {mode!r}")
         if operator not in self._operators:
             self._operators.append(operator)
         made = self._described[operator, mode, inside] = Channel(
@@ -230,6 +238,16 @@ class BlockChannel:
             tl.constexpr(inside),
         )
         return made
+
+    def require_own(self, address: int) -> None:
+        """ValueError for an address that is not in this rank's buffer: `tensor` makes those that are."""
+        self._require_open()
+        own = self._memory.buffer()
+        if not 0 <= address - own.data_ptr() <= own.numel():
+            raise ValueError(
+                "a kernel pushes to peers, or pulls from them, by a pointer that is not into this channel's memory on "
+                "this rank: make the tensor by BlockChannel.tensor, of the same channel and without rank="
+            )
 
     def slot_word(self, rank: int, tile: int) -> Tensor:
         """int32 [1]: where that rank has what this one has last said of a tile between peers."""
@@ -260,9 +278,9 @@ class BlockChannel:
 
     @property
     def current(self) -> Channel:
-        """The call that was begun last. ValueError before the first."""
+        """The call that was begun last. ValueError before the first, and in one that began by `enter`."""
         if self._current is None:
-            raise ValueError("no call has begun: call begin first")
+            raise ValueError("no call that began by begin is under way: call begin first (enter is for kernels alone)")
         return self._current
 
     def side_stream(self, lane: int = 0) -> SideStream | None:
@@ -294,6 +312,7 @@ class BlockChannel:
     def close(self) -> None:
         """Give the memory back; nothing of this channel may run any more."""
         self._signals = []
+        self._current = None
         for known in (self._described, self.launch, self._tensors, self._notified):
             known.clear()
         self._memory.close()
@@ -304,9 +323,18 @@ class BlockChannel:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _require_fitting(self, producer: Mapping, consumer: Mapping, mode: str, counts: Tensor | None) -> None:
-        if mode not in _MODES:
-            raise ValueError(f"whom producers notify is one of {', '.join(_MODES)}, not {mode!r}")
+    def _require_open(self) -> None:
+        if not self._signals:
+            raise ValueError("the channel is closed")
+
+    def _require_fitting(self, producer: Mapping, consumer: Mapping, counts: Tensor | None, slot: int | None) -> None:
+        if slot not in (None, 0, 1):
+            raise ValueError(f"a call's slot is 0 or 1, or None for one slot, not {slot!r}")
+        for mapping in (producer, consumer):
+            if not isinstance(mapping, StaticMapping | DynamicMapping):
+                raise ValueError(
+                    f"a mapping is what shard_tiles, whole_tiles or look_up_tiles makes, not {type(mapping).__name__}"
+                )
         if isinstance(producer, DynamicMapping) != (counts is not None):
             raise ValueError("counts are for a producer with a dynamic mapping, which needs them, and for no other")
         if counts is not None and (

@@ -7,6 +7,7 @@ wait. Neither orders anything by itself.
 import triton
 import triton.language as tl
 
+from stretto.tiles.intrinsics import require_own
 from stretto.tiles.signals import P2P
 
 
@@ -15,8 +16,10 @@ def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
     """The place in `rank`'s memory that `pointer`, a scalar into this rank's (`BlockChannel.tensor`), is in here.
 
     Distances between ranks' memories are multiples of 16 bytes, so what Triton knows of the pointer's alignment holds
-    for the result too.
+    for the result too. An interpreted kernel refuses pointers into other memory, whose place at a peer nobody knows.
     """
+    tl.device_assert((rank >= 0) & (rank < channel.world), "there is no such rank to push to or to pull from")
+    require_own(channel.report, pointer)
     distance = tl.multiple_of(tl.load(channel.addresses + channel.world + rank), 16)
     return (pointer.to(tl.pointer_type(tl.int8)) + distance).to(pointer.dtype)
 

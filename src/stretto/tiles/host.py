@@ -106,6 +106,7 @@ def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
     Order: all copies before it on its stream, and on the host all stores of this thread, before the signal.
     """
     _require_inside(channel, index, rank)
+    channel.current  # noqa: B018  (it raises)
     # The counter takes the value that the call ends with, which the device knows: nothing of it is the host's.
     _set_word(*channel.notified_words(index, rank))
 

@@ -60,7 +60,7 @@ class _Program(threading.local):
 
     launch: "_Launch | None" = None
     index: tuple[int, int, int] = (0, 0, 0)
-    looked_at: int = 0
+    looked_at: tuple[int, int] = (0, 0)
     looks: int = 0
     backoff: Backoff
 
@@ -72,8 +72,8 @@ class _Launch:
     """The programs of one launch. One of them runs at a time; one that waits passes the baton.
 
     So a kernel without waits runs in one thread, as fast as before, and only as many threads are made as programs wait
-    at once. A program waits when it looks at the same word again: an atomic addition of 0, or a compare-and-swap that
-    did not swap.
+    at once. A program waits when it looks at the same word again, or at two in turn: by a volatile load, an atomic
+    addition of 0, or a compare-and-swap that did not swap.
     """
 
     def __init__(self, function: Callable[..., None], arguments: dict[str, Any], grid: tuple[int, int, int]) -> None:
@@ -104,7 +104,7 @@ class _Launch:
         with self._baton:
             while self._left and self._error is None:
                 _program.launch, _program.index = self, self._left.popleft()
-                _program.looked_at = _program.looks = 0
+                _program.looked_at, _program.looks = (0, 0), 0
                 _program.backoff = Backoff()
                 try:
                     self._run()
@@ -116,11 +116,13 @@ class _Launch:
 
     def look(self, address: int) -> None:
         """The running program has looked at a word, perhaps in vain."""
-        again = address == _program.looked_at
-        _program.looked_at = address
+        last, before = _program.looked_at
+        again = address in (last, before)
         _program.looks += 1
         if not again:
             _program.backoff.reset()
+        if address != last:
+            _program.looked_at = address, last
         if again or _program.looks % _LOOKS == 0:
             self._give_way()
 
@@ -139,6 +141,7 @@ class _Launch:
 
 def _run_programs_concurrently() -> None:
     stock_cas, stock_rmw = _Builder.create_atomic_cas, _Builder.create_atomic_rmw
+    stock_load = _Builder.create_masked_load
 
     def create_get_program_id(self: Any, axis: int) -> Any:
         return _Handle(np.array([_program.index[axis]], dtype=np.int32), tl.int32)
@@ -164,6 +167,14 @@ def _run_programs_concurrently() -> None:
             _program.launch.look(int(pointer.data.flat[0]))
         return seen
 
+    def create_masked_load(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
+    ) -> Any:
+        found = stock_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+        if is_volatile and _program.launch:
+            _program.launch.look(int(ptrs.data.flat[0]))
+        return found
+
     def launch(self: Any, *arguments: Any, **named: Any) -> None:
         parameters = inspect.getfullargspec(self.fn).args
         named = {name: value for name, value in named.items() if name in parameters}  # not num_warps and its like
@@ -181,6 +192,7 @@ def _run_programs_concurrently() -> None:
     _Builder.create_get_num_programs = create_get_num_programs
     _Builder.create_atomic_cas = create_atomic_cas
     _Builder.create_atomic_rmw = create_atomic_rmw
+    _Builder.create_masked_load = create_masked_load
     interpreter.GridExecutor.__call__ = launch
 
 

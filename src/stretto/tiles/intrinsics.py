@@ -33,8 +33,14 @@ def _raise_report(report: Any) -> None:
     reports.raise_reported(int(report.handle.data.item()))
 
 
-# Compiled kernels name these two, in branches that are not compiled; Triton lets them name nothing else but builtins.
-_read_clock.__triton_builtin__ = _raise_report.__triton_builtin__ = True  # type: ignore[attr-defined]
+def _require_own(report: Any, pointer: Any) -> None:
+    """ValueError if a pointer of an interpreted kernel is into other memory than that of the report's channel."""
+    reports.require_own(int(report.handle.data.item()), int(pointer.handle.data.min()))
+
+
+# Compiled kernels name these, in branches that are not compiled; Triton lets them name nothing else but builtins.
+for _builtin in (_read_clock, _raise_report, _require_own):
+    setattr(_builtin, "__triton_builtin__", True)  # noqa: B010  (a function has no such attribute, to mypy)
 
 
 @tl.core.builtin
@@ -208,6 +214,13 @@ def give_up(report):  # type: ignore[no-untyped-def]
     """End an interpreted launch; a compiled kernel goes on to its end, and the host finds the report."""
     if INTERPRETED:
         _raise_report(report)
+
+
+@triton.jit
+def require_own(report, pointer):  # type: ignore[no-untyped-def]
+    """End an interpreted launch whose pointer is not into this rank's memory of the channel; nothing when compiled."""
+    if INTERPRETED:
+        _require_own(report, pointer)
 
 
 if INTERPRETED.value:

@@ -110,6 +110,7 @@ def look_up_tiles(
                 f"all tables have one entry a tile on one device: row_low is {list(row_low.shape)} on "
                 f"{row_low.device}, {name} {list(table.shape)} on {table.device}"
             )
+    _require_number("columns", columns, 1)
     return DynamicMapping(tl.constexpr("dynamic"), columns, *tables.values())
 
 
@@ -126,10 +127,8 @@ def _static(
     aligned: bool,
 ) -> StaticMapping:
     for name, value in (("world", world), ("tile_rows", tile_rows), ("columns", columns), ("channels", channels)):
-        if value < 1:
-            raise ValueError(f"a mapping's {name} is 1 or more, not {value}")
-    if rows < 0:
-        raise ValueError(f"a mapping's rows are 0 or more, not {rows}")
+        _require_number(name, value, 1)
+    _require_number("rows", rows, 0)
     if channel_rows is None:
         channel_rows = max(triton.cdiv(triton.cdiv(rows, channels), tile_rows), 1) * tile_rows
     if channel_rows < 1 or channel_rows * channels < rows:
@@ -140,6 +139,11 @@ def _static(
     sizes = (rows, columns, channel_rows)
     constants = (tl.constexpr(value) for value in ("static", world, tile_rows, channels, aligned))
     return StaticMapping(*constants, *(tl.constexpr(size) if fixed else size for size in sizes))
+
+
+def _require_number(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"a mapping's {name}: a whole number, {least} or more, not {value!r}")
 
 
 def count_tiles(mapping: Mapping) -> int:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from stretto.tiles.data import peer_pointer
+from stretto.tiles.intrinsics import require_own
 from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, call_number, watch_clock
 
 _ZERO = tl.constexpr(-(1 << 31))  # what 0 travels as
@@ -27,11 +28,17 @@ def push_packets(  # type: ignore[no-untyped-def]
     four packets along the last dim are neighbours that go together, by one store: the first one's place is a multiple
     of 16 bytes, and they have one rank and one mask.
     """
+    tl.static_assert(
+        pointer.dtype.element_ty == tl.int32 and data.dtype == tl.int32, "packets are int32: pack makes them of numbers"
+    )
     packets = tl.where(data == 0, _ZERO, data)
     if ranks is None:
         places = peer_pointer(channel, pointer, rank) + offsets
     else:
         # Chosen, not loaded one by one: a load for each packet would take longer than the stores.
+        known = (ranks >= 0) & (ranks < channel.world)
+        tl.device_assert(known | (mask == 0), "there is no such rank to push to")
+        require_own(channel.report, pointer)
         distances = tl.zeros(ranks.shape, tl.int64)
         for peer in tl.static_range(channel.world):
             distances = tl.where(ranks == peer, tl.load(channel.addresses + channel.world + peer), distances)
@@ -83,7 +90,13 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
 @triton.jit
 def _misses(packets):  # type: ignore[no-untyped-def]
     """Whether one of them is not there yet; all threads know, and have looked."""
-    return tl.max((packets == 0).to(tl.int32), axis=0) > 0
+    return _greatest((packets == 0).to(tl.int32)) > 0
+
+
+@triton.jit
+def _greatest(x):  # type: ignore[no-untyped-def]
+    """Of all elements, in however many dims."""
+    return tl.max(x, axis=0) if len(x.shape) == 1 else tl.max(x)
 
 
 @triton.jit
@@ -120,7 +133,7 @@ def _look_at_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr): 
         low += first
         high += second
         late = tl.where(packets == 0, rank, late)
-    return low, high, tl.max(late, axis=0)
+    return low, high, _greatest(late)
 
 
 @triton.jit

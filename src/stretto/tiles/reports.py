@@ -10,6 +10,9 @@ class Reporter(Protocol):
     def check(self) -> None:
         """Raise what the report says."""
 
+    def require_own(self, address: int) -> None:
+        """ValueError for an address that is not in the own memory."""
+
 
 _reporters: weakref.WeakValueDictionary[int, Reporter] = weakref.WeakValueDictionary()
 
@@ -23,3 +26,10 @@ def raise_reported(address: int) -> None:
     """Raise what the report at this address says."""
     _reporters[address].check()
     raise AssertionError("a wait was given up and nothing was reported")
+
+
+def require_own(report: int, address: int) -> None:
+    """ValueError for an address that is not in the own memory of whose report is at `report`."""
+    reporter = _reporters.get(report)
+    if reporter is not None:
+        reporter.require_own(address)

@@ -91,6 +91,7 @@ def end_call(channel, producer):  # type: ignore[no-untyped-def]
 
     producer: the mapping whose tiles were notified.
     """
+    _require_static(producer)
     if _is_last_to_end(channel):
         advance_targets(channel, producer, None, triton.next_power_of_2(channel.capacity))
         _end(channel)
@@ -110,8 +111,18 @@ def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
     Order: whatever a program has loaded of the call's state it has used by now, in an address, a branch or a store, so
     that its addition alone says that it is done.
     """
+    tl.static_assert(channel.inside, "a call that began by begin ends by itself: end_call is for calls by enter")
     tl.debug_barrier()
     return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
+
+
+@triton.jit
+def _require_static(producer):  # type: ignore[no-untyped-def]
+    """Refuse what cannot be counted in the kernel."""
+    tl.static_assert(
+        producer is not None, "a call that began by enter gives its waits and its end the producer's mapping: producer="
+    )
+    tl.static_assert(producer.kind == "static", "a call that began by enter has a static mapping: begin takes counts")
 
 
 @triton.jit
@@ -138,6 +149,7 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
     tl.static_assert(mode == "local" or mode == "p2p" or mode == "broadcast", 'mode: "local", "p2p" or "broadcast"')
     tl.static_assert(mode == channel.mode, "begin has counted for another mode of notifying")
     first, _ = tile_channels(mapping, tile)
+    _check_channels(channel, mapping, first, first + 1)
     counter = channel.rank * channel.capacity + first
     _order_stores(after_tma)
     if mode == "local":
@@ -172,6 +184,7 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
     Order: what is loaded through the result, after the stores before all those signals (acquire at system scope).
     """
     first, last = tile_channels(mapping, tile)
+    _check_channels(channel, mapping, first, last)
     ready = first * 0
     index = first
     while index < last:
@@ -227,6 +240,7 @@ def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
 def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
     """(counter, its target, channel) of the last channel that has rows of a tile, whose rows are of one rank."""
     tl.static_assert(mapping.kind == "static", "polls are for static mappings")
+    tl.static_assert(not channel.inside, "polls are for calls that began by begin")
     _, last = tile_channels(mapping, tile)
     counter = (last - 1) // mapping.channels * channel.capacity + last - 1
     return channel.signals + counter, tl.load(channel.state + HEADER + counter), last - 1
@@ -240,7 +254,7 @@ def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_t
     """
     tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
-    tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
+    tl.device_assert((tile >= 0) & (tile < channel.peer_tiles), "the channel has fewer peer_tiles")
     _order_stores(after_tma)
     epoch = call_number(channel)
     if mode == "p2p":
@@ -258,7 +272,7 @@ def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tm
     """
     tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
-    tl.device_assert(tile < channel.peer_tiles, "the channel has fewer peer_tiles")
+    tl.device_assert((tile >= 0) & (tile < channel.peer_tiles), "the channel has fewer peer_tiles")
     epoch = call_number(channel)
     if mode == "p2p":
         ready = await_slot(channel, rank, tile, epoch, OF_PEER, before_tma)
@@ -268,6 +282,13 @@ def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tm
             peer = (channel.rank + distance) % channel.world
             ready += await_slot(channel, peer, tile, epoch, OF_PEER, before_tma)
     return ready * _ALIGNED
+
+
+@triton.jit
+def _check_channels(channel, mapping, first, last):  # type: ignore[no-untyped-def]
+    """Where kernels are interpreted, or compiled with TRITON_DEBUG=1, refuse a tile that the mapping does not have."""
+    beyond = channel.capacity if mapping.kind == "dynamic" else channel.world * mapping.channels
+    tl.device_assert((first >= 0) & (last <= beyond), "the tile, or a channel of it, is none of the mapping's")
 
 
 @triton.jit
@@ -295,14 +316,17 @@ def set_slot(channel, rank, tile, epoch):  # type: ignore[no-untyped-def]
 @triton.jit
 def _signals_of(channel, rank):  # type: ignore[no-untyped-def]
     """A pointer to the counters that lie in that rank's memory."""
+    tl.device_assert((rank >= 0) & (rank < channel.world), "there is no such rank to notify")
     return tl.load(channel.addresses + rank).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _await_producer(channel, producer, source, index, tile, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.device_assert((source >= 0) & (source < channel.world), "there is no such rank to wait for")
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
     if channel.inside:
+        _require_static(producer)
         coming, _ = _count_static(channel, producer, index, source)
         target += coming  # the call's end adds it to the state
     return _await(channel, counter, target, OF_CONSUMER, tile, index, source, before_tma)
@@ -311,6 +335,7 @@ def _await_producer(channel, producer, source, index, tile, before_tma: tl.const
 @triton.jit
 def await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until `peer`'s slot for a tile here has come to a call's number, or the time limit; returns the opaque 0."""
+    tl.device_assert((peer >= 0) & (peer < channel.world), "there is no such rank to wait for")
     slot = channel.world * channel.capacity + tile * channel.world + peer
     return _await(channel, slot, epoch, kind, tile, tile, peer, before_tma)
 
