@@ -106,9 +106,25 @@ def test_a_rank_with_a_late_queue_spoils_nothing(name, queue, folder, small_piec
     workspaces = make_workspaces(2, folder, limit=10.0)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), False)
-    workspaces[1].late = {queue: 0.01}
+    workspaces[1].late[queue] = 0.01
     for _ in range(3):
         check(kernels, torch.int32, "sum", False, rng.choice([300, 900]), 0, rng)
+    for workspace in workspaces:
+        workspace.check()
+
+
+@needs_compiler
+@pytest.mark.parametrize("queue", ["watch", "caller"])
+def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, folder, small_pieces):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder, limit=10.0)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    kernels = make(
+        CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
+    )
+    workspaces[1].late[queue] = 0.02
+    for elements in (3000, 300):
+        check(kernels, torch.int16, "sum", True, elements, 0, rng)
     for workspace in workspaces:
         workspace.check()
 
@@ -134,7 +150,7 @@ def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small
     workspaces = make_workspaces(ranks, folder, limit=10.0)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
-    workspaces[0].late = {rng.choice(["watch", "push", "tell", "caller"]): 0.002}
+    workspaces[0].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.002
     for elements in (7, 1000):
         for prepare in (make_symmetric, forget_symmetric):  # one call so, the next into ordinary tensors
             prepare = partial(prepare, workspaces)
@@ -173,7 +189,7 @@ def test_a_peer_that_never_comes_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
-    kernels[0](torch.zeros(200, dtype=torch.int32))
+    run_all(kernels[:1], [(torch.zeros(200, dtype=torch.int32),)])
     with pytest.raises(PeerError, match="rank 1 to begin"):
         kernels[0](torch.zeros(200, dtype=torch.int32))
 

@@ -139,7 +139,6 @@ class CopiedSchedule:
         queues.fork()
         for step in steps:
             self._take(step, queues, buffers)
-        queues.join()
 
     def _find_symmetric(self, written: Tensor) -> Symmetric | None:
         """What peers know the tensor by, if there is what may go straight into it, and kernels for that."""
@@ -179,8 +178,7 @@ class CopiedSchedule:
         if step.pushed is not None:
             queues.mark(step.pushed, "push")
         if step.is_last:  # what comes then changes the base, which kernels of all queues have read by now
-            queues.mark("told", "tell")
-            queues.follow("told", "caller")
+            queues.join()
         if step.finishes is not None:
             step.finishes.run(queues.handle("caller"))
 
