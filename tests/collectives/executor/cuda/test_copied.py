@@ -194,6 +194,29 @@ def test_a_peer_that_never_comes_is_named(folder, small_pieces):
         kernels[0](torch.zeros(200, dtype=torch.int32))
 
 
+@needs_compiler
+def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
+    workspaces = make_workspaces(3, folder, limit=3.0)
+    workspaces[0].limit = int(0.1e9)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    variant = Variant("int32", "sum", "Copy")
+    kernels = make(CopiedSchedule, "two-shot-all-reduce", {"ranks": 3}, workspaces, variant, True)
+
+    def come_late(tensor):
+        while not workspaces[0].report[0]:
+            time.sleep(0.01)
+        kernels[2](tensor)
+        workspaces[2].drain()
+
+    tensors = [torch.full((99,), rank + 1, dtype=torch.int32) for rank in range(3)]
+    run_all([*kernels[:2], come_late], [(tensor,) for tensor in tensors])
+    for workspace, waited_for in zip(
+        workspaces, ["rank 2 to begin", "rank 0's message", "rank 0's message"], strict=True
+    ):
+        with pytest.raises(PeerError, match=waited_for):
+            workspace.check()
+
+
 def test_every_direct_algorithm_can_go_by_copies():
     for name in NAMES:
         for ranks in (2, 3, 4, 8):

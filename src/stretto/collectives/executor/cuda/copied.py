@@ -37,7 +37,7 @@ from stretto.collectives.schedule import Schedule
 PROTOCOL = "Copy"
 _BEGIN = ("state", "report", "limit", "kernel", "base", "index", "behind", "rank", "world", "done", "peers")
 BEGIN_PARAMETERS = (*_BEGIN, "enters", "entered", "key")
-TELL_PARAMETERS = ("base", "index", "flag")
+TELL_PARAMETERS = ("state", "base", "index", "flag")
 FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
 _MOST_COURSES = 256  # of different sizes or symmetric tensors, that are kept
 
