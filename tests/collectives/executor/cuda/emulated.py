@@ -20,6 +20,7 @@ from stretto.collectives.executor.cuda.workspace import (
     STATE_WORDS,
     CopyArea,
     describe_report,
+    report_broken_off,
     lay_out,
     require_lines,
 )
@@ -159,6 +160,9 @@ class EmulatedWorkspace:
         said = describe_report(self.report.tolist(), self.kernels, self.limit)
         if said is not None:
             raise PeerError(said)
+
+    def break_off(self, kernel):
+        report_broken_off(self.report, kernel)
 
     def set_calls(self, count):
         """As if there had been so many calls."""

@@ -217,6 +217,32 @@ def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
             workspace.check()
 
 
+@needs_compiler
+def test_after_an_error_in_the_middle_of_a_call_no_other_is_taken_for_it(folder, monkeypatch):
+    workspaces = make_workspaces(2, folder, limit=1.0)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
+    queues = workspaces[0].queues()
+
+    def refuse(*_):
+        raise RuntimeError("a copy of 400 bytes was refused: CUDA error 1")
+
+    tensors = [torch.full((200,), rank + 1, dtype=torch.int32) for rank in range(2)]
+
+    def call_in_vain(tensor):
+        with monkeypatch.context() as patched:
+            patched.setattr(queues, "copy", refuse)
+            with pytest.raises(RuntimeError, match="was refused"):
+                kernels[0](tensor)
+        workspaces[0].drain()
+
+    run_all([call_in_vain, kernels[1]], [(tensor,) for tensor in tensors])
+    with pytest.raises(PeerError, match="direct-all-gather was broken off by an error"):
+        kernels[0](tensors[0])
+    with pytest.raises(PeerError, match="rank 0's message"):
+        kernels[1](tensors[1])
+
+
 def test_every_direct_algorithm_can_go_by_copies():
     for name in NAMES:
         for ranks in (2, 3, 4, 8):

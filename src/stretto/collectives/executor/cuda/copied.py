@@ -14,6 +14,7 @@ is pushed straight to its place there, and lies in no mailbox.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -114,7 +115,8 @@ class CopiedSchedule:
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
 
-        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up.
+        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up, or broken off by an
+        error.
         """
         workspace = self.workspace
         workspace.check()
@@ -136,9 +138,20 @@ class CopiedSchedule:
                 kernel.set("input", buffers[0])
                 kernel.set("output", buffers[1])
         queues = workspace.queues()
-        queues.fork()
-        for step in steps:
-            self._take(step, queues, buffers)
+        try:
+            queues.fork()
+            for step in steps:
+                self._take(step, queues, buffers)
+        except BaseException:
+            if not workspace.is_capturing:  # of a graph nothing has run, and unjoined streams let its capture fail
+                self._break_off(queues)
+            raise
+
+    def _break_off(self, queues: Queues) -> None:
+        """The next call would take for its own what peers have sent for this one: there is none."""
+        self.workspace.break_off(self._fixed["kernel"])
+        with suppress(RuntimeError):
+            queues.join()  # the tensors may be freed once the caller's stream is done with them
 
     def _find_symmetric(self, written: Tensor) -> Symmetric | None:
         """What peers know the tensor by, if there is what may go straight into it, and kernels for that."""
