@@ -20,8 +20,8 @@ from stretto.collectives.executor.cuda.workspace import (
     STATE_WORDS,
     CopyArea,
     describe_report,
-    report_broken_off,
     lay_out,
+    report_broken_off,
     require_lines,
 )
 from stretto.memory import PeerError
