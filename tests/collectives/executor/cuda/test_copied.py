@@ -259,3 +259,10 @@ def test_a_message_that_lies_in_no_buffer_is_refused():
     lanes = lower_to_lanes(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
     with pytest.raises(ValueError, match="ring cannot go by copy engines: it sends what is in none of its buffers"):
         lower_to_copies(lanes.ranks[0], "ring", {})
+
+
+def test_what_is_refused_takes_no_memory(folder):
+    workspaces = make_workspaces(4, folder)  # without areas
+    variant = Variant("int32", "sum", "Copy")
+    with pytest.raises(ValueError, match="cannot go by copy engines"):
+        make(CopiedSchedule, "ring-reduce-scatter", {"ranks": 4}, workspaces, variant, False)

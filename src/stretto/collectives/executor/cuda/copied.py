@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.courses import ENTERS, Courses, Layout, Sentinels, Step
+from stretto.collectives.executor.cuda.courses import ENTERS, Courses, Layout, Sentinels, Step, require_copyable
 from stretto.collectives.executor.cuda.kernel import (
     find_aligned_layout,
     find_sizes,
@@ -56,6 +56,7 @@ class CopiedSchedule:
         self.workspace = workspace
         self.variant = variant
         self.lanes: Lanes = lower_to_lanes(schedule, in_place=in_place)
+        require_copyable(self.lanes, schedule.name)
         self.collective = self.lanes.collective
         self._itemsize = getattr(torch, variant.dtype).itemsize
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
@@ -115,8 +116,8 @@ class CopiedSchedule:
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
 
-        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up, or broken off by an
-        error.
+        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up, or an
+        error has broken it off.
         """
         workspace = self.workspace
         workspace.check()

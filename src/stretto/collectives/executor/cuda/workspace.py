@@ -191,9 +191,9 @@ class Workspace:
         """The memory of copies; collective at its first use, for most groups never make large calls."""
         if self._copy_area is None:
             memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, 60.0)
-            self._copy_area = CopyArea(COPY_BYTES, memory.addresses, self.device)
-            self._copy_memory = memory
+            area = CopyArea(COPY_BYTES, memory.addresses, self.device)
             memory.meet()
+            self._copy_area, self._copy_memory = area, memory
         return self._copy_area
 
     def find_symmetric(self, tensor: Tensor) -> Symmetric | None:
