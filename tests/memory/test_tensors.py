@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import memory
-from stretto.memory import empty, peer_tensor
+from stretto.memory import empty, find_symmetric, peer_tensor
 
 
 def mapped() -> int:
@@ -65,6 +65,37 @@ def let_go():
 
 def test_a_tensor_is_freed_when_it_dies_on_each_rank_by_itself(ranks):
     ranks(2).run(let_go)
+
+
+def find_parts():
+    mine, other = empty((4, 4), torch.float32), empty([3], torch.uint8)
+    assert find_symmetric(mine) == (find_symmetric(mine).memory, 0, 0)
+    assert find_symmetric(mine[1:])[1:] == (0, 16)
+    assert find_symmetric(other[1:2])[1:] == (1, 1)
+    assert find_symmetric(other).memory is not find_symmetric(mine).memory
+    kept, replaced = mine[2], torch.zeros(4, 4)
+    mine.data = replaced  # what peers know is still the memory that was there
+    assert find_symmetric(mine) is find_symmetric(replaced) is find_symmetric(torch.zeros(4)) is None
+    assert find_symmetric(kept)[1:] == (0, 32)
+    del mine
+    assert find_symmetric(kept) is None
+
+
+def test_a_part_of_a_tensor_is_found_by_where_it_lies(ranks):
+    ranks(2).run(find_parts)
+
+
+def test_tensors_are_counted_anew_in_a_group_that_has_the_name_of_one_before():
+    names = set()
+    for _ in range(2):  # on other ranks the first one may not have been at all
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            names.add(dist.group.WORLD.group_name)
+            kept = [empty([3]), empty([3])]
+            assert [find_symmetric(tensor).number for tensor in kept] == [0, 1]
+        finally:
+            dist.destroy_process_group()
+    assert len(names) == 1
 
 
 def take_in_a_group():

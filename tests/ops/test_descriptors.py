@@ -50,6 +50,30 @@ def test_launches_are_those_of_triton_and_encode_once(monkeypatch: pytest.Monkey
     assert len(made) == (4 if metas else 2 * len(calls))  # two matrices for each of two parameters
 
 
+def test_one_matrix_filled_or_rounded_in_another_way_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(matrix: Any, meta: Any) -> list[Any]:
+        return [matrix.padding, getattr(matrix, "round_f32_to_tf32", None)]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    launched: list[tuple[Any, ...]] = []
+    metas = [{"swizzle": 1}, {"swizzle": 2}]
+    run = SimpleNamespace(launch=driver.wrap_handle_tensordesc(lambda *given: launched.append(given), SIGNATURE, metas))
+    matrix = torch.zeros(64, 64)
+    plain, filled, rounded = describe(matrix), describe(matrix), describe(matrix)
+    filled.padding = "nan"
+    if hasattr(rounded, "round_f32_to_tf32"):
+        rounded.round_f32_to_tf32 = True
+    calls = [(7, one, 3, one, 4) for one in (plain, filled, rounded, plain)]
+    for call in calls:
+        launch(run, call)
+    expected = list(launched)
+    launched.clear()
+    remember_descriptors(SimpleNamespace(run=run))
+    for call in calls:
+        launch(run, call)
+    assert launched == expected
+
+
 def test_a_kernel_without_descriptors_and_an_unknown_launcher_stay_as_they_are() -> None:
     def plain(*_: Any) -> None: ...
 

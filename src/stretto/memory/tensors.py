@@ -1,9 +1,9 @@
 """Symmetric tensors: a tensor of one shape and dtype on every rank of a group, each of which reaches its peers'."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,18 @@ from stretto.memory.allocation import allocate_as
 from stretto.memory.symmetric import MAX_BYTES, SymmetricMemory
 
 _memories = WeakTensorKeyDictionary()
-"""Each tensor's memory and its number, as long as the tensor lives."""
-_counts: Counter[str] = Counter()
-"""How many each group has made, by its name."""
+"""Each tensor's `_Made`, as long as the tensor lives."""
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many each group has made; not by its name, which a group of other ranks may get when it is gone."""
+
+
+class _Made(NamedTuple):
+    """What `empty` knows of a tensor that it made: where it began, since others may be put into its place (`.data`)."""
+
+    memory: SymmetricMemory
+    number: int
+    start: int
+    num_bytes: int
 
 
 class Found(NamedTuple):
@@ -58,9 +67,11 @@ def empty(
     memory = allocate_as(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
     made = _view(memory, None, dtype, sizes)
     group = dist.group.WORLD if group is None else group
-    name = "" if group is None else group.group_name
-    _memories[made] = memory, _counts[name]
-    _counts[name] += 1  # all ranks have made it
+    number = 0  # without a group there is nobody to agree with
+    if group is not None:
+        number = _counts.get(group, 0)
+        _counts[group] = number + 1  # all ranks have made it
+    _memories[made] = _Made(memory, number, made.data_ptr(), made.nbytes)
     return made
 
 
@@ -70,11 +81,12 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
     Who writes to it orders writes and reads: by a barrier, say. It is good as long as `tensor` lives. ValueError for a
     tensor that `empty` did not make (a view of one, say), and for a rank that there is not.
     """
-    memory, _ = _memories.get(tensor, (None, 0))
-    if memory is None:
+    made = _memories.get(tensor)
+    if made is None:
         raise ValueError(
             "a peer's tensor is found by the very tensor that stretto.memory.empty returned: take views after"
         )
+    memory: SymmetricMemory = made.memory
     if not 0 <= rank < memory.world_size:
         raise ValueError(f"the group has ranks 0 to {memory.world_size - 1}, not {rank}")
     return tensor if rank == memory.rank else _view(memory, rank, tensor.dtype, tuple(tensor.shape))
@@ -84,10 +96,10 @@ def find_symmetric(tensor: Tensor) -> Found | None:
     """Where a contiguous tensor lies in one that `empty` made and that lives; None for all others."""
     if _memories:
         start = tensor.data_ptr()
-        for made, (memory, number) in _memories.items():
-            offset = start - made.data_ptr()
-            if made.device == tensor.device and 0 <= offset <= made.nbytes - tensor.nbytes:
-                return Found(memory, number, offset)
+        for memory, number, begin, num_bytes in _memories.values():
+            # GPUs of one process and its CPU have addresses of their own.
+            if 0 <= start - begin <= num_bytes - tensor.nbytes:
+                return Found(memory, number, start - begin)
     return None
 
 

@@ -2,7 +2,7 @@
 
 Triton encodes each descriptor of a launch anew, with a look at every argument to find them: of 15.8 us that a host took
 to launch a kernel with three, 3.5 (H200, Triton 3.6). What it encodes depends on the matrix's address, shape and
-strides.
+strides, and on how the descriptor fills and rounds; all else is the compiled kernel's.
 """
 
 from collections.abc import Hashable
@@ -59,7 +59,8 @@ class _Descriptors:
     def find(self, matrix: Any) -> list[Any]:
         if self._meta is None:  # the launcher takes the tensor itself, whose address it may have only while it lives
             return list(self._make(matrix, None))
-        key = matrix.base.data_ptr(), tuple(matrix.shape), tuple(matrix.strides), matrix.padding
+        rounds = getattr(matrix, "round_f32_to_tf32", False)  # since 3.7
+        key = matrix.base.data_ptr(), tuple(matrix.shape), tuple(matrix.strides), matrix.padding, rounds
         made = self._known.get(key)
         if made is None:
             if len(self._known) == _MOST_KEPT:

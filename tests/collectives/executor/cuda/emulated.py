@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from stretto.collectives.executor.cuda.copied import CopiedSchedule
 from stretto.collectives.executor.cuda.queues import SIDES
 from stretto.collectives.executor.cuda.workspace import (
     MAX_BLOCKS,
@@ -20,6 +21,7 @@ from stretto.collectives.executor.cuda.workspace import (
     CopyArea,
     describe_report,
     lay_out,
+    report_broken_off,
     require_lines,
 )
 from stretto.memory import PeerError
@@ -121,6 +123,7 @@ class EmulatedWorkspace:
         self.kernels = {}
         self.late = {}
         self.symmetric = {}
+        self._queues = None
 
     def load(self, source, names, entry="run"):
         return EmulatedFunction(self.macros + source, names, self.folder, entry)
@@ -141,7 +144,14 @@ class EmulatedWorkspace:
         return self.symmetric.get(tensor.data_ptr())
 
     def queues(self):
-        return EmulatedQueues(self.late)
+        if self._queues is None:
+            self._queues = EmulatedQueues(self.late)
+        return self._queues
+
+    def drain(self):
+        """Wait for the queues, as a synchronized stream does."""
+        if self._queues is not None:
+            self._queues.drain()
 
     def follow_stream(self):
         pass  # there is one
@@ -150,6 +160,9 @@ class EmulatedWorkspace:
         said = describe_report(self.report.tolist(), self.kernels, self.limit)
         if said is not None:
             raise PeerError(said)
+
+    def break_off(self, kernel):
+        report_broken_off(self.report, kernel)
 
     def set_calls(self, count):
         """As if there had been so many calls."""
@@ -162,17 +175,21 @@ class EmulatedWorkspace:
 
 
 class EmulatedQueues:
-    """Queues as threads: one after another in each, and between them only what events put in order. Joining is waiting.
+    """Queues as threads: one after another in each, and between them only what events put in order.
 
-    late: {a queue: seconds that it waits before everything it does}.
+    As on a GPU, the host goes on meanwhile, to the next call perhaps, and waits in `drain`. late: {a queue: seconds
+    that it waits before everything it does}.
     """
 
     def __init__(self, late):
         self._late = late
-
-    def fork(self):
         self._threads = {queue: ThreadPoolExecutor(1) for queue in ("caller", *SIDES)}
         self._events = {}
+
+    def fork(self):
+        self.mark("forked", "caller")
+        for queue in SIDES:
+            self.follow("forked", queue)
 
     def handle(self, queue):
         return lambda function, *arguments: self._put(queue, function, *arguments)
@@ -188,12 +205,17 @@ class EmulatedQueues:
         self._put(queue, ctypes.memmove, target, source, num_bytes)
 
     def join(self):
-        for thread in self._threads.values():
-            thread.shutdown(wait=True)
+        for queue in SIDES:
+            self.mark("joined", queue)
+            self.follow("joined", "caller")
+
+    def drain(self):
+        """Wait for what the caller's queue has."""
+        self._put("caller", int).result()
 
     def _put(self, queue, function, *arguments):
         late = self._late.get(queue, 0)
-        self._threads[queue].submit(lambda: (time.sleep(late), function(*arguments)))
+        return self._threads[queue].submit(lambda: (time.sleep(late), function(*arguments)))
 
 
 def add_copy_areas(workspaces, size):
@@ -212,6 +234,12 @@ def make_workspaces(ranks, folder, bytes_each=1 << 19, **options):
 def run_all(kernels, tensors):
     """Call every rank's kernel at once, each in a thread of its own."""
     with ThreadPoolExecutor(len(kernels)) as pool:
-        calls = [pool.submit(kernel, *arguments) for kernel, arguments in zip(kernels, tensors, strict=True)]
+        calls = [pool.submit(_run_to_end, *call) for call in zip(kernels, tensors, strict=True)]
     for call in calls:
         call.result()
+
+
+def _run_to_end(kernel, arguments):
+    kernel(*arguments)
+    if isinstance(kernel, CopiedSchedule):  # all others run where they are launched
+        kernel.workspace.drain()

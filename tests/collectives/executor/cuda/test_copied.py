@@ -106,9 +106,25 @@ def test_a_rank_with_a_late_queue_spoils_nothing(name, queue, folder, small_piec
     workspaces = make_workspaces(2, folder, limit=10.0)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), False)
-    workspaces[1].late = {queue: 0.01}
+    workspaces[1].late[queue] = 0.01
     for _ in range(3):
         check(kernels, torch.int32, "sum", False, rng.choice([300, 900]), 0, rng)
+    for workspace in workspaces:
+        workspace.check()
+
+
+@needs_compiler
+@pytest.mark.parametrize("queue", ["watch", "caller"])
+def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, folder, small_pieces):
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(2, folder, limit=10.0)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    kernels = make(
+        CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
+    )
+    workspaces[1].late[queue] = 0.02
+    for elements in (3000, 300):
+        check(kernels, torch.int16, "sum", True, elements, 0, rng)
     for workspace in workspaces:
         workspace.check()
 
@@ -134,7 +150,7 @@ def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small
     workspaces = make_workspaces(ranks, folder, limit=10.0)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
-    workspaces[0].late = {rng.choice(["watch", "push", "tell", "caller"]): 0.002}
+    workspaces[0].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.002
     for elements in (7, 1000):
         for prepare in (make_symmetric, forget_symmetric):  # one call so, the next into ordinary tensors
             prepare = partial(prepare, workspaces)
@@ -173,9 +189,58 @@ def test_a_peer_that_never_comes_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
     kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
-    kernels[0](torch.zeros(200, dtype=torch.int32))
+    run_all(kernels[:1], [(torch.zeros(200, dtype=torch.int32),)])
     with pytest.raises(PeerError, match="rank 1 to begin"):
         kernels[0](torch.zeros(200, dtype=torch.int32))
+
+
+@needs_compiler
+def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
+    workspaces = make_workspaces(3, folder, limit=3.0)
+    workspaces[0].limit = int(0.1e9)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    variant = Variant("int32", "sum", "Copy")
+    kernels = make(CopiedSchedule, "two-shot-all-reduce", {"ranks": 3}, workspaces, variant, True)
+
+    def come_late(tensor):
+        while not workspaces[0].report[0]:
+            time.sleep(0.01)
+        kernels[2](tensor)
+        workspaces[2].drain()
+
+    tensors = [torch.full((99,), rank + 1, dtype=torch.int32) for rank in range(3)]
+    run_all([*kernels[:2], come_late], [(tensor,) for tensor in tensors])
+    for workspace, waited_for in zip(
+        workspaces, ["rank 2 to begin", "rank 0's message", "rank 0's message"], strict=True
+    ):
+        with pytest.raises(PeerError, match=waited_for):
+            workspace.check()
+
+
+@needs_compiler
+def test_after_an_error_in_the_middle_of_a_call_no_other_is_taken_for_it(folder, monkeypatch):
+    workspaces = make_workspaces(2, folder, limit=1.0)
+    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
+    queues = workspaces[0].queues()
+
+    def refuse(*_):
+        raise RuntimeError("a copy of 400 bytes was refused: CUDA error 1")
+
+    tensors = [torch.full((200,), rank + 1, dtype=torch.int32) for rank in range(2)]
+
+    def call_in_vain(tensor):
+        with monkeypatch.context() as patched:
+            patched.setattr(queues, "copy", refuse)
+            with pytest.raises(RuntimeError, match="was refused"):
+                kernels[0](tensor)
+        workspaces[0].drain()
+
+    run_all([call_in_vain, kernels[1]], [(tensor,) for tensor in tensors])
+    with pytest.raises(PeerError, match="direct-all-gather was broken off by an error"):
+        kernels[0](tensors[0])
+    with pytest.raises(PeerError, match="rank 0's message"):
+        kernels[1](tensors[1])
 
 
 def test_every_direct_algorithm_can_go_by_copies():
@@ -194,3 +259,10 @@ def test_a_message_that_lies_in_no_buffer_is_refused():
     lanes = lower_to_lanes(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
     with pytest.raises(ValueError, match="ring cannot go by copy engines: it sends what is in none of its buffers"):
         lower_to_copies(lanes.ranks[0], "ring", {})
+
+
+def test_what_is_refused_takes_no_memory(folder):
+    workspaces = make_workspaces(4, folder)  # without areas
+    variant = Variant("int32", "sum", "Copy")
+    with pytest.raises(ValueError, match="cannot go by copy engines"):
+        make(CopiedSchedule, "ring-reduce-scatter", {"ranks": 4}, workspaces, variant, False)

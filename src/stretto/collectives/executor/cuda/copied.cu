@@ -25,9 +25,9 @@ extern "C" __global__ void begin(State* state, Report* report, u64 limit, u64 ke
   }
 }
 
-// After a push: its message is there.
-extern "C" __global__ void tell(const u64* base, u64 index, u64* flag) {
-  if (threadIdx.x == 0) raise_flag(flag, *base + index + 1);
+// After a push: its message is there. Once a wait was given up nobody knows what was pushed, and so the peers give up too.
+extern "C" __global__ void tell(const State* state, const u64* base, u64 index, u64* flag) {
+  if (threadIdx.x == 0 && !*(const volatile u32*)&state->is_broken) raise_flag(flag, *base + index + 1);
 }
 
 // After a piece whose slot is used again, and the last one: whoever pushes here may. The last one ends the call.

@@ -14,12 +14,13 @@ is pushed straight to its place there, and lies in no mailbox.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.courses import ENTERS, Courses, Layout, Sentinels, Step
+from stretto.collectives.executor.cuda.courses import ENTERS, Courses, Layout, Sentinels, Step, require_copyable
 from stretto.collectives.executor.cuda.kernel import (
     find_aligned_layout,
     find_sizes,
@@ -37,7 +38,7 @@ from stretto.collectives.schedule import Schedule
 PROTOCOL = "Copy"
 _BEGIN = ("state", "report", "limit", "kernel", "base", "index", "behind", "rank", "world", "done", "peers")
 BEGIN_PARAMETERS = (*_BEGIN, "enters", "entered", "key")
-TELL_PARAMETERS = ("base", "index", "flag")
+TELL_PARAMETERS = ("state", "base", "index", "flag")
 FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
 _MOST_COURSES = 256  # of different sizes or symmetric tensors, that are kept
 
@@ -55,6 +56,7 @@ class CopiedSchedule:
         self.workspace = workspace
         self.variant = variant
         self.lanes: Lanes = lower_to_lanes(schedule, in_place=in_place)
+        require_copyable(self.lanes, schedule.name)
         self.collective = self.lanes.collective
         self._itemsize = getattr(torch, variant.dtype).itemsize
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
@@ -114,7 +116,8 @@ class CopiedSchedule:
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
 
-        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up.
+        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up, or an
+        error has broken it off.
         """
         workspace = self.workspace
         workspace.check()
@@ -136,10 +139,20 @@ class CopiedSchedule:
                 kernel.set("input", buffers[0])
                 kernel.set("output", buffers[1])
         queues = workspace.queues()
-        queues.fork()
-        for step in steps:
-            self._take(step, queues, buffers)
-        queues.join()
+        try:
+            queues.fork()
+            for step in steps:
+                self._take(step, queues, buffers)
+        except BaseException:
+            if not workspace.is_capturing:  # of a graph nothing has run, and unjoined streams let its capture fail
+                self._break_off(queues)
+            raise
+
+    def _break_off(self, queues: Queues) -> None:
+        """The next call would take for its own what peers have sent for this one: there is none."""
+        self.workspace.break_off(self._fixed["kernel"])
+        with suppress(RuntimeError):
+            queues.join()  # the tensors may be freed once the caller's stream is done with them
 
     def _find_symmetric(self, written: Tensor) -> Symmetric | None:
         """What peers know the tensor by, if there is what may go straight into it, and kernels for that."""
@@ -179,8 +192,7 @@ class CopiedSchedule:
         if step.pushed is not None:
             queues.mark(step.pushed, "push")
         if step.is_last:  # what comes then changes the base, which kernels of all queues have read by now
-            queues.mark("told", "tell")
-            queues.follow("told", "caller")
+            queues.join()
         if step.finishes is not None:
             step.finishes.run(queues.handle("caller"))
 

@@ -91,6 +91,18 @@ def cut(size: int, largest: int) -> tuple[tuple[int, int], ...]:
     return tuple(pieces)
 
 
+def require_copyable(lanes: Lanes, name: str) -> None:
+    """ValueError for a schedule that cannot go by copies: before it has memory, which the group keeps."""
+    for program in lanes.ranks:
+        lower_to_copies(program, name, {})
+    if FLAGS + 8 * _find_slots(lanes) * lanes.mailboxes > HEAD:
+        raise ValueError(f"{name} has {lanes.mailboxes} messages to a rank: there are no flags for these")
+
+
+def _find_slots(lanes: Lanes) -> int:
+    return max(SLOTS, lanes.levels + 2)  # one more than its levels
+
+
 class Courses:
     """One rank's, for a schedule: its levels' kernels, and of a call all that its tensors' sizes decide.
 
@@ -108,16 +120,14 @@ class Courses:
         fixed: Mapping[str, int],
         straight: Mapping[tuple[int, int], Place],
     ) -> None:
-        every = [lower_to_copies(program, name, straight) for program in lanes.ranks]  # all ranks refuse, or none
+        every = [lower_to_copies(program, name, straight) for program in lanes.ranks]
         self._levels = every[workspace.rank]
         self._depth = max(len(levels) for levels in every)
         self._overwriting = find_overwriting(self._levels, is_one=lanes.collective.in_place)
         self._workspace, self._area, self._variant = workspace, workspace.copy_area(), variant
         self._block_chunks, self._mailboxes, self._sentinels = block_chunks, lanes.mailboxes, sentinels
-        self.slots = max(SLOTS, self._depth + 1)
+        self.slots = _find_slots(lanes)
         messages = self.slots * self._mailboxes
-        if FLAGS + 8 * messages > HEAD:
-            raise ValueError(f"{name} has {self._mailboxes} messages to a rank: there are no flags for these")
         self._largest = min(LARGEST_PIECE, (self._area.size - HEAD) // max(messages, 1) // 256 * 256)
         # What nobody adds up or puts elsewhere needs no pieces.
         self._is_whole = len(straight) == sum(program.mailboxes for program in lanes.ranks)

@@ -35,6 +35,7 @@ DEFAULT_TIMEOUT = 30.0
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
 _TO_AGREE = 0xFFFFFFFE
+_BROKEN_OFF = 0xFFFFFFFD
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class Waiting(Protocol):
         """What a thread block waited for, from the two numbers that the kernel wrote down about it."""
 
 
+def report_broken_off(report: Tensor, kernel: int) -> None:
+    """Write down that a call of that kernel was broken off, as if it had given up a wait."""
+    if not report[0]:
+        report[1:] = torch.tensor([kernel, 0, 0, _BROKEN_OFF - (1 << 32), 0], dtype=torch.int32)
+        report[0] = 1
+
+
 def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit: int) -> str | None:
     """What a kernel wrote down about the wait that it gave up; None where it gave up none. limit: nanoseconds."""
     is_broken, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words)
@@ -80,6 +88,8 @@ def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit:
         return None
     kernel = kernels.get(number)
     name = "a collective" if kernel is None else kernel.name
+    if level == _BROKEN_OFF:
+        return f"{name} was broken off by an error in the middle of a call, and peers may have what it had sent"
     if level == _TO_AGREE:
         return (
             f"{name}, call {epoch}: rank {message} has called it with another symmetric tensor than this rank, or one "
@@ -181,9 +191,9 @@ class Workspace:
         """The memory of copies; collective at its first use, for most groups never make large calls."""
         if self._copy_area is None:
             memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, 60.0)
-            self._copy_area = CopyArea(COPY_BYTES, memory.addresses, self.device)
-            self._copy_memory = memory
+            area = CopyArea(COPY_BYTES, memory.addresses, self.device)
             memory.meet()
+            self._copy_area, self._copy_memory = area, memory
         return self._copy_area
 
     def find_symmetric(self, tensor: Tensor) -> Symmetric | None:
@@ -236,6 +246,10 @@ class Workspace:
             f"{describe_report(self._seen.tolist(), self._kernels, self.limit)}: "
             "the group's kernels are broken from here on"
         )
+
+    def break_off(self, kernel: int) -> None:
+        """Have all further calls refused, after an error in the middle of one; kernel: of `register`."""
+        report_broken_off(self._report, kernel)
 
     def close(self) -> None:
         """Give the memory back."""
