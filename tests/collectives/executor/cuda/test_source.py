@@ -8,7 +8,17 @@ from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.interpreter import write_interpreter
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
 from stretto.collectives.executor.cuda.nvrtc import compile_source, load_or_compile
-from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant, parameter_names, write_source
+from stretto.collectives.executor.cuda.pushes import find_straight, lower_to_copies
+from stretto.collectives.executor.cuda.source import (
+    ELEMENTS,
+    OPERATIONS,
+    Variant,
+    parameter_names,
+    read_sources,
+    write_level_source,
+    write_macros,
+    write_source,
+)
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
@@ -42,6 +52,20 @@ def test_it_compiles_for_every_architecture(arch, protocol):
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
     assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
+    variant = Variant("bfloat16", "sum", "Simple", 4)
+    lanes = lower_to_lanes(find("two-shot-all-reduce").compile(ranks=4, in_place=False), in_place=False)
+    program = lanes.ranks[1]
+    around = write_macros(lanes, 1, variant) + read_sources("ptx.cu", "primitives.cu", "copied.cu")
+    assert compile_source(around, arch)[:4] == b"\x7fELF"
+    for straight in ({}, find_straight(lanes)):
+        for number, level in enumerate(lower_to_copies(program, "two-shot", straight)):
+            if level.kernel is not None:
+                text = write_level_source(lanes, program, number, level.kernel, 1, variant, level.awaits)
+                assert compile_source(text, arch)[:4] == b"\x7fELF"
 
 
 @pytest.mark.sampled(3)
