@@ -61,7 +61,10 @@ def run_both(communicators, *arguments):
     with ThreadPoolExecutor(2) as pool:
         tensors = [[one.clone() if isinstance(one, torch.Tensor) else one for one in arguments] for _ in communicators]
         calls = [pool.submit(one.run, *given) for one, given in zip(communicators, tensors, strict=True)]
-    return [call.result() for call in calls], tensors
+    names = [call.result() for call in calls]
+    for one in communicators:
+        one.workspace.drain()
+    return names, tensors
 
 
 def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
