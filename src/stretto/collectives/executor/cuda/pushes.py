@@ -7,6 +7,7 @@ symmetric one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Receive, Send
 
@@ -58,6 +59,16 @@ def find_straight(lanes: Lanes) -> dict[tuple[int, int], Place]:
     return found
 
 
+class _Known(NamedTuple):
+    """Where a program's values lie: loaded from, stored in at which level, and each place's first level that stores."""
+
+    program: LaneProgram
+    name: str
+    loads: dict[int, Place]
+    stored: dict[int, tuple[Place, int]]
+    overwritten: dict[Place, int]
+
+
 def lower_to_copies(
     program: LaneProgram, name: str, straight: Mapping[tuple[int, int], Place]
 ) -> tuple[CopiedLevel, ...]:
@@ -78,14 +89,12 @@ def lower_to_copies(
     for number, level in enumerate(program.levels):
         for store in level.stores:
             overwritten.setdefault(store.place, number)
+    known = _Known(program, name, loads, stored, overwritten)
     return tuple(
         CopiedLevel(
-            _kernel_of(program, number, level, loads, stored, overwritten, name, is_asked=bool(awaits[number])),
+            _kernel_of(known, number, level, has_awaits=bool(awaits[number])),
             awaits[number],
-            tuple(
-                _push_of(send, number, loads, stored, overwritten, name, straight.get((send.peer, send.message)))
-                for send in level.sends
-            ),
+            tuple(_push_of(known, number, send, straight.get((send.peer, send.message))) for send in level.sends),
         )
         for number, level in enumerate(program.levels)
     )
@@ -104,47 +113,31 @@ def _without(values: set[int], program: LaneProgram) -> LaneProgram:
     return replace(program, levels=levels)
 
 
-def _push_of(
-    send: Send,
-    number: int,
-    loads: dict[int, Place],
-    stored: dict[int, tuple[Place, int]],
-    overwritten: dict[Place, int],
-    name: str,
-    straight: Place | None,
-) -> PushedChunk:
-    if send.value in loads and overwritten.get(loads[send.value], number + 1) > number:
+def _push_of(known: _Known, number: int, send: Send, straight: Place | None) -> PushedChunk:
+    loads, stored = known.loads, known.stored
+    if send.value in loads and known.overwritten.get(loads[send.value], number + 1) > number:
         return PushedChunk(loads[send.value], send.peer, send.message, False, straight)
     if send.value in stored and stored[send.value][1] <= number:
         return PushedChunk(stored[send.value][0], send.peer, send.message, True, straight)
-    raise ValueError(f"{name} cannot go by copy engines: it sends what is in none of its buffers")
+    raise ValueError(f"{known.name} cannot go by copy engines: it sends what is in none of its buffers")
 
 
-def _kernel_of(
-    program: LaneProgram,
-    number: int,
-    level: Level,
-    loads: dict[int, Place],
-    stored: dict[int, tuple[Place, int]],
-    overwritten: dict[Place, int],
-    name: str,
-    *,
-    is_asked: bool,
-) -> Level | None:
+def _kernel_of(known: _Known, number: int, level: Level, *, has_awaits: bool) -> Level | None:
     """The level alone: what earlier levels knew is read again from where it lies."""
-    if not (level.receives or level.reduces or level.stores or is_asked):
+    if not (level.receives or level.reduces or level.stores or has_awaits):
         return None
+    loads, stored = known.loads, known.stored
     here = {receive.value for receive in level.receives} | {reduce.value for reduce in level.reduces}
     used = {side for reduce in level.reduces for side in (reduce.left, reduce.right)}
     used |= {store.value for store in level.stores}
     again = []
     for value in sorted(used - here):
-        if value in loads and overwritten.get(loads[value], number) >= number:
+        if value in loads and known.overwritten.get(loads[value], number) >= number:
             again.append(Load(value, loads[value]))
-        elif value in stored and stored[value][1] < number and _is_exact(value, program):
+        elif value in stored and stored[value][1] < number and _is_exact(value, known.program):
             again.append(Load(value, stored[value][0]))
         else:
-            raise ValueError(f"{name} cannot go by copy engines: it uses again what is in none of its buffers")
+            raise ValueError(f"{known.name} cannot go by copy engines: it uses again what is in none of its buffers")
     return replace(level, loads=tuple(again), sends=())
 
 
