@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models.dlrm_config import DLRMConfig
+from stretto.parallel.index_exchange import check_offsets
 
 
 class EmbeddingTables(nn.ModuleList):
@@ -31,7 +32,7 @@ class EmbeddingTables(nn.ModuleList):
         )
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        batch = _count_samples(indices, offsets, len(self))
+        batch = check_offsets(indices, offsets, len(self), least=0)
         ends = offsets[::batch].tolist() if batch else [0] * (len(self) + 1)
         offsets = offsets.to(indices)
         pooled = []
@@ -39,24 +40,6 @@ class EmbeddingTables(nn.ModuleList):
             of_table = offsets[table * batch : (table + 1) * batch + 1] - ends[table]
             pooled.append(bag(indices[ends[table] : ends[table + 1]], of_table))
         return torch.cat(pooled, dim=1)
-
-
-def _count_samples(indices: Tensor, offsets: Tensor, tables: int) -> int:
-    bags = len(offsets) - 1 if offsets.dim() == 1 else -1
-    if bags < 0 or bags % tables:
-        raise ValueError(
-            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} "
-            "tables"
-        )
-    if offsets.device.type == "cpu":  # elsewhere this would wait for the device
-        if int(offsets[0]) != 0 or int(offsets[-1]) != len(indices):
-            raise ValueError(
-                f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but must go from 0 to the number of "
-                f"indices, {len(indices)}"
-            )
-        if bool((offsets.diff() < 0).any()):
-            raise ValueError("offsets fall somewhere: a bag cannot end before it begins")
-    return bags // tables
 
 
 class DotInteraction(nn.Module):

@@ -62,10 +62,13 @@ def exchange_indices(
     return _feature_major(arrived, by_source, counts)
 
 
-def check_offsets(indices: Tensor, offsets: Tensor, tables: int) -> int:
-    """The number of samples. ValueError unless offsets divide indices into bags for each of them and each table."""
-    bags = len(offsets) - 1
-    if offsets.dim() != 1 or bags < tables or bags % tables:
+def check_offsets(indices: Tensor, offsets: Tensor, tables: int, *, least: int = 1) -> int:
+    """The number of samples. ValueError unless offsets divide indices into bags for each of them and each table.
+
+    least: how many samples there have to be.
+    """
+    bags = len(offsets) - 1 if offsets.dim() == 1 else -1
+    if bags < least * tables or bags % tables:
         raise ValueError(
             f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} "
             "tables"
