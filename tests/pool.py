@@ -38,7 +38,8 @@ START_LIMIT = 120.0  # seconds for all workers to come up
 MANY_MODULES = 100
 JOIN_LIMIT = 30.0  # seconds for all ranks to join the process group
 JOIN_ATTEMPTS = 3
-GRACE = 10.0  # seconds for the other ranks to end once one has raised, and for all to leave the process group
+GRACE = 10.0  # seconds for the other ranks to end once one has raised
+LEAVING = 60.0  # and for all to leave the process group: NCCL gives back dozens of communicators on shared GPUs
 GROUP_LIMIT = timedelta(minutes=30)  # longer than any job's: the parent ends a hang, and knows who hung
 
 
@@ -193,11 +194,11 @@ class Pool:
             if not outcome.raised:
                 workers[rank].pipe.send("leave")
         remaining = set(outcomes)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + LEAVING
         while remaining:
             messages = self._receive(workers, sorted(remaining), deadline)
             if not messages:
-                raise RankError(self._describe_hang(workers, sorted(remaining), GRACE))
+                raise RankError(self._describe_hang(workers, sorted(remaining), LEAVING))
             remaining -= {rank for rank, _ in messages}
 
     def _describe_death(self, workers: list[_Worker], rank: int) -> str:

@@ -242,6 +242,10 @@ def _tune(
                     if way.name in found:
                         key = time_key(collective, name, communicator.world_size, size, way)
                         measured[key] = [found[way.name].seconds]
+                communicator.workspace.check()  # a way whose waits were given up has no time
+                if dist.get_rank() == 0:
+                    fastest = min(found, key=lambda way: found[way].seconds)
+                    print(f"{collective} {dtype} {name_size(size)}: {fastest} of {len(found)} ways", flush=True)
     if dist.get_rank() == 0:
         store.add(machine_name(has_nvlink), measured)
     dist.barrier()

@@ -19,11 +19,11 @@ from torch import Tensor
 class StaticMapping(NamedTuple):
     """Equal shards of rows, cut into tiles by arithmetic. Make one with `shard_tiles` or `whole_tiles`.
 
-    kind, tile_rows, channels (of a rank) and aligned (no tile has rows of two ranks) are compiled in; rows (of a rank),
-    columns (of tiles) and channel_rows too, if made with fixed=True.
+    is_static (True), tile_rows, channels (of a rank) and aligned (no tile has rows of two ranks) are compiled in; rows
+    (of a rank), columns (of tiles) and channel_rows too, if made with fixed=True.
     """
 
-    kind: Any
+    is_static: Any
     world: Any
     tile_rows: Any
     channels: Any
@@ -41,7 +41,7 @@ class DynamicMapping(NamedTuple):
     producer's tile it signals channel_low[t]. Make one with `look_up_tiles`.
     """
 
-    kind: Any
+    is_static: Any
     columns: Any
     row_low: Any
     row_high: Any
@@ -111,7 +111,7 @@ def look_up_tiles(
                 f"{row_low.device}, {name} {list(table.shape)} on {table.device}"
             )
     _require_number("columns", columns, 1)
-    return DynamicMapping(tl.constexpr("dynamic"), columns, *tables.values())
+    return DynamicMapping(tl.constexpr(False), columns, *tables.values())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,7 +137,7 @@ def _static(
             f"{triton.cdiv(rows, channels)} rows or more will do"
         )
     sizes = (rows, columns, channel_rows)
-    constants = (tl.constexpr(value) for value in ("static", world, tile_rows, channels, aligned))
+    constants = (tl.constexpr(value) for value in (True, world, tile_rows, channels, aligned))
     return StaticMapping(*constants, *(tl.constexpr(size) if fixed else size for size in sizes))
 
 
@@ -165,7 +165,7 @@ def _value(number: Any) -> int:
 def tile_rows(mapping, tile):  # type: ignore[no-untyped-def]
     """f_S: the tile's first row, and the one after its last, in the whole tensor."""
     row_tile = tile // mapping.columns
-    if mapping.kind == "dynamic":
+    if not mapping.is_static:
         low = tl.load(mapping.row_low + row_tile)
         high = tl.load(mapping.row_high + row_tile)
     elif mapping.aligned:
@@ -190,7 +190,7 @@ def tile_column(mapping, tile):  # type: ignore[no-untyped-def]
 def tile_rank(mapping, tile):  # type: ignore[no-untyped-def]
     """f_R: the rank that the tile's (first) row belongs to."""
     row_tile = tile // mapping.columns
-    if mapping.kind == "dynamic":
+    if not mapping.is_static:
         rank = tl.load(mapping.rank + row_tile)
     elif mapping.aligned:
         rank = row_tile // ((mapping.rows + mapping.tile_rows - 1) // mapping.tile_rows)
@@ -208,7 +208,7 @@ def rank_tiles(mapping):  # type: ignore[no-untyped-def]
 @triton.jit
 def tile_channels(mapping, tile):  # type: ignore[no-untyped-def]
     """f_C: the first channel that holds rows of the tile, and the one after the last."""
-    if mapping.kind == "dynamic":
+    if not mapping.is_static:
         row_tile = tile // mapping.columns
         first = tl.load(mapping.channel_low + row_tile)
         last = tl.load(mapping.channel_high + row_tile)

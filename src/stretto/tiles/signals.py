@@ -122,7 +122,7 @@ def _require_static(producer):  # type: ignore[no-untyped-def]
     tl.static_assert(
         producer is not None, "a call that began by enter gives its waits and its end the producer's mapping: producer="
     )
-    tl.static_assert(producer.kind == "static", "a call that began by enter has a static mapping: begin takes counts")
+    tl.static_assert(producer.is_static, "a call that began by enter has a static mapping: begin takes counts")
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
     while index < last:
         if source is not None:
             ready += _await_producer(channel, producer, source, index, tile, before_tma)
-        elif mapping.kind == "dynamic":
+        elif not mapping.is_static:
             rank = tile_rank(mapping, tile)
             begin = tl.where(rank < channel.world, rank, 0)
             end = tl.where(rank < channel.world, rank + 1, channel.world)
@@ -239,7 +239,7 @@ def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
 @triton.jit
 def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
     """(counter, its target, channel) of the last channel that has rows of a tile, whose rows are of one rank."""
-    tl.static_assert(mapping.kind == "static", "polls are for static mappings")
+    tl.static_assert(mapping.is_static, "polls are for static mappings")
     tl.static_assert(not channel.inside, "polls are for calls that began by begin")
     _, last = tile_channels(mapping, tile)
     counter = (last - 1) // mapping.channels * channel.capacity + last - 1
@@ -287,7 +287,7 @@ def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tm
 @triton.jit
 def _check_channels(channel, mapping, first, last):  # type: ignore[no-untyped-def]
     """Where kernels are interpreted, or compiled with TRITON_DEBUG=1, refuse a tile that the mapping does not have."""
-    beyond = channel.capacity if mapping.kind == "dynamic" else channel.world * mapping.channels
+    beyond = channel.world * mapping.channels if mapping.is_static else channel.capacity
     tl.device_assert((first >= 0) & (last <= beyond), "the tile, or a channel of it, is none of the mapping's")
 
 
