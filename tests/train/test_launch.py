@@ -18,7 +18,7 @@ import torch
 from tests.train import launch_entries
 
 from stretto.train.config import TrainConfig, make_config
-from stretto.train.launch import RankFailure, launch, resolve_device
+from stretto.train.launch import RankFailure, allocator_environment, launch, resolve_device
 from stretto.train.supervisor import Patience
 
 QUICK = Patience(stop=20.0, report=0.3, end=1.0)
@@ -251,3 +251,14 @@ def test_cuda_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="needs a GPU for each of 4 ranks, but there are 2; ranks=2 or device='cpu'"):
         resolve_device(config_for(Path("unused"), 4, device="cuda"))
+
+
+def test_segments_grow_and_nccl_is_told_unless_the_user_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_environment() == grows | {"NCCL_GRAPH_REGISTER": "0"}
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    assert allocator_environment() == grows
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert allocator_environment() == {}

@@ -71,7 +71,7 @@ class Setting:
 
 def bench_ablations(ranks: int, out: Path, setting: Setting) -> dict[str, list[dict[str, Any]]]:
     """Measure ablations on that many GPUs; print tables, write JSON, Markdown and pictures; the rows by ablation."""
-    measured: list[dict[str, Any]] = run_ranks(ranks, _measure, ranks, setting)
+    measured: list[dict[str, Any]] = run_ranks(ranks, _measure, ranks, setting, trains=False)
     return write_ablations(measured, ranks, out, setting)
 
 

@@ -107,7 +107,7 @@ class Setting:
 def bench_embedding(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
     """Measure case after case; print the table, and write JSON and a picture, which grow with every case."""
     setting.check()
-    rows = run_ranks(ranks, measure_all, ranks, out, setting)
+    rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
     return rows
 

@@ -112,11 +112,16 @@ def in_one_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
-def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
-    """Call `entry(*args)` on `ranks` processes with torchrun's machinery; returns what rank 0 returned."""
+def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:
+    """Call `entry(*args)` on `ranks` processes with torchrun's machinery; returns what rank 0 returned.
+
+    trains: with the allocator's settings that `stretto train` gives its ranks. Beside collectives alone NCCL is to have
+    memory that it registers in CUDA graphs, as it does by default.
+    """
     # one thread a rank unless the user says otherwise: the ranks share the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ.update(allocator_environment())
+    if trains:
+        os.environ.update(allocator_environment())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

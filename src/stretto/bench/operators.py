@@ -105,7 +105,7 @@ def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, A
 
     Returns all rows of the file.
     """
-    run_ranks(ranks, measure_all, ranks, out, setting)
+    run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     path = out / "operators.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, {ranks} ranks", COLUMNS, rows)

@@ -35,7 +35,7 @@ COLUMNS = (
 
 def bench_operator_ablations(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
     """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture."""
-    run_ranks(ranks, measure_all, ranks, out, setting)
+    run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     path = out / "operator-ablations.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, one choice varied, {ranks} ranks", COLUMNS, rows)

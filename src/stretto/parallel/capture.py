@@ -1,12 +1,16 @@
 """A training step as one CUDA graph: with a small batch, the host takes longer to launch it than GPUs to run it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
+REGISTERS = "NCCL_GRAPH_REGISTER"
+"""NCCL's switch: whether it registers the tensors that it meets in a graph, so that peers reach them directly."""
 
 
 class CapturedStep:
@@ -15,6 +19,7 @@ class CapturedStep:
     `step` takes tensors and returns a tuple of tensors, does the same work whatever is in them, never waits for the
     GPU, and holds every number that changes from step to step in a tensor, the learning rate too. Every call is a step,
     those before the graph and the one that captures it included. All ranks call it equally often.
+    RuntimeError where segments of the allocator may grow and NCCL was not told (`NCCL_GRAPH_REGISTER`): it would hang.
 
     Results are the caller's: the next call does not change them. `close` it, or drop it, before the process group is
     destroyed: NCCL waits for the graphs that hold its collectives.
@@ -73,6 +78,7 @@ class CapturedStep:
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
         assert self._step is not None
+        _require_replayable()
         self._inputs = tuple(tensor.clone() for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -80,6 +86,18 @@ class CapturedStep:
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             self._outputs = self._step(*self._inputs)
         self._graph = graph
+
+
+def _require_replayable() -> None:
+    """RuntimeError where NCCL would take a tensor for one piece of memory that is several, and replays hang."""
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if is_alone or REGISTERS in os.environ:
+        return
+    if any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot()):
+        raise RuntimeError(
+            "the allocator's segments may grow (expandable_segments:True), and NCCL's collectives on such memory hang "
+            f"when a CUDA graph of them is replayed: set {REGISTERS}=0 before the job starts"
+        )
 
 
 def _describe(tensors: tuple[Any, ...]) -> str:

@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.divergence import DivergenceError
 from stretto.train.options import AnyConfig, JobConfig, TrainConfig, nearest_grid
@@ -233,11 +234,13 @@ def allocator_environment() -> dict[str, str]:
     """What ranks' allocators are told, unless the user has told them something.
 
     An optimizer's state is made after the first backward pass, in what that has freed. In segments that cannot grow it
-    leaves holes that the next step's activations do not fit into: a sixth of a GPU was lost so.
+    leaves holes that the next step's activations do not fit into: a sixth of a GPU was lost so. NCCL registers what it
+    finds in a CUDA graph as if segments could not grow, and a replay then hangs (`parallel.capture`).
     """
     if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    told = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return told if REGISTERS in os.environ else told | {REGISTERS: "0"}
 
 
 def _cores() -> int:
