@@ -2,16 +2,23 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stretto.parallel import CapturedStep, Grid
 from stretto.parallel.capture import REGISTERS
 
 RANKS = max((n for n in (2, 4) if n <= torch.cuda.device_count()), default=0)
+
+
+def exchange(taken: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+    dist.all_to_all_single(taken, given)
+    return (taken,)
 
 
 def capture_where_segments_grow() -> None:
@@ -22,7 +29,7 @@ def capture_where_segments_grow() -> None:
     try:
         given = torch.ones(32 << 20, dtype=torch.bfloat16, device=device)
         taken = torch.empty_like(given)
-        step = CapturedStep(lambda: (dist.all_to_all_single(taken, given), taken)[1:])
+        step = CapturedStep(partial(exchange, taken, given))
         for _ in range(3):
             step()
         with pytest.raises(RuntimeError, match="set NCCL_GRAPH_REGISTER=0 before the job starts"):

@@ -64,8 +64,8 @@ def bench_collectives(
                 raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
     if table is not None and (table.exists() or not tunes):
         read_times(table)  # what is no such file is neither used nor overwritten
-    given = tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes, table
-    rows = run_ranks(ranks, _measure_all, ranks, *given, trains=False)
+    measured = tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes, table
+    rows = run_ranks(ranks, _measure_all, ranks, *measured, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
     plot_collectives(path, path.with_suffix(".png"))
