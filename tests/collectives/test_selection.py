@@ -144,10 +144,12 @@ def test_without_nvlink_nothing_runs_by_ll128(tmp_path):
         for ranks in (2, 3, 4, 8):
             for exponent in range(31):
                 assert default_way(collective, 1 << exponent, ranks, has_nvlink=False).protocol in ("LL", "")
-        sizes = [default_way(collective, 1 << exponent, 4, has_nvlink=True).protocol for exponent in range(31)]
+        sizes = [default_way(collective, 1 << exponent, 2, has_nvlink=True).protocol for exponent in range(31)]
         assert sizes[-4:] == ["Copy"] * 4  # 128 MB and more
-        assert {"LL", "LL128", "", "Copy"} == set(sizes)
+        assert {"LL", "LL128", "Copy"} == set(sizes)
         assert default_way(collective, 1024, 4, has_nvlink=False).protocol == "LL"
+    assert default_way("allreduce", 32 << 20, 3, has_nvlink=True) == LIBRARY
+    assert default_way("alltoall", 32 << 20, 3, has_nvlink=True) == Way("direct-all-to-all", "LL128")
     line = Way("two-shot-all-reduce", "LL128")
     file = tmp_path / "times.json"
     Store(file).add("a", measured(line))

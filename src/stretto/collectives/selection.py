@@ -54,7 +54,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
 # Of GPUs that are linked directly: what a message costs besides its bytes, and what a GPU sends (docs/decisions/005).
 _LATENCY = 1.3e-6
 _BANDWIDTH = 300e9
-_LARGEST = 16 << 20
+_LARGEST = 16 << 20  # of what the costs above decide
 _BY_COPIES_FROM = 128 << 20  # below, the host needs as long as the copies
 _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
@@ -80,7 +80,7 @@ def default_way(collective: str, num_bytes: int, world_size: int, *, has_nvlink:
     if collective not in WAYS or world_size < 2:
         return LIBRARY
     if num_bytes > _LARGEST:
-        return _BY_COPIES[collective] if has_nvlink and num_bytes >= _BY_COPIES_FROM else LIBRARY
+        return _default_for_large(collective, num_bytes, world_size) if has_nvlink else LIBRARY
     part = num_bytes / world_size
     match collective:
         case "allreduce":
@@ -96,6 +96,14 @@ def default_way(collective: str, num_bytes: int, world_size: int, *, has_nvlink:
     if sent < _LARGEST_LL:
         return Way(algorithm, "LL")
     return Way(algorithm, "LL128") if has_nvlink else LIBRARY
+
+
+def _default_for_large(collective: str, num_bytes: int, world_size: int) -> Way:
+    """Over NVLink. All-reduces of more than two ranks fall out of step, and two then push to a third at once."""
+    if collective == "allreduce" and world_size > 2:
+        return LIBRARY
+    by_copies = _BY_COPIES[collective]
+    return by_copies if num_bytes >= _BY_COPIES_FROM else Way(by_copies.algorithm, "LL128")
 
 
 def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, way: Way) -> str:

@@ -36,9 +36,14 @@ def small_pieces(monkeypatch):
 
 
 def count_pieces(kernel):
+    """Of the last call of a new size, by a rank that pushes."""
+    return 1 + max(dict(push.tells.values)["index"] for push in pushes_of(kernel))
+
+
+def pushes_of(kernel):
     """Of the last call of a new size."""
-    made, steps = list(kernel._courses.values())[-1]
-    return len(steps) // made._depth
+    _, steps = list(kernel._courses.values())[-1]
+    return [push for step in steps for push in step.pushes]
 
 
 def test_pieces_cover_a_chunk_once_and_the_last_is_small():
@@ -89,12 +94,31 @@ def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces)
 def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    add_copy_areas(workspaces, courses.HEAD + (1 << 12))
     kernels = make(
         CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
     )
     check(kernels, torch.int16, "sum", True, 9001, 0, rng)
-    assert count_pieces(kernels[0]) > 2 * courses.SLOTS
+    assert count_pieces(kernels[0]) == 5
+
+
+@pytest.mark.sampled(1)
+@needs_compiler
+@pytest.mark.parametrize("name", ["direct-all-gather", "direct-all-to-all"])
+def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(name, folder, small_pieces):
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(3, folder, limit=10.0)
+    add_copy_areas(workspaces, courses.HEAD + (2 << 12))  # two messages of 4096 bytes
+    kernels = make(CopiedSchedule, name, {"ranks": 3}, workspaces, Variant("int32", "sum", "Copy"), False)
+    check(kernels, torch.int32, "sum", False, 1024, 0, rng)
+    assert [push.num_bytes for push in pushes_of(kernels[1])] == [4096, 3072, 768, 192, 64]
+    workspaces[rng.randrange(3)].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.003
+    for elements in (1024, rng.randint(1025, 5000), 40):
+        check(kernels, torch.int32, "sum", False, elements, rng.choice([0, 1]), rng)
+        assert count_pieces(kernels[0]) == -(-elements // 1024)
+    for workspace in workspaces:
+        workspace.check()
 
 
 @pytest.mark.sampled(2)

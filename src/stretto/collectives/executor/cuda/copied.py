@@ -28,7 +28,8 @@ from stretto.collectives.executor.cuda.kernel import (
     require_runnable,
 )
 from stretto.collectives.executor.cuda.lanes import Lanes, Place, lower_to_lanes
-from stretto.collectives.executor.cuda.pushes import find_straight
+from stretto.collectives.executor.cuda.plain_courses import PlainCourses, is_plain
+from stretto.collectives.executor.cuda.pushes import find_straight, lower_to_copies
 from stretto.collectives.executor.cuda.queues import Queues
 from stretto.collectives.executor.cuda.source import Variant, read_sources, write_macros
 from stretto.collectives.executor.cuda.workspace import Symmetric, Workspace
@@ -100,9 +101,10 @@ class CopiedSchedule:
         self._sentinels = Sentinels(begin, tell, finish)
 
     def _make_courses(self, straight: Mapping[tuple[int, int], Place]) -> Courses:
-        made = Courses(
+        every = [lower_to_copies(program, self.name, straight) for program in self.lanes.ranks]
+        return (PlainCourses if is_plain(self.lanes, every) else Courses)(
             self.lanes,
-            self.name,
+            every,
             self.workspace,
             self._compiled,
             self.block_chunks,
@@ -110,8 +112,6 @@ class CopiedSchedule:
             self._fixed,
             straight,
         )
-        self._sentinels.begin.set("behind", made.slots)  # as many for both
-        return made
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.

@@ -1,23 +1,24 @@
 """What a call by copy engines does in turn: it depends on the tensors' sizes, and is written down once for each."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.lanes import Lanes, Place
-from stretto.collectives.executor.cuda.pushes import PushedChunk, find_overwriting, lower_to_copies
+from stretto.collectives.executor.cuda.lanes import Lanes, Level, Place, Receive
+from stretto.collectives.executor.cuda.pushes import CopiedLevel, PushedChunk, find_overwriting, lower_to_copies
 from stretto.collectives.executor.cuda.source import LEVEL_PARAMETERS, MAX_THREADS, Variant, write_level_source
 from stretto.collectives.executor.cuda.workspace import Symmetric, Workspace
 
+PARTS = 16  # of a message, at most: with pieces as `cut` makes them, enough for any memory
 SLOTS = 3  # pieces that a peer may be ahead by
 LARGEST_PIECE = 64 << 20  # bytes of a chunk, where the memory suffices: the larger, the nearer to a link's speed
 SMALLEST_PIECE = 4 << 20  # about as small as the last one is: what comes after its messages is hidden by nothing
 ENTERS = 8 << 10
 FLAGS = 16 << 10
-HEAD = 64 << 10
+HEAD = 256 << 10
 """Bytes before the mailboxes: what each peer is done with, 64 bits a rank; from ENTERS on the call that each has begun;
-and from FLAGS on a flag a message."""
+and from FLAGS on a flag a message, or a part of one."""
 KERNEL_BLOCKS = 64
 
 
@@ -26,6 +27,15 @@ class Layout(NamedTuple):
 
     chunk: int
     block: int
+
+
+class Part(NamedTuple):
+    """Of each chunk, in bytes: where it begins there and in the mailboxes; flag: 0, or which of a message's parts."""
+
+    begin: int
+    size: int
+    inside: int = 0
+    flag: int = 0
 
 
 class Copy(NamedTuple):
@@ -91,11 +101,16 @@ def cut(size: int, largest: int) -> tuple[tuple[int, int], ...]:
     return tuple(pieces)
 
 
+def in_turn(pushes: Iterable[PushedChunk], rank: int, world: int) -> list[PushedChunk]:
+    """A rank's, the next rank's first, so that a rank is sent to by one other at a time."""
+    return sorted(pushes, key=lambda push: (push.peer - rank) % world)
+
+
 def require_copyable(lanes: Lanes, name: str) -> None:
     """ValueError for a schedule that cannot go by copies: before it has memory, which the group keeps."""
     for program in lanes.ranks:
         lower_to_copies(program, name, {})
-    if FLAGS + 8 * _find_slots(lanes) * lanes.mailboxes > HEAD:
+    if FLAGS + 8 * max(_find_slots(lanes), PARTS) * lanes.mailboxes > HEAD:
         raise ValueError(f"{name} has {lanes.mailboxes} messages to a rank: there are no flags for these")
 
 
@@ -112,7 +127,7 @@ class Courses:
     def __init__(
         self,
         lanes: Lanes,
-        name: str,
+        every: list[tuple[CopiedLevel, ...]],
         workspace: Workspace,
         variant: Variant,
         block_chunks: int,
@@ -120,35 +135,43 @@ class Courses:
         fixed: Mapping[str, int],
         straight: Mapping[tuple[int, int], Place],
     ) -> None:
-        every = [lower_to_copies(program, name, straight) for program in lanes.ranks]
-        self._levels = every[workspace.rank]
-        self._depth = max(len(levels) for levels in every)
+        self._lanes, self._every = lanes, every
+        self._levels = self._every[workspace.rank]
+        self._depth = max(len(levels) for levels in self._every)
         self._overwriting = find_overwriting(self._levels, is_one=lanes.collective.in_place)
         self._workspace, self._area, self._variant = workspace, workspace.copy_area(), variant
         self._block_chunks, self._mailboxes, self._sentinels = block_chunks, lanes.mailboxes, sentinels
-        self.slots = _find_slots(lanes)
-        messages = self.slots * self._mailboxes
-        self._largest = min(LARGEST_PIECE, (self._area.size - HEAD) // max(messages, 1) // 256 * 256)
+        self._fixed = fixed
+        self._slots = self._count_slots()
+        room = (self._area.size - HEAD) // max(self._slots * self._mailboxes, 1) // 256 * 256
+        self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room
         # What nobody adds up or puts elsewhere needs no pieces.
         self._is_whole = len(straight) == sum(program.mailboxes for program in lanes.ranks)
         self.kernels: list[Launchable | None] = []
+        self._load_kernels()
+
+    def _count_slots(self) -> int:
+        return _find_slots(self._lanes)
+
+    def _load_kernels(self) -> None:
         for number, level in enumerate(self._levels):
-            if level.kernel is None:
-                self.kernels.append(None)
-                continue
-            program = lanes.ranks[workspace.rank]
-            source = write_level_source(lanes, program, number, level.kernel, block_chunks, variant, level.awaits)
-            kernel = workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
-            for parameter in ("state", "report", "limit", "kernel", "base"):
-                kernel.set(parameter, fixed[parameter])
-            kernel.set("stride", self._largest)
-            self.kernels.append(kernel)
+            self.kernels.append(None if level.kernel is None else self._load(number, level.kernel, level.awaits))
+
+    def _load(self, number: int, level: Level, awaits: tuple[Receive, ...]) -> Launchable:
+        lanes = self._lanes
+        program = lanes.ranks[self._workspace.rank]
+        source = write_level_source(lanes, program, number, level, self._block_chunks, self._variant, awaits)
+        kernel = self._workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
+        for parameter in ("state", "report", "limit", "kernel", "base"):
+            kernel.set(parameter, self._fixed[parameter])
+        kernel.set("stride", self._largest)
+        return kernel
 
     def chart(self, layout: Layout, symmetric: Symmetric | None) -> tuple[Step, ...]:
         """What a call does: a piece's next level when the piece after it has had this one."""
-        pieces = cut(layout.chunk, self._largest)
+        pieces = tuple(Part(*piece) for piece in cut(layout.chunk, self._largest))
         if self._is_whole and pieces:
-            pieces = ((0, layout.chunk),)
+            pieces = (Part(0, layout.chunk),)
         return tuple(
             self._step(pieces, turn - level, level, layout, symmetric)
             for turn in range(len(pieces) + self._depth - 1)
@@ -158,7 +181,7 @@ class Courses:
 
     def _step(
         self,
-        pieces: tuple[tuple[int, int], ...],
+        pieces: tuple[Part, ...],
         piece: int,
         number: int,
         layout: Layout,
@@ -166,59 +189,60 @@ class Courses:
     ) -> Step:
         has_level = number < len(self._levels)
         pushes = self._levels[number].pushes if has_level else ()
-        slot, last = piece % self.slots, len(pieces) - 1
-        begins = finishes = None
-        if number == 0 and (piece == 0 or piece >= self.slots):  # the first one begins for all that have a slot
-            key = 0 if symmetric is None else symmetric.key
-            begins = Launch(self._sentinels.begin, 1, 32, (("index", piece), ("key", key)))
+        slot, last = piece % self._slots, len(pieces) - 1
         is_end = number == self._depth - 1
-        if is_end and (piece == last or piece + self.slots <= last):  # somebody waits for it
-            finishes = Launch(self._sentinels.finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
+        level = self._levels[number].kernel if has_level else None
         return Step(
-            begins=begins,
+            begins=self._begin(piece, symmetric) if number == 0 else None,
             begun=("begun", slot),
             overwrites=("pushed", slot, number - 1) if number in self._overwriting else None,
-            kernel=self._compute(pieces[piece], piece, number, layout) if has_level else None,
+            kernel=self._compute(self.kernels[number], level, pieces[piece], piece, layout) if level else None,
             done=("done", slot, number) if any(push.needs_kernel for push in pushes) else None,
             pushes=tuple(
                 self._push(push, pieces[piece], piece, layout, symmetric)
-                # The next rank's first, so that a rank is sent to by one other at a time.
-                for push in sorted(
-                    pushes, key=lambda push: (push.peer - self._workspace.rank) % len(self._area.addresses)
-                )
+                for push in in_turn(pushes, self._workspace.rank, self._workspace.world_size)
             ),
             pushed=("pushed", slot, number) if number + 1 in self._overwriting else None,
-            finishes=finishes,
+            finishes=self._finish(piece, last) if is_end else None,
             is_last=is_end and piece == last,
         )
 
-    def _compute(self, part: tuple[int, int], piece: int, number: int, layout: Layout) -> Launch | None:
-        kernel, level = self.kernels[number], self._levels[number].kernel
-        if kernel is None or level is None:
+    def _begin(self, piece: int, symmetric: Symmetric | None) -> Launch | None:
+        """None where its slot was free before: the first piece begins for all that have one."""
+        if 0 < piece < self._slots:
             return None
-        begin, size = part
-        mailboxes, mine = piece % self.slots * self._mailboxes, self._area.addresses[self._workspace.rank]
-        lanes = -(-size // 16)
+        key = 0 if symmetric is None else symmetric.key
+        return Launch(self._sentinels.begin, 1, 32, (("index", piece), ("key", key), ("behind", self._slots)))
+
+    def _finish(self, piece: int, last: int) -> Launch | None:
+        """None where nobody waits for it."""
+        if last - self._slots < piece < last:
+            return None
+        return Launch(self._sentinels.finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
+
+    def _compute(self, kernel: Launchable | None, level: Level, part: Part, piece: int, layout: Layout) -> Launch:
+        assert kernel is not None
+        mailboxes, mine = piece % self._slots * self._mailboxes, self._area.addresses[self._workspace.rank]
+        lanes = -(-part.size // 16)
         values = (
-            ("mail", mine + HEAD + mailboxes * self._largest),
-            ("flags", mine + FLAGS + 8 * mailboxes),
+            ("mail", mine + HEAD + mailboxes * self._largest + part.inside),
+            ("flags", mine + FLAGS + 8 * (mailboxes + part.flag * self._mailboxes)),
             ("index", piece),
             ("block_bytes", layout.block),
             ("chunk_bytes", layout.chunk),
-            ("begin", begin),
+            ("begin", part.begin),
             ("slots", lanes),
         )
         # Half of the multiprocessors at most: what they wait for, kernels of one block tell.
         most = min(KERNEL_BLOCKS, max(self._workspace.multiprocessors // 2, 1)) if level.operations else 1
         return Launch(kernel, min(-(-lanes // (MAX_THREADS * self._variant.unroll)), most), MAX_THREADS, values)
 
-    def _push(
-        self, push: PushedChunk, part: tuple[int, int], piece: int, layout: Layout, symmetric: Symmetric | None
-    ) -> Copy:
-        begin, size = part
-        mailbox = piece % self.slots * self._mailboxes + push.message
+    def _push(self, push: PushedChunk, part: Part, piece: int, layout: Layout, symmetric: Symmetric | None) -> Copy:
+        begin = part.begin
+        mailbox = piece % self._slots * self._mailboxes + push.message
         peer = self._area.addresses[push.peer]
-        target = peer + HEAD + mailbox * self._largest
+        target = peer + HEAD + mailbox * self._largest + part.inside
+        flag = peer + FLAGS + 8 * (mailbox + part.flag * self._mailboxes)
         if push.straight is not None:
             assert symmetric is not None
             target = symmetric.addresses[push.peer] + self._find(push.straight, layout) + begin
@@ -227,9 +251,9 @@ class Courses:
         return Copy(
             buffer=int(push.place.buffer is Buffer.OUT),
             offset=self._find(push.place, layout) + begin,
-            num_bytes=min(max(there - begin, 0), size),
+            num_bytes=min(max(there - begin, 0), part.size),
             target=target,
-            tells=Launch(self._sentinels.tell, 1, 32, (("index", piece), ("flag", peer + FLAGS + 8 * mailbox))),
+            tells=Launch(self._sentinels.tell, 1, 32, (("index", piece), ("flag", flag))),
         )
 
     def _find(self, place: Place, layout: Layout) -> int:

@@ -29,7 +29,7 @@ STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS
 REPORT_WORDS = 6
 """Words of 4 bytes of the kernels' `State` and `Report` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
-COPY_BYTES = 768 << 20  # two-shot all-reduce on 4 ranks: pieces of 32 MB
+COPY_BYTES = 769 << 20  # of 1 GB what 4 ranks give each other, and flags; two-shot all-reduce: pieces of 32 MB
 KEY_BITS = 24  # as in copied.cu
 DEFAULT_TIMEOUT = 30.0
 _PAGE = 4096
