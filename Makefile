@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-exhaustive gpu-test gpu-test-exhaustive gpu-sanitize lint format docs-figures clean help
+.PHONY: demo test test-exhaustive test-oldest-triton gpu-test gpu-test-exhaustive gpu-sanitize lint format docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small GPT on a grid of 4 processes (or your GPUs) and show what was sent"
 	@echo "make test      tests of everything that needs no GPU"
 	@echo "make test-exhaustive  the cases that make test leaves out"
+	@echo "make test-oldest-triton  kernels by the oldest Triton that is supported"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a machine with GPUs)"
@@ -25,6 +26,17 @@ test: $(VENV)/.installed
 
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) --durations 20 -m exhaustive
+
+# torch 2.11 brings Triton 3.6, which refuses what newer ones take: kernels are compiled and interpreted by both.
+OLDEST_TRITON := build/triton-3.6
+test-oldest-triton: $(OLDEST_TRITON)/.installed
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "3.6.0", triton'
+	PYTHONPATH=$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+		tests/tiles tests/ops/test_machine_code.py tests/ops/test_embedding_machine_code.py tests/ops/test_put.py
+
+$(OLDEST_TRITON)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0
+	@touch $@
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
 # GPUs have many CPUs.
