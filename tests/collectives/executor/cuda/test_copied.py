@@ -124,15 +124,16 @@ def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(
 @pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("queue", ["watch", "tell", "push", "caller"])
-@pytest.mark.parametrize("name", ["direct-all-to-all", "two-shot-all-reduce"])
-def test_a_rank_with_a_late_queue_spoils_nothing(name, queue, folder, small_pieces):
+@pytest.mark.parametrize("name", ["direct-all-gather", "direct-all-to-all", "two-shot-all-reduce"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rank_with_a_late_queue_spoils_nothing(in_place, name, queue, folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder, limit=10.0)
     add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), False)
+    kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), in_place)
     workspaces[1].late[queue] = 0.01
     for _ in range(3):
-        check(kernels, torch.int32, "sum", False, rng.choice([300, 900]), 0, rng)
+        check(kernels, torch.int32, "sum", in_place, rng.choice([300, 900]), 0, rng)
     for workspace in workspaces:
         workspace.check()
 

@@ -141,8 +141,8 @@ class CopiedSchedule:
         queues = workspace.queues()
         try:
             queues.fork()
-            for step in steps:
-                self._take(step, queues, buffers)
+            for number, step in enumerate(steps):
+                self._take(step, queues, buffers, is_first=number == 0)
         except BaseException:
             if not workspace.is_capturing:  # of a graph nothing has run, and unjoined streams let its capture fail
                 self._break_off(queues)
@@ -171,11 +171,13 @@ class CopiedSchedule:
         courses = self._mailed if symmetric is None or self._pushed is None else self._pushed
         return courses, courses.chart(layout, symmetric)
 
-    def _take(self, step: Step, queues: Queues, buffers: tuple[int, int]) -> None:
+    def _take(self, step: Step, queues: Queues, buffers: tuple[int, int], *, is_first: bool) -> None:
         if step.begins is not None:
             step.begins.run(queues.handle("watch"))
             queues.mark(step.begun, "watch")
             queues.follow(step.begun, "push")
+            if is_first:  # no kernel holds multiprocessors while peers have yet to come, or reports them later
+                queues.follow(step.begun, "caller")
         if step.kernel is not None:
             if step.overwrites is not None:
                 queues.follow(step.overwrites, "caller")

@@ -138,7 +138,7 @@ class Courses:
         self._lanes, self._every = lanes, every
         self._levels = self._every[workspace.rank]
         self._depth = max(len(levels) for levels in self._every)
-        self._overwriting = find_overwriting(self._levels, is_one=lanes.collective.in_place)
+        self._overwriting = find_overwriting(self._levels)
         self._workspace, self._area, self._variant = workspace, workspace.copy_area(), variant
         self._block_chunks, self._mailboxes, self._sentinels = block_chunks, lanes.mailboxes, sentinels
         self._fixed = fixed

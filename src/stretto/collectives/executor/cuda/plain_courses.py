@@ -22,7 +22,7 @@ def is_plain(lanes: Lanes, every: list[tuple[CopiedLevel, ...]]) -> bool:
     return not any(
         any(level.reduces for level in program.levels)
         or any(push.needs_kernel for level in levels for push in level.pushes)
-        or find_overwriting(levels, is_one=lanes.collective.in_place)
+        or find_overwriting(levels)
         for program, levels in zip(lanes.ranks, every, strict=True)
     )
 

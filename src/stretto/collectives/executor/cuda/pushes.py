@@ -147,13 +147,12 @@ def _is_exact(value: int, program: LaneProgram) -> bool:
     return not is_sum or value in program.rounded
 
 
-def find_overwriting(levels: tuple[CopiedLevel, ...], *, is_one: bool) -> frozenset[int]:
-    """Levels whose kernels may write over what earlier levels push; is_one: input and output are one tensor."""
+def find_overwriting(levels: tuple[CopiedLevel, ...]) -> frozenset[int]:
+    """Levels whose kernels write over what earlier levels push."""
     pushed: set[Place] = set()
     found = set()
     for number, level in enumerate(levels):
-        stored = {store.place for store in level.kernel.stores} if level.kernel is not None else set()
-        if pushed and stored and (is_one or pushed & stored):
+        if level.kernel is not None and any(store.place in pushed for store in level.kernel.stores):
             found.add(number)
         pushed |= {push.place for push in level.pushes}
     return frozenset(found)
