@@ -236,7 +236,9 @@ def _tune(
                 for way, kernel in kernels.items():
                     if not _is_hopeless(way, size):
                         runs[way.name] = partial(kernel, buffers.input, buffers.output)
-                found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=1))
+                # Of small arrays several ways take nearly the same, and one round is their noise.
+                effort = Effort(rounds=3 if size < 4 << 20 else 1)
+                found = time_interleaved(runs, size, is_graph=True, effort=effort)
                 for way in ways:
                     if way.name in found:
                         key = time_key(collective, name, communicator.world_size, size, way)

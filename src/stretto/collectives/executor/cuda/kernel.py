@@ -8,14 +8,14 @@ from torch import Tensor
 
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
-from stretto.collectives.executor.cuda.source import MAX_THREADS, Variant, parameter_names, write_source
+from stretto.collectives.executor.cuda.source import Variant, most_threads, parameter_names, write_source
 from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, MAX_SIMPLE_MAILBOXES, Workspace
 from stretto.collectives.executor.layout import Layout, find_layout
 from stretto.collectives.schedule import Schedule
 
 DATA_BYTES = {"LL": 8, "LL128": 15, "Simple": 16}
 """Of 16 bytes of a mailbox, those that are data."""
-SMALL_THREADS = 128
+THREADS_STEP = 128
 """A block's, as long as every lane has a thread of its own: more blocks share the waiting better than larger ones."""
 MAX_PLANS = 4096
 _ALIGNMENT = 16
@@ -63,6 +63,7 @@ class LaneKernel:
             self._function.set(parameter, value)
         self._plans: dict[tuple[int | None, int | None], _Launches] = {}
         self._current: _Launches | None = None
+        self._most_threads = most_threads(self.lanes, variant)
         self.threads: int | None = None
         self.max_blocks = workspace.multiprocessors
 
@@ -90,8 +91,10 @@ class LaneKernel:
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
         """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same."""
-        if threads is not None and (threads % 128 or not 128 <= threads <= MAX_THREADS):
-            raise ValueError(f"a block has 128, 256, 384 or 512 threads, not {threads}")
+        if threads is not None and (threads % THREADS_STEP or not THREADS_STEP <= threads <= self._most_threads):
+            raise ValueError(
+                f"a block has a multiple of {THREADS_STEP} threads, at most {self._most_threads}, not {threads}"
+            )
         if not 1 <= max_blocks <= MAX_BLOCKS:
             raise ValueError(f"a kernel has 1 to {MAX_BLOCKS} blocks, not {max_blocks}")
         self.threads, self.max_blocks = threads, max_blocks
@@ -109,7 +112,7 @@ class LaneKernel:
         most = self._capacity // (16 * max(self.lanes.mailboxes, 1)) // 32 * 32
         if most == 0:
             raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there is no memory for these")
-        threads = self.threads or (SMALL_THREADS if slots <= SMALL_THREADS * self.max_blocks else MAX_THREADS)
+        threads = self.threads or self._choose_threads(min(slots, most))
         pieces = []
         # Without lanes there is no launch: nobody would wait in it, and a call is what keeps the ranks together.
         for start in range(0, slots, most):
@@ -125,6 +128,12 @@ class LaneKernel:
             self._plans.clear()
         plan = self._plans[sizes] = _Launches(tuple(parameters.items()), threads, tuple(pieces))
         return plan
+
+    def _choose_threads(self, slots: int) -> int:
+        """As many as give every multiprocessor the same: a last round of a few blocks takes as long as a whole one."""
+        lanes = -(-slots // self.variant.unroll)
+        rounds = max(-(-lanes // (self.max_blocks * self._most_threads)), 1)
+        return -(-max(lanes, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
 
     def _slots(self, chunk_bytes: int) -> int:
         """The places of 16 bytes that a chunk takes in a mailbox."""

@@ -21,6 +21,8 @@ ELEMENTS = {
 OPERATIONS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
 PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE"}
 MAX_THREADS = 512
+WIDE_THREADS = 1024  # of a kernel that does with 64 registers a thread
+_MOST_WIDE_OPERATIONS = 24  # a lane: two-shot all-reduce of four ranks has 23, and fills the 64
 PARAMETERS = (
     ("char*", "input"),
     ("char*", "output"),
@@ -64,6 +66,14 @@ class Variant:
     reduction: str
     protocol: str
     unroll: int = 1
+
+
+def most_threads(lanes: Lanes, variant: Variant) -> int:
+    """Of a block of the kernel, which is the same on all ranks."""
+    is_narrow = variant.unroll > 1 or any(
+        sum(level.operations for level in program.levels) > _MOST_WIDE_OPERATIONS for program in lanes.ranks
+    )
+    return MAX_THREADS if is_narrow else WIDE_THREADS
 
 
 def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -> str:
@@ -126,6 +136,7 @@ class _Writer:
         self.meets = lanes.meets
         self.in_place = lanes.collective.in_place
         self.block_chunks = block_chunks
+        self.most_threads = most_threads(lanes, variant)
         self.is_simple = variant.protocol == "Simple"
         self.is_line = variant.protocol == "LL128"
         self.completes = {reduce.value for level in program.levels for reduce in level.reduces if reduce.completes}
@@ -134,7 +145,7 @@ class _Writer:
     def kernel(self) -> Iterator[str]:
         peers = ", ".join(f"char* peer_{rank}" for rank in range(self.world))
         parameters = ", ".join(f"{kind} {name}" for kind, name in PARAMETERS)
-        yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}, {peers}) {{'
+        yield f'extern "C" __global__ void __launch_bounds__({self.most_threads}) run({parameters}, {peers}) {{'
         yield "  const u32 epoch = next_epoch(state);"
         yield "  const u64 flag = (u64)epoch << 32 | epoch;"
         yield "  const u64 side = (epoch & 1) * half, mail = side + region;"
