@@ -3,7 +3,8 @@
 Everyone trains `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clip: first
 loss, gradient norm and last loss show it. FSDP2 is measured with its weights kept and freed, with gradients reduced in
 fp32 (its usual setting) and in bf16 (as Stretto's travel), compiled and not. Compiled ones are also measured as one
-CUDA graph a step ("captured"): with a small batch the host is the limit otherwise.
+CUDA graph a step ("captured"): with a small batch the host is the limit otherwise. Tensor parallelism has torch's async
+one beside it ("async"), which is compiled, and not captured: torch cannot.
 """
 
 import itertools
@@ -168,11 +169,14 @@ def _torch_runs(workload: Workload, ranks: int, device: torch.device) -> list[Ru
         dp = ranks // tp
         mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
         for label, setup in _setups(dp, tp).items():
-            for is_compiled in (False, True):
+            if setup.is_async and device.type != "cuda":
+                continue
+            for is_compiled in (True,) if setup.is_async else (False, True):
                 name = label + (", compiled" if is_compiled else "")
                 build = partial(_build, workload, mesh, device, replace(setup, is_compiled=is_compiled))
                 run = Run(name, build, is_peer=True, is_compiled=is_compiled)
-                runs += [run, captured(run)] if is_compiled and device.type == "cuda" else [run]
+                is_captured = is_compiled and device.type == "cuda" and not setup.is_async  # which torch cannot
+                runs += [run, captured(run)] if is_captured else [run]
     return runs
 
 
@@ -182,6 +186,8 @@ def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
             f"TP={tp}": TorchSetup(),
             f"TP={tp}, autocast": TorchSetup(precision="autocast"),
             f"TP={tp}, bf16 weights": TorchSetup(precision="masters"),
+            f"TP={tp}, async": TorchSetup(is_async=True),
+            f"TP={tp}, bf16 weights, async": TorchSetup(precision="masters", is_async=True),
         }
     name = f"FSDP2={dp}" if tp == 1 else f"FSDP2={dp} TP={tp}"
     kept = {
@@ -189,7 +195,7 @@ def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
         f"{name}, weights kept, bf16 reduction": TorchSetup(reduce_dtype=torch.bfloat16),
     }
     if tp > 1:  # a weight is small there, and freeing it can only cost time
-        return kept
+        return kept | {f"{name}, weights kept, async": TorchSetup(reduce_dtype=torch.bfloat16, is_async=True)}
     return kept | {
         name: TorchSetup(frees_weights=True),
         f"{name}, bf16 reduction": TorchSetup(frees_weights=True, reduce_dtype=torch.bfloat16),

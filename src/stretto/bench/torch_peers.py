@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -36,12 +37,15 @@ class TorchSetup:
     frees_weights: reshard_after_forward. reduce_dtype: of FSDP2's gradients on the wire.
     precision: where bf16 comes from. "fsdp2": its mixed precision (over one rank it copies, and sends nothing). For
         tensor parallelism alone also "autocast", and "masters": bf16 weights, and fp32 copies in the optimizer.
+    is_async: torch's async tensor parallelism, where Inductor puts a product and its collective into one operator over
+        symmetric memory (of compiled models on GPUs).
     """
 
     is_compiled: bool = False
     frees_weights: bool = False
     reduce_dtype: torch.dtype = torch.float32
     precision: Literal["fsdp2", "autocast", "masters"] = "fsdp2"
+    is_async: bool = False
 
 
 def build_torch(workload: Workload, model: GPT, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
@@ -58,8 +62,10 @@ def build_torch(workload: Workload, model: GPT, mesh: DeviceMesh, device: torch.
         _shard_tensors(model, tp, workload.seq_len)
     if workload.checkpointing:
         checkpoint_activations(model)
+    if setup.is_async:
+        enable_symm_mem_for_group(tp.get_group().group_name)
     if setup.is_compiled:
-        compile_blocks(model)
+        compile_blocks(model, {"_micro_pipeline_tp": True} if setup.is_async else None)
     if setup.precision == "fsdp2":
         _shard_fully(model, dp, setup)
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -212,12 +212,12 @@ def whole_gpt(config: GPTConfig, device: torch.device) -> GPT:
         return GPT(config)
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """torch.compile of each block by itself, as large models are compiled."""
+def compile_blocks(model: nn.Module, options: Mapping[str, Any] | None = None) -> None:
+    """torch.compile of each block by itself, as large models are compiled. options: Inductor's."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
-        block.compile()
+        block.compile(options=options)
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
