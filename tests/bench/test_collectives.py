@@ -16,7 +16,7 @@ class Started(Exception):
     """The ranks would have been started."""
 
 
-def start(*_):
+def start(*_, **__):
     raise Started
 
 
@@ -35,7 +35,8 @@ def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, monke
 
 @pytest.mark.parametrize("has_nvlink", [True, False])
 def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, monkeypatch, has_nvlink):
-    timed = []
+    timed: list[str] = []
+    checked: list[int] = []
 
     def time_all(runs, size, **_):
         timed.extend(runs)
@@ -46,7 +47,9 @@ def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, 
     monkeypatch.setattr(collectives, "time_interleaved", time_all)
     monkeypatch.setattr(collectives, "machine_name", lambda has_nvlink: "a machine")
     communicator = SimpleNamespace(
-        workspace=SimpleNamespace(has_nvlink=has_nvlink), world_size=2, kernel=lambda way, name, in_place: print
+        workspace=SimpleNamespace(has_nvlink=has_nvlink, check=lambda: checked.append(len(timed))),
+        world_size=2,
+        kernel=lambda way, name, in_place: print,
     )
     store = Store(tmp_path / "table.json")
     collectives._tune(communicator, ["allreduce", "alltoall"], ["bf16"], [4096, 16 << 20], torch.device("cpu"), store)
@@ -57,3 +60,5 @@ def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, 
     }
     assert table.choose("allreduce", "bfloat16", 5000, 2).way.protocol == "Simple"
     assert any("LL128" in name for name in timed) == has_nvlink
+    assert len(set(checked)) == 4  # after each size: times of waits that were given up are none
+    assert not any("Copy" in name for name in timed)  # so small, the host needs longer than the copies

@@ -137,6 +137,16 @@ def test_an_algorithm_that_does_not_compile_for_these_ranks_is_refused_when_the_
         Table.load(file, "a", 4, has_nvlink=True)
 
 
+@pytest.mark.parametrize(("seconds", "way"), [(0.96, ONE_SHOT), (0.98, LIBRARY), (1.0, LIBRARY)])
+def test_what_is_hardly_faster_than_the_library_is_left_to_it(seconds, way, tmp_path):
+    times = {time_key("allreduce", "bfloat16", 4, 1024, one): [t] for one, t in ((ONE_SHOT, seconds), (LIBRARY, 1.0))}
+    for rows in (times, dict(reversed(times.items()))):
+        file = tmp_path / f"{next(iter(rows))}.json".replace(" ", "-")
+        Store(file).add("a", rows)
+        table = Table.read("a", 4, has_nvlink=True, store=Store(file))
+        assert table.choose("allreduce", "bfloat16", 1024, 4).way == way
+
+
 def test_without_nvlink_nothing_runs_by_ll128(tmp_path):
     for collective in selection.WAYS:
         assert any(way.protocol == "LL128" for way in find_ways(collective, has_nvlink=True))

@@ -13,9 +13,9 @@ from torch import Tensor
 from stretto.bench.collectives_plot import plot_collectives
 from stretto.bench.handwritten import HandwrittenAllReduce
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.interleaved import Effort, name_size, time_interleaved
+from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
-from stretto.collectives.selection import ALGORITHMS_OF, LIBRARY, Table, Way, find_ways, time_key
+from stretto.collectives.selection import ALGORITHMS_OF, BY_COPIES_FROM, LIBRARY, Table, Way, find_ways, time_key
 from stretto.memory import empty
 from stretto.parallel import Grid
 from stretto.tuning import Store, read_times
@@ -222,7 +222,7 @@ def _tune(
     device: torch.device,
     store: Store,
 ) -> None:
-    """Time every way in graphs, and keep the seconds in the store."""
+    """Time all ways in graphs, and keep the seconds in the store."""
     measured: dict[str, list[float]] = {}
     has_nvlink = communicator.workspace.has_nvlink
     for collective in collectives:
@@ -236,9 +236,7 @@ def _tune(
                 for way, kernel in kernels.items():
                     if not _is_hopeless(way, size):
                         runs[way.name] = partial(kernel, buffers.input, buffers.output)
-                # Of small arrays several ways take nearly the same, and one round is their noise.
-                effort = Effort(rounds=3 if size < 4 << 20 else 1)
-                found = time_interleaved(runs, size, is_graph=True, effort=effort)
+                found = time_interleaved(runs, size, is_graph=True)
                 for way in ways:
                     if way.name in found:
                         key = time_key(collective, name, communicator.world_size, size, way)
@@ -253,5 +251,7 @@ def _tune(
 
 
 def _is_hopeless(way: Way, size: int) -> bool:
-    """Whether a way is never the fastest at that size, and takes long to find out."""
-    return size > 8 << 20 if way.algorithm == "one-shot-all-reduce" else way.protocol == "Copy" and size < 4 << 20
+    """Whether a way is never the fastest at that size; by copies, without a graph, which are not timed here."""
+    return (
+        size > 8 << 20 if way.algorithm == "one-shot-all-reduce" else way.protocol == "Copy" and size < BY_COPIES_FROM
+    )

@@ -55,7 +55,9 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
 _LATENCY = 1.3e-6
 _BANDWIDTH = 300e9
 _LARGEST = 16 << 20  # of what the costs above decide
-_BY_COPIES_FROM = 128 << 20  # below, the host needs as long as the copies
+BY_COPIES_FROM = 128 << 20
+"""Bytes from which on copy engines may be best: below, the host needs as long to issue the copies as they take."""
+_GAIN = 0.97  # of the library's time: what is nearer to it may be slower than it in the next run
 _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
 
@@ -103,7 +105,7 @@ def _default_for_large(collective: str, num_bytes: int, world_size: int) -> Way:
     if collective == "allreduce" and world_size > 2:
         return LIBRARY
     by_copies = _BY_COPIES[collective]
-    return by_copies if num_bytes >= _BY_COPIES_FROM else Way(by_copies.algorithm, "LL128")
+    return by_copies if num_bytes >= BY_COPIES_FROM else Way(by_copies.algorithm, "LL128")
 
 
 def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, way: Way) -> str:
@@ -200,12 +202,14 @@ def find_table_file(given: Path | str | None) -> Path | None:
 
 
 def _find_fastest(timed: Iterable[_Timed]) -> dict[tuple[str, str], tuple[tuple[int, Way], ...]]:
-    best: dict[tuple[str, str], dict[int, _Timed]] = {}
+    """The library where nothing gains enough over it."""
+    best: dict[tuple[str, str], dict[int, tuple[float, Way]]] = {}
     for one in timed:
         sizes = best.setdefault((one.collective, one.dtype), {})
-        if one.num_bytes not in sizes or one.seconds < sizes[one.num_bytes].seconds:
-            sizes[one.num_bytes] = one
-    return {key: tuple((size, sizes[size].way) for size in sorted(sizes)) for key, sizes in best.items()}
+        seconds = one.seconds * (_GAIN if one.way == LIBRARY else 1)
+        if one.num_bytes not in sizes or seconds < sizes[one.num_bytes][0]:
+            sizes[one.num_bytes] = seconds, one.way
+    return {key: tuple((size, sizes[size][1]) for size in sorted(sizes)) for key, sizes in best.items()}
 
 
 def _parse(key: str, seconds: Sequence[float], *, has_nvlink: bool) -> _Timed:

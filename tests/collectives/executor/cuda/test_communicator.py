@@ -95,7 +95,7 @@ def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
 
 def test_large_arrays_go_by_copies_unless_there_is_no_memory_for_that(make, caplog, monkeypatch):
     monkeypatch.setattr(selection, "_LARGEST", 1 << 10)
-    monkeypatch.setattr(selection, "_BY_COPIES_FROM", 1 << 12)
+    monkeypatch.setattr(selection, "BY_COPIES_FROM", 1 << 12)
     both, workspaces = make()
     x = torch.ones(2000, dtype=torch.int32)
 
