@@ -241,6 +241,23 @@ def call_in_every_mode():
         assert torch.equal(both, torch.stack((one, 2 * one)))
 
 
+def infer_then_train(plan):
+    """A group whose first calls are in inference mode has the same products and gradients as one that only trains."""
+    for operator in OPERATORS:
+        found = []
+        for infers in (False, True):
+            group = dist.new_group([0, 1])
+            if infers:
+                with torch.inference_mode():
+                    x, weight, bias = make_leaves("", rows=18)
+                    multiply(operator, x, weight, group, bias=bias, implementation=find_plan(plan))
+            leaves = make_leaves(rows=18)
+            out = multiply(operator, *leaves[:2], group, bias=leaves[2], implementation=find_plan(plan))
+            out.sum().backward()
+            found.append([out, *(leaf.grad for leaf in leaves)])
+        assert all(map(torch.equal, *found)), operator.__name__
+
+
 def compile_with_a_plan():
     """A plan is a constant to torch.compile, and shapes may change."""
     group, plan = dist.group.WORLD, ops.Plan(blocks=ops.Blocks(32, 32, 32, 2, 4, 2, 3))

@@ -59,6 +59,11 @@ def test_modes_change_no_number(run):
     run(2, "call_in_every_mode")
 
 
+@pytest.mark.parametrize("plan", ["auto", "copies", "packets"])
+def test_a_group_that_has_inferred_may_train(run, plan):
+    run(2, "infer_then_train", plan)
+
+
 def test_a_plan_is_compiled_without_a_graph_break(run):
     run(2, "compile_with_a_plan")
 
