@@ -294,6 +294,19 @@ def refuse_options():
                 operator(x, weight, bias=bias)
 
 
+def refuse_to_tune():
+    for wrong, words in (
+        (("all_gather_matmul", 0, 8, 8), "m, n and k are whole numbers, 1 or more, not 0, 8 and 8"),
+        (("all_gather_matmul", 8, -8, 8), "m, n and k are whole numbers"),
+        (("matmul_all_reduce", 8.0, 8, 8), "m, n and k are whole numbers"),
+        (("matmul_all_gather", 8, 8, 8), "the operators are all_gather_matmul, .*, not 'matmul_all_gather'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.tune(*wrong, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match=r"kernels take torch.bfloat16, .*, not torch.int8"):
+        ops.tune("all_gather_matmul", 8, 8, 8, dtype=torch.int8, device="cpu")
+
+
 def refuse_mlps():
     """What any product of an MLP would refuse is refused before the first, with gradients and without."""
     x, up, _ = make_leaves("")

@@ -72,6 +72,10 @@ def test_options_that_there_are_not_are_refused_by_name(run):
     run(2, "refuse_options")
 
 
+def test_what_cannot_be_tuned_is_refused(run):
+    run(2, "refuse_to_tune")
+
+
 def test_an_mlp_is_refused_before_its_first_product(run):
     run(2, "refuse_mlps")
 
