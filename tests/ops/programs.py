@@ -293,7 +293,7 @@ def ask_wrongly():
             ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
             ((x.double(), weight.double()), 'float64: convert x, weight and bias, or give implementation="library"'),
             ((x, weight.to("meta")), "x is on cpu and weight on meta"),
-            ((torch.zeros(8, 4).t(), weight), r"takes contiguous x and bias: call contiguous\(\)"),
+            ((torch.zeros(8, 4).t(), weight), r"takes a contiguous x, not strides \(1, 4\): call contiguous\(\)"),
             ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
         ):
             with pytest.raises(ValueError, match=words):

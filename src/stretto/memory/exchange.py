@@ -66,7 +66,7 @@ def tell(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: 
     """What every rank says as the number-th of a topic, from 1 on, in rank order. All ranks of the group call it.
 
     It goes through the store, from host to host: nothing is done on a device. `timeout` is in seconds. PeerError names
-    a rank that did not say anything in time.
+    a rank that did not say anything in time; what this rank has said is taken back then, and its number is free.
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)
@@ -77,6 +77,7 @@ def tell(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: 
         try:
             store.wait([key], timedelta(seconds=timeout))
         except RuntimeError as error:
+            store.delete_key(f"{topic} {number} {rank}")  # who comes now is not to go on alone
             raise PeerError(
                 f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
             ) from error

@@ -12,33 +12,38 @@ from stretto.memory import is_debugging, tell
 from stretto.ops.workspace import find_group, find_known
 
 _MOST_KNOWN = 4096
+_BY_TMA = ", by TMA"
 _PATIENCE = 300.0  # seconds: first calls may be minutes apart, while a rank loads or compiles
 
 
 @dataclass
 class _Said:
     count: int = 0
-    known: set[str] = field(default_factory=set)
+    known: dict[str, bool] = field(default_factory=dict)
 
 
-def require_agreement(said: str, group: str, device: torch.device) -> None:
+def require_agreement(said: str, by_tma: bool, group: str, device: torch.device) -> bool:
     """Compare what this rank calls with what the others do; at a kind of call that is new to the group, on all ranks.
 
-    ValueError where another rank calls something else, PeerError where one does not come within five minutes.
+    by_tma: whether TMA takes this rank's operands, whose addresses may differ from other ranks'; returns whether it
+    took all ranks', at the first call of this kind. ValueError where another rank calls something else, PeerError where
+    one does not come within five minutes.
     """
     kept = find_known(group, device, "calls", _Said)
     if said in kept.known and not is_debugging():
-        return
-    kept.count += 1
+        return kept.known[said]
     members = find_group(group)
-    heard = tell(said, members, f"stretto ops {device.type}", kept.count, _PATIENCE)
+    told = said + _BY_TMA if by_tma else said
+    heard = tell(told, members, f"stretto ops {device.type}", kept.count + 1, _PATIENCE)
+    kept.count += 1
     rank = dist.get_rank(members)
     for peer, other in enumerate(heard):
-        if other != said:
+        if other.removesuffix(_BY_TMA) != said:
             raise ValueError(
                 f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
-                f"{said}; rank {peer} calls {other}"
+                f"{told}; rank {peer} calls {other}"
             )
     if len(kept.known) >= _MOST_KNOWN:
         kept.known.clear()
-    kept.known.add(said)
+    kept.known[said] = all(other.endswith(_BY_TMA) for other in heard)
+    return kept.known[said]

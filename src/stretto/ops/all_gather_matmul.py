@@ -7,10 +7,10 @@ from torch import Tensor
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.eager import shorten
+from stretto.ops.eager import outside_autocast, shorten
 from stretto.ops.gather_gemm import launch
 from stretto.ops.gradients import differentiate_gather, save_gather
-from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.plans import LIBRARY, Plan, name_implementation
 from stretto.ops.workspace import count_bytes, find_group, find_workspace
 
 
@@ -32,7 +32,7 @@ def all_gather_matmul(
     (an all-gather, then a GEMM) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
     for a rank that does not come.
     """
-    name, how = find_name(group), implementation.encode() if isinstance(implementation, Plan) else implementation
+    name, how = find_name(group), name_implementation(implementation)
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:
         return _gathered(x, weight, bias, name, how)[0]
     return _plain(x, weight, bias, name, how)
@@ -47,7 +47,7 @@ def all_gather_matmul_gathered(
     implementation: str | Plan = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`; returns [m, n] and the gathered x [m, k] too."""
-    how = implementation.encode() if isinstance(implementation, Plan) else implementation
+    how = name_implementation(implementation)
     return _gathered(x, weight, bias, find_name(group), how)
 
 
@@ -91,23 +91,24 @@ for _operator in (_all_gather_matmul, _all_gather_matmul_gathered):
     _operator.register_autograd(differentiate_gather, setup_context=save_gather)
 
 
+@outside_autocast
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *, returns_gathered: bool
 ) -> tuple[Tensor, Tensor]:
     """(product, gathered x); the latter is x where it was not asked for."""
-    key = identify("all_gather_matmul", x, weight, bias, implementation)
+    key = identify("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
     plan = recall(group, key)
     if plan is None:
         require_operands("all_gather_matmul", x, weight, bias, implementation)
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+    if plan is None:
+        call = describe_call("all_gather_matmul", rows * world, x, weight, group)
+        plan = choose(call, x, weight, group, implementation, key)
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         out, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
         if returns_gathered and n == 0:
             gathered = library.gather_rows(x, group)
         return out if bias is None else out + bias, gathered
-    if plan is None:
-        call = describe_call("all_gather_matmul", rows * world, x, weight, group)
-        plan = choose(call, x, weight, group, implementation, key)
     if plan == LIBRARY:
         return library.all_gather_matmul(x, weight, bias, group)
     if returns_gathered:  # a program cannot tell the host which slot it has gathered into

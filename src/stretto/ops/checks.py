@@ -10,7 +10,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def find_name(group: dist.ProcessGroup | None) -> str:
-    """The group's name (None: all ranks), which operators' schemas have. ValueError for a rank that is outside."""
+    """The group's name (None: all ranks), which operators' schemas have. ValueError for a rank outside of it."""
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
+        raise ValueError(
+            f"group is a torch.distributed.ProcessGroup, or None for all ranks, not {group!r}: of a mesh's axis, give "
+            "mesh.get_group(axis)"
+        )
     find_own_rank(group)
     world = dist.group.WORLD if group is None else group
     assert world is not None
@@ -35,6 +40,20 @@ def require_operands(
         names = ", ".join(str(dtype) for dtype in DTYPES)
         rest = ', or give implementation="library"' if x.dtype == torch.float64 else ""
         raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias{rest}")
+    if not x.is_contiguous():
+        raise ValueError(f"{operator} takes a contiguous x, not strides {x.stride()}: call contiguous() on it")
+    require_weight(operator, x, weight, bias)
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"{operator}: x is on {x.device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
+            "torch.cuda.set_device first"
+        )
+
+
+def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """ValueError unless weight [n, k] and bias [n] are of x's dtype and on its device, and lie as kernels take them."""
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{operator}: a bias for weight {_say(weight)} is [{weight.shape[0]}], not {_say(bias)}")
     for name, other in (("weight", weight), ("bias", bias)):
@@ -44,19 +63,12 @@ def require_operands(
             raise ValueError(f"{operator}: x is {x.dtype} and {name} {other.dtype}: convert one of them")
         if other.device != x.device:
             raise ValueError(f"{operator}: x is on {x.device} and {name} on {other.device}: move one of them")
-    if not x.is_contiguous() or (bias is not None and not bias.is_contiguous()):
-        raise ValueError(f"{operator} takes contiguous x and bias: call contiguous() on them (x has {x.stride()})")
+    if bias is not None and not bias.is_contiguous():
+        raise ValueError(f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it")
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         raise ValueError(
             f"{operator} takes a contiguous weight, or the transpose of one, not strides {weight.stride()}: call "
             "contiguous() on it"
-        )
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
-    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"{operator}: x is on {x.device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
-            "torch.cuda.set_device first"
         )
 
 

@@ -83,8 +83,10 @@ def choose(
     Collective at the group's first call, and at the first of its kind.
     """
     known = _find(group, x.device)
-    require_agreement(f"{call.name} {key[-1] if key else (implementation,)}", group, x.device)  # identify's options
+    of_bias, options = (key[3], key[-1]) if key else (None, (implementation,))  # as `identify` has them
+    said = f"{call.name}{'' if of_bias is None else ' with a bias'} {options}"
     machine = find_machine(x, weight)
+    machine = machine._replace(by_tma=require_agreement(said, machine.by_tma, group, x.device))
     asked = call, machine, implementation
     if asked not in known.choices:
         if len(known.choices) == _MOST_CHOICES:
@@ -123,8 +125,10 @@ def forget_choices() -> None:
 
 
 def _choose(known: _Group, call: Call, machine: Machine, implementation: str) -> tuple[Plan, str]:
-    if implementation not in IMPLEMENTATIONS:
-        plan = decode(implementation)
+    plan = None if implementation in IMPLEMENTATIONS else decode(implementation)
+    if 0 in (call.m, call.n, call.k):
+        return LIBRARY, "there is nothing to multiply"
+    if plan is not None:
         if plan.implementation == "kernel":
             _require_kernel(known, call)
         return plan if plan.blocks or plan == LIBRARY else plan._replace(blocks=default_blocks(call, machine)), (
@@ -183,6 +187,8 @@ def _find(name: str, device: torch.device) -> _Group:
     known = _groups.get(name)
     if known is None or known.group() is not group:
         require_no_capture(device)
+        for gone in [other for other, old in _groups.items() if old.group() is None]:
+            del _groups[gone]
         known = _groups[name] = _agree(group, device)
         if known.obstacle:
             logger.warning("group %s: operators run by the library, unfused: %s", name, known.obstacle)

@@ -1,7 +1,8 @@
 """Calls that torch only runs, which need not go through torch.library: its way takes the host 10 to 30 microseconds."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,22 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _TENSORS = 3  # x, weight and bias, which come first
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, in which no autocast casts: an operator's dtype is its operands', whatever runs it."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
@@ -31,6 +48,17 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def require_no_tangents(*tensors: Tensor | None) -> None:
+    """NotImplementedError for forward-mode derivatives, of which torch.library would make zeros without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "stretto's operators have no forward-mode derivatives (jvp): differentiate them backward"
+            )
 
 
 def shorten(
@@ -57,6 +85,7 @@ def shorten(
     def call(*inputs: Any) -> Any:
         tensors = inputs[:_TENSORS]
         if is_traced(*tensors):
+            require_no_tangents(*tensors)
             return operator(*inputs)
         if is_differentiated(*tensors):
             return function.apply(*inputs)

@@ -2,6 +2,7 @@
 
 C = gather(x) @ W.T: dx is the reduce-scatter of dC @ W, and dW is dC.T @ gather(x).
 C = reduce_scatter(x @ W.T): dx is gather(dC) @ W, and dW is gather(dC).T @ x.
+Only what these take is saved: beside a frozen weight no activations are.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.ops.eager import outside_autocast
 from stretto.ops.library import all_reduce, gather_rows, scatter_sum
 from stretto.ops.plans import decode
 
@@ -20,9 +22,10 @@ def save_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.group, ctx.has_bias, ctx.is_gathered = group, bias is not None, isinstance(output, tuple)
     ctx.implementation = _pin(implementation)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1] if ctx.is_gathered else x, weight)
+    _save(ctx, output[1] if ctx.is_gathered else x, weight)
 
 
+@outside_autocast
 def differentiate_gather(
     ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
@@ -47,9 +50,10 @@ def differentiate_gather(
 def save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, group, _, implementation = inputs
     ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, _pin(implementation)
-    ctx.save_for_backward(x, weight)
+    _save(ctx, x, weight)
 
 
+@outside_autocast
 def differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -68,9 +72,10 @@ def differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def save_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, group, _ = inputs
     ctx.group, ctx.has_bias = group, bias is not None
-    ctx.save_for_backward(x, weight)
+    _save(ctx, x, weight)
 
 
+@outside_autocast
 def differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Each rank's sums are in all ranks' outputs, and so are its gradients in all of theirs."""
     x, weight = ctx.saved_tensors
@@ -79,6 +84,12 @@ def differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     total = all_reduce(grad, ctx.group) if needs_x or needs_weight else grad
     grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
     return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None
+
+
+def _save(ctx: Any, rows: Tensor, weight: Tensor) -> None:
+    """The weight for x's gradient, and the rows for the weight's."""
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows if needs_weight else None, weight if needs_x else None)
 
 
 def _pin(implementation: str) -> str:

@@ -7,10 +7,10 @@ from torch import Tensor
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.eager import shorten
+from stretto.ops.eager import outside_autocast, shorten
 from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
-from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.plans import LIBRARY, Plan, name_implementation
 from stretto.ops.workspace import find_group, find_workspace
 
 
@@ -31,21 +31,22 @@ def matmul_all_reduce(
     (a GEMM, then an all-reduce) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
     for a rank that does not come.
     """
-    how = implementation.encode() if isinstance(implementation, Plan) else implementation
+    how = name_implementation(implementation)
     return _call(x, weight, bias, find_name(group), how)
 
 
+@outside_autocast
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
     key = identify("matmul_all_reduce", x, weight, bias, implementation)
     plan = recall(group, key)
     if plan is None:
         require_operands("matmul_all_reduce", x, weight, bias, implementation)
     (m, k), n, world = x.shape, weight.shape[0], find_group(group).size()
-    if m == 0 or n == 0 or k == 0:  # nothing to wait for
-        return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
     if plan is None:
         call = describe_call("matmul_all_reduce", m, x, weight, group)
         plan = choose(call, x, weight, group, implementation, key)
+    if m == 0 or n == 0 or k == 0:  # nothing to wait for
+        return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
     if plan == LIBRARY:
         return library.matmul_all_reduce(x, weight, bias, group)
     assert plan.blocks is not None

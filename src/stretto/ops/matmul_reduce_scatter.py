@@ -7,11 +7,11 @@ from torch import Tensor
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.eager import shorten
+from stretto.ops.eager import outside_autocast, shorten
 from stretto.ops.gemm import divide_up
 from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_scatter, save_scatter
-from stretto.ops.plans import LIBRARY, Plan
+from stretto.ops.plans import LIBRARY, Plan, name_implementation
 from stretto.ops.workspace import find_group
 
 
@@ -34,10 +34,11 @@ def matmul_reduce_scatter(
     ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
     for a rank that does not come.
     """
-    how = implementation.encode() if isinstance(implementation, Plan) else implementation
+    how = name_implementation(implementation)
     return _call(x, weight, bias, find_name(group), reduce_dtype, how)
 
 
+@outside_autocast
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
@@ -46,11 +47,11 @@ def _run(
     if plan is None:
         _require(x, weight, bias, group, reduce_dtype, implementation)
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
-    if rows == 0 or n == 0 or k == 0:  # nothing to wait for
-        return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
     if plan is None:
         call = describe_call("matmul_reduce_scatter", x.shape[0], x, weight, group)
         plan = choose(call, x, weight, group, implementation, key)
+    if rows == 0 or n == 0 or k == 0:  # nothing to wait for
+        return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
     if plan == LIBRARY:
         return library.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype)
     out, dtype = x.new_empty(rows, n), reduce_dtype or x.dtype

@@ -8,14 +8,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
+from stretto.ops.checks import require_weight
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+def _square_relu(x: Tensor) -> Tensor:
+    rectified = functional.relu(x)
+    return rectified * rectified  # square() is a power, which autocast takes in fp32 on GPUs
+
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu-tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,
     "relu": functional.relu,
-    "relu-squared": lambda x: functional.relu(x).square(),
+    "relu-squared": _square_relu,
 }
 
 
@@ -42,18 +49,15 @@ def mlp(
     of `all_gather_matmul` and `matmul_reduce_scatter`. ValueError for an activation that there is not, and for a gate
     of another shape.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"an mlp's activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
-    if gate is not None and gate.shape != up.shape:
-        raise ValueError(f"an mlp's gate is of up's shape, {list(up.shape)}, not {list(gate.shape)}")
-    if gate is None and gate_bias is not None:
-        raise ValueError("an mlp has a gate_bias only with a gate")
+    _require(x, up, down, gate, activation, {"up": up_bias, "gate": gate_bias, "down": down_bias})
     act = ACTIVATIONS[activation]
     if gate is None:
         hidden = act(
             all_gather_matmul(x, up, group, bias=up_bias, saves_gathered=saves_gathered, implementation=implementation)
         )
-    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, up, gate)):
+    elif torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (x, up, gate, up_bias, gate_bias)
+    ):
         # One product of both weights, so that x's gradient is one reduce-scatter.
         bias = _join_biases(gate_bias, up_bias, gate)
         both = all_gather_matmul(
@@ -68,8 +72,28 @@ def mlp(
         hidden = act(left) * right
     else:  # the gather hides in the first product, and no weight is copied
         left, gathered = all_gather_matmul_gathered(x, gate, group, bias=gate_bias, implementation=implementation)
-        hidden = act(left).mul_(functional.linear(gathered, up, up_bias))
+        with torch.autocast(x.device.type, enabled=False):  # as in the first product
+            hidden = act(left).mul_(functional.linear(gathered, up, up_bias))
     return matmul_reduce_scatter(hidden, down, group, bias=down_bias, implementation=implementation)
+
+
+def _require(
+    x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str, biases: Mapping[str, Tensor | None]
+) -> None:
+    """ValueError for what the last product would refuse only after the first one; x is for that one to check."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"an mlp's activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    if gate is not None and gate.shape != up.shape:
+        raise ValueError(f"an mlp's gate is of up's shape, {list(up.shape)}, not {list(gate.shape)}")
+    if gate is None and biases["gate"] is not None:
+        raise ValueError("an mlp has a gate_bias only with a gate")
+    if up.dim() != 2 or down.dim() != 2 or down.shape[1] != up.shape[0]:
+        raise ValueError(
+            f"an mlp's up is [hidden, k] and its down [n, hidden], not {list(up.shape)} and {list(down.shape)}"
+        )
+    for name, weight in (("up", up), ("gate", gate), ("down", down)):
+        if weight is not None:
+            require_weight(f"mlp's {name}", x, weight, biases[name])
 
 
 def _join_biases(gate_bias: Tensor | None, up_bias: Tensor | None, gate: Tensor) -> Tensor | None:

@@ -80,11 +80,25 @@ class Plan(NamedTuple):
 LIBRARY = Plan(implementation="library")
 
 
+def name_implementation(implementation: str | Plan) -> str:
+    """What an operator's schema takes of its caller's choice. ValueError for what is none."""
+    if isinstance(implementation, Plan):
+        return _encode_constant(implementation)
+    if isinstance(implementation, str) and (implementation in IMPLEMENTATIONS or implementation.startswith("{")):
+        return implementation  # the latter is a plan's text, which `decode` reads
+    raise ValueError(f'implementation is "auto", "kernel", "library" or a Plan, not {implementation!r}')
+
+
 @lru_cache(maxsize=4096)
 def _encode(plan: Plan) -> str:
     if plan == LIBRARY:
         return "library"
     return json.dumps(dict(plan._asdict(), blocks=None if plan.blocks is None else list(plan.blocks)))
+
+
+@torch.compiler.assume_constant_result  # torch.compile does not look into json
+def _encode_constant(plan: Plan) -> str:
+    return _encode(plan)
 
 
 @lru_cache(maxsize=4096)

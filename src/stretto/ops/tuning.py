@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
-from stretto.ops.checks import find_name
+from stretto.ops.checks import DTYPES, find_name
 from stretto.ops.choosing import describe_call, find_machine, forget_choices, machine_name, time_key
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -46,10 +46,14 @@ def tune(
     All ranks of the group call it. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: as the transpose
     of a contiguous [k, n]). First tiles are varied, then, with the best of them, how rows travel. From then on
     calls with implementation="auto" take what was the fastest at the nearest m. ValueError for an operator that there
-    is not, or rows that the ranks do not divide.
+    is not, sizes and dtypes that it does not take, and rows that the ranks do not divide.
     """
     if operator not in OPERATORS:
         raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
+    if not all(isinstance(size, int) and size > 0 for size in (m, n, k)):
+        raise ValueError(f"m, n and k are whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"kernels take {', '.join(map(str, DTYPES))}, not {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -84,14 +84,15 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     if key not in cache.workspaces:
         require_no_capture(device)
         group = find_group(name)
-        channel = BlockChannel.allocate(
-            group,
-            channels=1 if purpose == "packets" else CHANNELS * group.size(),
-            peer_tiles=PEER_TILES if purpose == "slots" else 0,
-            data_bytes=slots * key[1],
-            backend="cuda" if device.type == "cuda" else "host",
-        )
-        arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # what inference has made no training may write to
+            channel = BlockChannel.allocate(
+                group,
+                channels=1 if purpose == "packets" else CHANNELS * group.size(),
+                peer_tiles=PEER_TILES if purpose == "slots" else 0,
+                data_bytes=slots * key[1],
+                backend="cuda" if device.type == "cuda" else "host",
+            )
+            arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
         cache.workspaces[key] = Workspace(channel, key[1], slots, arrivals, itertools.cycle(range(slots)))
     _follow_calls(cache, device)
     return cache.workspaces[key]
@@ -112,7 +113,8 @@ def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any
     kept = _find_cache(name).kept
     if (device, key) not in kept:
         require_no_capture(device)
-        kept[device, key] = make()
+        with torch.inference_mode(False):
+            kept[device, key] = make()
     return kept[device, key]
 
 
