@@ -121,7 +121,8 @@ def _find_slots(lanes: Lanes) -> int:
 class Courses:
     """One rank's, for a schedule: its levels' kernels, and of a call all that its tensors' sizes decide.
 
-    every: all ranks' levels, of `lower_to_copies`; straight: the messages that go into the peers' tensors, and where (see `find_straight`), instead of a mailbox.
+    every: all ranks' levels, of `lower_to_copies`; straight: the messages that go into the peers' tensors, and where
+    (see `find_straight`), instead of a mailbox.
     """
 
     def __init__(
