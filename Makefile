@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-exhaustive test-oldest-triton gpu-test gpu-test-exhaustive gpu-sanitize lint format docs-figures clean help
+.PHONY: demo test test-exhaustive test-oldest-triton gpu-test gpu-test-exhaustive gpu-sanitize lint format
+.PHONY: docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:

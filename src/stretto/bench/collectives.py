@@ -251,7 +251,7 @@ def _tune(
 
 
 def _is_hopeless(way: Way, size: int) -> bool:
-    """Whether a way is never the fastest at that size; by copies, without a graph, which are not timed here."""
-    return (
-        size > 8 << 20 if way.algorithm == "one-shot-all-reduce" else way.protocol == "Copy" and size < BY_COPIES_FROM
-    )
+    """Whether a way is not worth timing at that size; in graphs, which are timed, copies cost the host nothing."""
+    if way.protocol == "Copy":
+        return size < BY_COPIES_FROM
+    return way.algorithm == "one-shot-all-reduce" and size > 8 << 20

@@ -195,7 +195,9 @@ def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
         f"{name}, weights kept, bf16 reduction": TorchSetup(reduce_dtype=torch.bfloat16),
     }
     if tp > 1:  # a weight is small there, and freeing it can only cost time
-        return kept | {f"{name}, weights kept, async": TorchSetup(reduce_dtype=torch.bfloat16, is_async=True)}
+        return kept | {
+            f"{name}, weights kept, bf16 reduction, async": TorchSetup(reduce_dtype=torch.bfloat16, is_async=True)
+        }
     return kept | {
         name: TorchSetup(frees_weights=True),
         f"{name}, bf16 reduction": TorchSetup(frees_weights=True, reduce_dtype=torch.bfloat16),

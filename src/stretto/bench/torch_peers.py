@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -63,6 +62,8 @@ def build_torch(workload: Workload, model: GPT, mesh: DeviceMesh, device: torch.
     if workload.checkpointing:
         checkpoint_activations(model)
     if setup.is_async:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
         enable_symm_mem_for_group(tp.get_group().group_name)
     if setup.is_compiled:
         compile_blocks(model, {"_micro_pipeline_tp": True} if setup.is_async else None)

@@ -1,6 +1,7 @@
 """What each rank tells all others, within a time limit."""
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -77,7 +78,8 @@ def tell(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: 
         try:
             store.wait([key], timedelta(seconds=timeout))
         except RuntimeError as error:
-            store.delete_key(f"{topic} {number} {rank}")  # who comes now is not to go on alone
+            with suppress(RuntimeError):  # of a store that is gone
+                store.delete_key(f"{topic} {number} {rank}")  # who comes now is not to go on alone
             raise PeerError(
                 f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
             ) from error

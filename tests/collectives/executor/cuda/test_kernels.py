@@ -1,6 +1,7 @@
 """The kernels' own source on a CPU: lane programs and the interpreter, every protocol, any size and place."""
 
 import random
+import re
 import time
 from functools import partial
 
@@ -12,7 +13,7 @@ from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, 
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import Variant
+from stretto.collectives.executor.cuda.source import Variant, write_source
 from stretto.memory import PeerError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
@@ -292,3 +293,23 @@ def test_an_interpreter_whose_fifos_do_not_fit_says_so(folder):
     )
     with pytest.raises(ValueError, match=r"bytes of FIFOs with tiles of .* bytes, of 4096 that there are for Simple"):
         kernel(torch.zeros(100_000, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_for(unroll, folder):
+    variant, options = Variant("bfloat16", "sum", "LL128", unroll), {"ranks": 2}
+    workspaces = make_workspaces(2, folder)
+    for workspace in workspaces:
+        workspace.multiprocessors = 132
+    kernel = make(LaneKernel, "two-shot-all-reduce", options, workspaces, variant, False)[0]
+    kernel._capacity = 64 << 20  # as on GPUs
+    text = write_source(kernel.lanes, 0, kernel.block_chunks, variant)
+    most = int(re.search(r"__launch_bounds__\((\d+)\)", text)[1])
+    assert most == (1024 if unroll == 1 else 512)
+    for size in (2, 1 << 10, 1 << 20, 2 << 20, 3_000_000, 8 << 20, 64 << 20):
+        plan = kernel._plan((size // 2, size // 2))
+        assert plan.threads % 128 == 0
+        assert plan.threads <= most
+        for _, slots, blocks in plan.pieces:
+            assert blocks <= 132
+            assert -(-slots // (blocks * plan.threads * unroll)) == -(-slots // (132 * most * unroll))

@@ -3,11 +3,11 @@
 A copy engine sends to one peer at a link's full speed, faster than stores of all multiprocessors together, and leaves
 these to others. What can go so, `pushes` says.
 
-A call goes in pieces of its chunks. For each piece and level (see `lanes`) one kernel waits for the messages before it,
-sums and stores, and copies push what the level sends, one after another. Kernels are on the caller's stream, pushes on
-one of their own; on a third the piece's tick is put into the receiver's flag after each push, by a kernel, since a copy
+Copies push messages one after another, and kernels wait for them, sum and store. Kernels are on the caller's stream,
+pushes on one of their own; on a third a tick is put into the receiver's flag after each push, by a kernel, since a copy
 would come after all pushes that wait for the same engine; and on a fourth is who waits until the peers are done with
-the slot that a piece will use. Pieces overlap: while one is summed, the next is pushed.
+the slot that will be used again. In which order, `courses` says of schedules that add up or forward: in pieces of their
+chunks, of which one is summed while the next is pushed. `plain_courses` says it of all others: message by message.
 
 Where the tensor that is written to is a symmetric one (`stretto.memory.empty`), on all ranks, what a rank only stores
 is pushed straight to its place there, and lies in no mailbox.

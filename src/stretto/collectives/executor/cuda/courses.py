@@ -64,10 +64,11 @@ class Launch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A level of a piece: what is launched and copied for it, in this order; the others are names of events.
+    """A part of a call: what is launched and copied in it, in this order; the others are names of events.
 
-    begun: after `begins`; overwrites: after what the kernel writes over has been sent; done: after the kernel, where
-    pushes need it; pushed: after the pushes, where a later kernel writes over what they send; is_last: of the call.
+    begun: after `begins`, for pushes, and at a call's start for its kernels; overwrites: after what the kernel writes
+    over has been sent; done: after the kernel, where pushes need it; pushed: after the pushes, where a later kernel
+    writes over what they send; is_last: of the call.
     """
 
     begins: Launch | None
@@ -119,7 +120,7 @@ def _find_slots(lanes: Lanes) -> int:
 
 
 class Courses:
-    """One rank's, for a schedule: its levels' kernels, and of a call all that its tensors' sizes decide.
+    """One rank's, for a schedule, piece by piece: its kernels, and of a call all that its tensors' sizes decide.
 
     every: all ranks' levels, of `lower_to_copies`; straight: the messages that go into the peers' tensors, and where
     (see `find_straight`), instead of a mailbox.
@@ -145,7 +146,7 @@ class Courses:
         self._fixed = fixed
         self._slots = self._count_slots()
         room = (self._area.size - HEAD) // max(self._slots * self._mailboxes, 1) // 256 * 256
-        self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room
+        self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room  # a round takes all there is
         # What nobody adds up or puts elsewhere needs no pieces.
         self._is_whole = len(straight) == sum(program.mailboxes for program in lanes.ranks)
         self.kernels: list[Launchable | None] = []

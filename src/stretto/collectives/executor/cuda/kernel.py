@@ -16,7 +16,7 @@ from stretto.collectives.schedule import Schedule
 DATA_BYTES = {"LL": 8, "LL128": 15, "Simple": 16}
 """Of 16 bytes of a mailbox, those that are data."""
 THREADS_STEP = 128
-"""A block's, as long as every lane has a thread of its own: more blocks share the waiting better than larger ones."""
+"""Blocks have a multiple of so many threads."""
 MAX_PLANS = 4096
 _ALIGNMENT = 16
 
@@ -130,7 +130,10 @@ class LaneKernel:
         return plan
 
     def _choose_threads(self, slots: int) -> int:
-        """As many as give every multiprocessor the same: a last round of a few blocks takes as long as a whole one."""
+        """As few as let each multiprocessor's one block have an equal share, in as few rounds as there can be.
+
+        A last round of a few blocks takes as long as a whole one, and more blocks share the waiting better than larger.
+        """
         lanes = -(-slots // self.variant.unroll)
         rounds = max(-(-lanes // (self.max_blocks * self._most_threads)), 1)
         return -(-max(lanes, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
