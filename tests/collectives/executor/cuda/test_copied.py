@@ -121,10 +121,32 @@ def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(
         workspace.check()
 
 
+@pytest.mark.sampled(1)
+@needs_compiler
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_summed_goes_in_parts_of_all_messages_and_in_rounds(in_place, folder, small_pieces):
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    workspaces = make_workspaces(3, folder, limit=10.0)
+    add_copy_areas(workspaces, courses.HEAD + (2 << 12))  # two messages of 4096 bytes
+    variant = Variant("int32", "avg", "Copy")
+    kernels = make(CopiedSchedule, "direct-reduce-scatter", {"ranks": 3}, workspaces, variant, in_place)
+    check(kernels, torch.int32, "avg", in_place, 1024, 0, rng)
+    sizes = [push.num_bytes for push in pushes_of(kernels[1])]
+    assert sizes[::2] == sizes[1::2] == sorted(sizes[::2], reverse=True)
+    assert (sum(sizes), len(sizes) < 16, sizes[-1] <= 128) == (2 * 4096, True, True)
+    workspaces[rng.randrange(3)].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.003
+    for elements in (1024, rng.randint(1025, 5000), 40):
+        check(kernels, torch.int32, "avg", in_place, elements, rng.choice([0, 1]), rng)
+        assert count_pieces(kernels[0]) == -(-elements // 1024)
+    for workspace in workspaces:
+        workspace.check()
+
+
 @pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("queue", ["watch", "tell", "push", "caller"])
-@pytest.mark.parametrize("name", ["direct-all-gather", "direct-all-to-all", "two-shot-all-reduce"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_rank_with_a_late_queue_spoils_nothing(in_place, name, queue, folder, small_pieces):
     rng = random.Random(SEED)

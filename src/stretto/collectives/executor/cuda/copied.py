@@ -6,8 +6,8 @@ these to others. What can go so, `pushes` says.
 Copies push messages one after another, and kernels wait for them, sum and store. Kernels are on the caller's stream,
 pushes on one of their own; on a third a tick is put into the receiver's flag after each push, by a kernel, since a copy
 would come after all pushes that wait for the same engine; and on a fourth is who waits until the peers are done with
-the slot that will be used again. In which order, `courses` says of schedules that add up or forward: in pieces of their
-chunks, of which one is summed while the next is pushed. `plain_courses` says it of all others: message by message.
+the slot that will be used again. In which order, `courses` says of schedules that forward: in pieces of their chunks,
+of which one is summed while the next is pushed. `rounds` says it of all others: in as few pushes as can be.
 
 Where the tensor that is written to is a symmetric one (`stretto.memory.empty`), on all ranks, what a rank only stores
 is pushed straight to its place there, and lies in no mailbox.
@@ -28,9 +28,9 @@ from stretto.collectives.executor.cuda.kernel import (
     require_runnable,
 )
 from stretto.collectives.executor.cuda.lanes import Lanes, Place, lower_to_lanes
-from stretto.collectives.executor.cuda.plain_courses import PlainCourses, is_plain
 from stretto.collectives.executor.cuda.pushes import find_straight, lower_to_copies
 from stretto.collectives.executor.cuda.queues import Queues
+from stretto.collectives.executor.cuda.rounds import RoundCourses, goes_in_rounds
 from stretto.collectives.executor.cuda.source import Variant, read_sources, write_macros
 from stretto.collectives.executor.cuda.workspace import Symmetric, Workspace
 from stretto.collectives.executor.plan import find_layout
@@ -102,7 +102,7 @@ class CopiedSchedule:
 
     def _make_courses(self, straight: Mapping[tuple[int, int], Place]) -> Courses:
         every = [lower_to_copies(program, self.name, straight) for program in self.lanes.ranks]
-        return (PlainCourses if is_plain(self.lanes, every) else Courses)(
+        return (RoundCourses if goes_in_rounds(every) else Courses)(
             self.lanes,
             every,
             self.workspace,

@@ -13,6 +13,7 @@ from stretto.collectives.executor.cuda.workspace import Symmetric, Workspace
 PARTS = 16  # of a message, at most: with pieces as `cut` makes them, enough for any memory
 SLOTS = 3  # pieces that a peer may be ahead by
 LARGEST_PIECE = 64 << 20  # bytes of a chunk, where the memory suffices: the larger, the nearer to a link's speed
+SHARE = 3 / 4  # of what is left, that a piece takes
 SMALLEST_PIECE = 4 << 20  # about as small as the last one is: what comes after its messages is hidden by nothing
 ENTERS = 8 << 10
 FLAGS = 16 << 10
@@ -90,12 +91,12 @@ class Sentinels(NamedTuple):
     finish: Launchable
 
 
-def cut(size: int, largest: int) -> tuple[tuple[int, int], ...]:
+def cut(size: int, largest: int, share: float = SHARE) -> tuple[tuple[int, int], ...]:
     """(begin, bytes) of a chunk's pieces, multiples of 16 but for the last: large ones, and a small one at the end."""
     pieces, begin = [], 0
     while begin < size:
         left = size - begin
-        piece = min(left if left <= 2 * SMALLEST_PIECE else left * 3 // 4, largest)
+        piece = min(left if left <= 2 * SMALLEST_PIECE else int(left * share), largest)
         piece = left if piece == left else -(-piece // 16) * 16
         pieces.append((begin, piece))
         begin += piece

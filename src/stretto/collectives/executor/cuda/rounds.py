@@ -1,51 +1,63 @@
-"""Courses of collectives that add nothing up: what is sent is what was given, and what comes is only stored."""
+"""Courses of collectives that forward nothing: what is sent is what was given, and what comes is summed or stored."""
 
 from typing import NamedTuple
 
-from stretto.collectives.executor.cuda.courses import PARTS, Courses, Layout, Part, Step, cut, in_turn
+from stretto.collectives.executor.cuda.courses import PARTS, SHARE, Courses, Layout, Part, Step, cut, in_turn
 from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.lanes import Lanes, Level
+from stretto.collectives.executor.cuda.lanes import Level
 from stretto.collectives.executor.cuda.pushes import CopiedLevel, PushedChunk, find_overwriting
 from stretto.collectives.executor.cuda.workspace import Symmetric
 
+KERNEL_TO_LINK = 6.5
+"""How many times faster a kernel sums bytes that have come, reads and writes together, than a link brings them."""
+
 
 class _Storing(NamedTuple):
-    """A kernel that stores one message, or what needs none; in_parts: whether that message comes in parts."""
+    """A kernel that stores one message, or sums some, or stores what needs none; in_parts: whether these come so."""
 
     kernel: Launchable
     level: Level
     in_parts: bool
 
 
-def is_plain(lanes: Lanes, every: list[tuple[CopiedLevel, ...]]) -> bool:
-    """Whether no rank adds anything up, forwards anything, or stores over what it sends."""
+def goes_in_rounds(every: list[tuple[CopiedLevel, ...]]) -> bool:
+    """Whether no rank forwards anything, or stores over what it sends: then all pushes can be queued at once."""
     return not any(
-        any(level.reduces for level in program.levels)
-        or any(push.needs_kernel for level in levels for push in level.pushes)
-        or find_overwriting(levels)
-        for program, levels in zip(lanes.ranks, every, strict=True)
+        any(push.needs_kernel for level in levels for push in level.pushes) or find_overwriting(levels)
+        for levels in every
     )
 
 
-class PlainCourses(Courses):
-    """All messages of a rank are pushed whole, one peer after another, and each is stored while the next is on its way.
+class RoundCourses(Courses):
+    """All that a rank sends is queued at a call's start, in as few pushes as let what comes be hidden.
 
-    What comes last has nothing to hide its storing: the last message goes in parts, the last of which is small. Of the
-    others a piece would cost what every copy costs beside its bytes. A call that the mailboxes have no room for goes in
-    rounds.
+    What is only stored is pushed whole, one peer after another, and stored while the next is on its way: of a message
+    a piece would cost what every copy costs beside its bytes. What comes last has nothing to hide its storing, so it
+    goes in parts, the last of which is small. So does what is summed: a part of all these messages after another.
+    A call that the mailboxes have no room for goes in rounds.
     """
 
     def _count_slots(self) -> int:
         return 1
 
     def _load_kernels(self) -> None:
-        """One for each message, in the order in which they come."""
+        """One for each message, in the order in which they come, and one for what a level sums."""
         rank, world = self._workspace.rank, self._workspace.world_size
+        self._summed = {
+            (receiver, receive.message)
+            for receiver, levels in enumerate(self._every)
+            for level in levels
+            if level.kernel is not None and level.kernel.reduces
+            for receive in level.kernel.receives
+        }
         parted = {(push.peer, push.message) for sender in range(world) for push in self._find_parted(sender)}
         self._storing: list[_Storing] = []
         for number, copied in enumerate(self._levels):
             level = copied.kernel
             if level is None:
+                continue
+            if level.reduces:
+                self._storing.append(_Storing(self._load(number, level, ()), level, True))
                 continue
             came = {receive.value for receive in level.receives}
             stores = tuple(store for store in level.stores if store.value not in came)
@@ -64,9 +76,13 @@ class PlainCourses(Courses):
         self.kernels = [storing.kernel for storing in self._storing]
 
     def _find_parted(self, sender: int) -> list[PushedChunk]:
-        """The message that a rank pushes last, if its receiver has to store it."""
+        """What a rank pushes that its receiver sums, or stores after all else."""
         pushes = in_turn((push for level in self._every[sender] for push in level.pushes), sender, len(self._every))
-        return [push for push in pushes[-1:] if push.straight is None]
+        return [
+            push
+            for push in pushes
+            if push.straight is None and (push is pushes[-1] or (push.peer, push.message) in self._summed)
+        ]
 
     def chart(self, layout: Layout, symmetric: Symmetric | None) -> tuple[Step, ...]:
         """See `Courses`: round by round."""
@@ -82,23 +98,23 @@ class PlainCourses(Courses):
         )
 
     def _round(self, whole: Part, number: int, last: int, layout: Layout, symmetric: Symmetric | None) -> list[Step]:
-        pieces = cut(whole.size, whole.size)
+        rank, world = self._workspace.rank, self._workspace.world_size
+        # A part's sum, of what all send and into one, is over when the next part has come.
+        share = 1 - (world + 1) / ((world - 1) * KERNEL_TO_LINK) if self._summed else SHARE
+        pieces = cut(whole.size, whole.size, share)
         assert len(pieces) <= PARTS
         parts = [Part(whole.begin + begin, size, begin, flag) for flag, (begin, size) in enumerate(pieces)]
-        rank, world = self._workspace.rank, self._workspace.world_size
         parted = self._find_parted(rank)
         pushes = in_turn((push for level in self._levels for push in level.pushes), rank, world)
+        queued = [(push, whole) for push in pushes if push not in parted]
+        queued += [(push, part) for part in parts for push in parted]
         first = Step(
             begins=self._begin(number, symmetric),
             begun="begun",
             overwrites=None,
             kernel=None,
             done=None,
-            pushes=tuple(
-                self._push(push, part, number, layout, symmetric)
-                for push in pushes
-                for part in (parts if push in parted else [whole])
-            ),
+            pushes=tuple(self._push(push, part, number, layout, symmetric) for push, part in queued),
             pushed=None,
             finishes=None,
             is_last=False,
