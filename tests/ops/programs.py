@@ -46,6 +46,10 @@ PLANS = {
     "packets": ops.Plan(blocks=BLOCKS, exchange="packets"),
     "one shot": ops.Plan(blocks=BLOCKS, exchange="packets", shots=1),
     "two shots": ops.Plan(blocks=BLOCKS, exchange="packets", shots=2),
+    "odd tiles": ops.Plan(blocks=BLOCKS._replace(n=48, k=16), exchange="packets"),
+    "odd tiles, two shots": ops.Plan(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
+    "odd tiles, pushes": ops.Plan(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
+    "odd tiles, copies": ops.Plan(blocks=BLOCKS._replace(n=48), piece_bytes=512),
     "shared steps": ops.Plan(blocks=BLOCKS._replace(k=16, programs=5), exchange="packets"),
 }
 """Small pieces and tiles, so that there are several, of each way to do a call."""

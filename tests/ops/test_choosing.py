@@ -5,6 +5,7 @@ import torch
 from tests.ops import uninterpreted
 
 from stretto.ops import Plan
+from stretto.ops.few_rows import share_steps
 from stretto.ops.plans import (
     LIBRARY,
     Call,
@@ -65,12 +66,24 @@ def test_tiles_go_together_whose_rows_come_together(operator, m, group_rows):
 
 
 @pytest.mark.parametrize(
+    ("n", "columns", "programs"),
+    [(4096, 32, 128), (8192, 64, 128), (12288, 96, 128), (28672, 224, 128), (1024, 32, 128)],
+)
+def test_tiles_of_few_rows_are_as_wide_as_a_programs_share(n, columns, programs):
+    for operator in OPERATORS:
+        blocks = default_plan(call_of(operator, 64, n=n), HOPPER)[0].blocks
+        assert blocks.n == columns
+        assert share_steps(64, n, 12288, blocks)[1] == programs
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("fast", "'fast' is no plan"),
         ('{"blocks": null, "speed": 1}', "is no plan"),
         ('{"blocks": null, "transfer": "radio"}', "a plan's transfer is one of copies, programs, not 'radio'"),
-        ('{"blocks": [128, 100, 64, 8, 8, 4, 132]}', "n of blocks is a power of two"),
+        ('{"blocks": [128, 100, 64, 8, 8, 4, 132]}', "n of blocks is a multiple of 16, not 100"),
+        ('{"blocks": [96, 128, 64, 8, 8, 4, 132]}', "m of blocks is a power of two"),
         ('{"blocks": null, "movers": 0}', "a plan's movers is a whole number, 1 or more, not 0"),
     ],
 )

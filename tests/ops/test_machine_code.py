@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stretto.ops.copied_tiles import add_tiles, map_owners, multiply_tiles
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
-from stretto.ops.gemm import Blocks, count_store_parts, describe_gemm, describe_rows
+from stretto.ops.gemm import Blocks, count_parts, count_store_parts, describe_gemm, describe_rows, is_even
 from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_lanes
 from stretto.ops.pieces import cut_pieces
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
@@ -38,6 +38,7 @@ NARROW = Blocks(128, 128, 64, 2, 4, 3, 264)
 DEEP = Blocks(128, 128, 128, 2, 8, 3, 132)
 BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
 FEW_ROWS = Blocks(16, 64, 128, 1, 4, 8, 132)
+ODD = Blocks(64, 96, 128, 1, 4, 5, 132)
 ROWS, N, K = 1024, 2048, 1024
 TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared\S*\.global"
 NVIDIA = ["sm_90", "sm_100"]
@@ -68,13 +69,14 @@ def gather_arguments(
     gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
     producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
-    gemm, a, b, c = describe_gemm(gathered, weight, torch.empty(WORLD * rows, n, dtype=dtype), blocks)
+    odd = not is_even(blocks)
+    gemm, a, b, c = describe_gemm(gathered, weight, torch.empty(WORLD * rows, n, dtype=dtype), blocks, in_parts=odd)
     x = torch.empty(rows, k, dtype=dtype)
     by_programs = transfer == "programs"
     mode = "local" if direction == "pull" else "broadcast"
     channel = inside(mode) if by_programs else make_channel(mode)
     moves = direction if by_programs else ""
-    direct = rows % blocks.m == 0
+    direct = rows % blocks.m == 0 and not odd
     own = describe_rows(x, gemm)
     return (
         channel,
@@ -138,7 +140,7 @@ def exchange_arguments(
     blocks=FEW_ROWS, rows=4, n=N, k=K, transposed=False, dtype=torch.bfloat16, form="one-shot", shares=False
 ):
     x, weight, bias = matrices(rows, n, k, transposed, dtype)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, in_parts=True)
     rows = rows if form == "scatter" else WORLD * rows
     out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int32)
     dealt = Shares(0, 16, 16, torch.empty(1) if shares else None, WORDS)
@@ -218,7 +220,8 @@ def test_the_loop_over_k_loads_by_tma_and_is_pipelined(name, transposed, target)
 @pytest.mark.parametrize("blocks", [NARROW, FEW_ROWS])
 @pytest.mark.parametrize("name", KERNELS)
 def test_smaller_tiles_load_by_tma_too(name, blocks):
-    assert len(tma_loads(to_ptx(name, blocks=blocks))) == 2 * blocks.num_stages * LOOPS[name]
+    loads = 1 + (count_parts(blocks) if name == "exchange" else 1)
+    assert len(tma_loads(to_ptx(name, blocks=blocks))) == loads * blocks.num_stages * LOOPS[name]
 
 
 @pytest.mark.parametrize("transfer", ["copies", "programs"])  # polls, and waits
@@ -363,6 +366,18 @@ def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, sto
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, num_stages=7), ODD._replace(n=224, k=64)])
+@pytest.mark.parametrize(("name", "transfer"), [("exchange", {}), ("gather", {"transfer": "programs"})])
+def test_tiles_of_several_parts_load_few_rows_once_a_step(name, transfer, blocks, transposed, tmp_path):
+    parts, stages = blocks.n // 32, blocks.num_stages
+    lines = to_ptx(name, blocks=blocks, transposed=transposed, **transfer)
+    loads = [descriptor for _, _, descriptor in tma_loads(lines)]
+    counts = sorted(loads.count(descriptor) for descriptor in set(loads))
+    assert counts == [stages, parts * stages]  # of x, and of the weight
+    assert find_spills(lines, tmp_path) == 0
+
+
 def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
     lines = to_ptx("exchange", blocks=FEW_ROWS, shares=True)
     joined = find(lines, r"atom\.\S*acq_rel\S*\.add")
@@ -399,6 +414,8 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
     operator = OPERATORS[name]
     for by_tma in (True, False):
         blocks = default_blocks(Call(operator, m, N, K, dtype, False, WORLD), Machine(132, by_tma, True))
+        if name in LARGE:
+            blocks = Plan(blocks=blocks).evened().blocks
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
 
 

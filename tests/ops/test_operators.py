@@ -20,8 +20,10 @@ def ran_kernels(operator, calls=3):
     return {(operator, "kernel"): calls}
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("plan", ["copies", "pushes", "pulls", "unshifted"])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "plan", ["copies", "pushes", "pulls", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
     ranks, shape, dtype, *rest = case
@@ -32,9 +34,20 @@ def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
         assert ran == ran_kernels("all_gather_matmul")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    "plan", ["tiles", "tiles, unshifted", "copies", "copies, unshifted", "packets", "shared steps"]
+    "plan",
+    [
+        "tiles",
+        "tiles, unshifted",
+        "copies",
+        "copies, unshifted",
+        "packets",
+        "shared steps",
+        "odd tiles",
+        "odd tiles, pushes",
+        "odd tiles, copies",
+    ],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan):
@@ -60,7 +73,9 @@ def test_tiles_of_the_last_round_are_shared_by_steps_over_k(interpret, ranks, sh
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("plan", ["one shot", "two shots", "shared steps", "tiles", "auto"])
+@pytest.mark.parametrize(
+    "plan", ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "auto"]
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -110,6 +125,7 @@ def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, 
         ("matmul_reduce_scatter", "packets"),
         ("matmul_all_reduce", "one shot"),
         ("matmul_all_reduce", "two shots"),
+        ("matmul_all_reduce", "odd tiles"),
     ],
 )
 def test_partial_sums_are_added_in_rank_order(interpret, operator, plan):

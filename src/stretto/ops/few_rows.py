@@ -1,7 +1,8 @@
 """GEMM and the sum of its products over the ranks in one launch, for few rows: what decoding needs.
 
-With few rows a product takes as long as its weight takes to stream from memory, so programs share the steps over k
-evenly, and what comes after the last step is latency: sums travel as packets, which are signals themselves.
+With few rows a product takes as long as its weight takes to stream from memory. So every program has a tile of as many
+columns as are its share, or tiles are shared by steps over k; and what comes after the last step is latency: sums
+travel as packets, which are signals themselves.
 """
 
 from functools import lru_cache
@@ -13,12 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import Blocks, count_processors, describe_gemm, describe_kind, divide_up
+from stretto.ops.gemm import (
+    Blocks,
+    count_parts,
+    count_processors,
+    describe_gemm,
+    describe_kind,
+    divide_up,
+    multiply_columns,
+    tile_width,
+)
 from stretto.ops.shares import Shares, multiply_part
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 4
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
+_MOSTLY_BUSY = 0.7  # but not if so many programs have one each: memory is the limit, and joining takes longer
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
@@ -44,7 +55,8 @@ def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
     steps = divide_up(k, blocks.k)
     whole = divide_up(tile_count, blocks.programs)
     even = divide_up(tile_count * steps, blocks.programs)
-    share = whole * steps if whole * steps <= _UNEVEN * even else even
+    is_whole = whole * steps <= _UNEVEN * even or _MOSTLY_BUSY * blocks.programs <= tile_count <= blocks.programs
+    share = whole * steps if is_whole or count_parts(blocks) > 1 else even
     return share, min(blocks.programs, divide_up(tile_count * steps, share))
 
 
@@ -69,7 +81,7 @@ def launch(
         sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, x.dtype)
     chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, in_parts=True)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     arguments = (
@@ -170,13 +182,21 @@ def _multiply_share(  # type: ignore[no-untyped-def]
     steps = tl.cdiv(gemm.k, gemm.block_k)
     row_tiles = tl.cdiv(gemm.m, gemm.block_m)
     begin = tl.program_id(0) * shares.steps
-    end = min(begin + shares.steps, row_tiles * tl.cdiv(gemm.n, gemm.block_n) * steps)
+    width = tile_width(gemm)
+    end = min(begin + shares.steps, row_tiles * tl.cdiv(gemm.n, width) * steps)
     while begin < end:
         tile = begin // steps  # tiles of the same columns, which share the weight, come one after another
-        row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * gemm.block_n
-        total, is_complete, begin = multiply_part(gemm, shares, a, b, row, column, 0, begin, end)
-        if is_complete:
-            _send_tile(channel, gemm, slot, total, row, column, rows, pairs, dtype, FORM, CHUNK, FOURS)
+        row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * width
+        if gemm.parts == 1:
+            total, is_complete, begin = multiply_part(gemm, shares, a, b, row, column, 0, begin, end)
+            if is_complete:
+                _send_tile(channel, gemm, slot, total, row, column, rows, pairs, dtype, FORM, CHUNK, FOURS)
+        else:
+            totals = multiply_columns(gemm, a, b, row, column)
+            begin += steps
+            for part in tl.static_range(gemm.parts):
+                at = column + part * gemm.block_n
+                _send_tile(channel, gemm, slot, totals[part], row, at, rows, pairs, dtype, FORM, CHUNK, FOURS)
 
 
 @triton.jit

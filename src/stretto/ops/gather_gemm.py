@@ -15,10 +15,13 @@ from stretto.ops.gemm import (
     describe_kind,
     describe_rows,
     divide_up,
+    is_even,
     load_bias,
+    multiply_columns,
     multiply_tile,
     order_tiles,
     store_tile,
+    tile_width,
 )
 from stretto.ops.moved_rows import copy_gathered, pull_rows, push_by_copies, push_rows
 from stretto.ops.plans import Plan
@@ -62,17 +65,20 @@ def launch(
 
     Rows of this rank are taken from x itself, if no tile has others too.
     """
+    by_programs = plan.transfer == "programs"
+    plan = plan if by_programs else plan.evened()
     blocks, block_channel, (rows, k) = plan.blocks, workspace.channel, x.shape
     assert blocks is not None
-    world, by_programs = block_channel.world_size, plan.transfer == "programs"
+    world = block_channel.world_size
     producer, consumer = map_rows(rows, world, plan, k * x.element_size())
     slot_rows = -(-workspace.slot_bytes // (k * x.element_size())) if by_programs else 0
     slot = 0 if by_programs else next(workspace.turns)
     offset = slot * workspace.slot_bytes
     gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype, offset=offset)
-    gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks)
+    odd = by_programs and not is_even(blocks)
+    gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks, in_parts=odd)
     own = describe_rows(x, gemm)
-    direct = plan.is_shifted and rows % blocks.m == 0 and own is not None
+    direct = plan.is_shifted and rows % blocks.m == 0 and own is not None and not odd
     column_tiles = -(-out.shape[1] // blocks.n)
     count = -(-out.shape[0] // blocks.m) * column_tiles
     # By copies, own tiles are multiplied in a loop that has no place for shares.
@@ -148,7 +154,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     rank's rows, so see `call_slot`.
     """
     row_tiles = tl.cdiv(rows * channel.world, gemm.block_m)
-    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
+    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
     count = row_tiles * column_tiles
     base = 0
     if MOVES != "":
@@ -216,17 +222,18 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
 @triton.jit
 def _locate(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
     """Row and column where a tile begins, of so many rows of tiles."""
-    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
-    return row_tile * gemm.block_m, column_tile * gemm.block_n
+    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, tile_width(gemm)), gemm.group_rows)
+    return row_tile * gemm.block_m, column_tile * tile_width(gemm)
 
 
 @triton.jit
 def _locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
     """(row of tiles, row, column) of the tile-th tile, the direct ones counted; first: the row of tiles after those."""
-    tile -= direct_tiles * tl.cdiv(gemm.n, gemm.block_n)
-    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
+    tile -= direct_tiles * column_tiles
+    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
     row_tile = (row_tile + first) % row_tiles
-    return row_tile, row_tile * gemm.block_m, column_tile * gemm.block_n
+    return row_tile, row_tile * gemm.block_m, column_tile * tile_width(gemm)
 
 
 @triton.jit
@@ -241,9 +248,16 @@ def _multiply_gathered(  # type: ignore[no-untyped-def]
     tile = begin // count_steps(gemm, shares)
     row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
     ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-    total, is_complete, begin = multiply_part(gemm, shares, gathered, weight, base + row + ready, column, 0, begin, end)
-    if is_complete:
-        _finish_tile(channel, gemm, out, bias, total, row, column, rows)
+    row_there = base + row + ready
+    if gemm.parts == 1:
+        total, is_complete, begin = multiply_part(gemm, shares, gathered, weight, row_there, column, 0, begin, end)
+        if is_complete:
+            _finish_tile(channel, gemm, out, bias, total, row, column, rows)
+    else:
+        totals = multiply_columns(gemm, gathered, weight, row_there, column)
+        begin = end  # such tiles are whole shares
+        for part in tl.static_range(gemm.parts):
+            _finish_tile(channel, gemm, out, bias, totals[part], row, column + part * gemm.block_n, rows)
     return begin
 
 

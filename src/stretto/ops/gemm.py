@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stretto.tiles import kind_of
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+_PART = 64  # columns
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 
 
@@ -43,8 +44,9 @@ class Gemm(NamedTuple):
 
     Sizes and group_rows vary, the rest is compiled in.
 
-    by_tma: operands are descriptors. transposed: see the module. stores_by_tma: so is the output, of out_parts columns
-    of blocks a tile. grain: a power of two that divides rows' lengths, which addresses are known to be multiples of.
+    parts: a tile has so many times block_n columns. by_tma: operands are descriptors. transposed: see the module.
+    stores_by_tma: so is the output, of out_parts columns of blocks a tile. grain: a power of two that divides rows'
+    lengths, which addresses are known to be multiples of.
     """
 
     m: Any
@@ -53,6 +55,7 @@ class Gemm(NamedTuple):
     block_m: Any
     block_n: Any
     block_k: Any
+    parts: Any
     group_rows: Any
     by_tma: Any
     transposed: Any
@@ -74,6 +77,16 @@ class Operands(NamedTuple):
 def divide_up(number: int, by: int) -> int:
     """How many parts of up to `by` a number has. Triton's own is made for kernels, and takes the host microseconds."""
     return -(-number // by)
+
+
+def is_even(blocks: Blocks) -> bool:
+    """Whether tiles are as wide as Triton's own: a power of two."""
+    return not blocks.n & (blocks.n - 1)
+
+
+def count_parts(blocks: Blocks) -> int:
+    """Of a tile's columns, where they are multiplied in parts: each of a power of two, up to 64."""
+    return blocks.n // min(blocks.n & -blocks.n, _PART)
 
 
 def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
@@ -98,18 +111,22 @@ def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, process
     return Blocks(128, 128, 128, 8, 8, 3, processors)
 
 
-def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks) -> Operands:
+def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks, *, in_parts: bool = False) -> Operands:
     """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
 
-    a and out are contiguous, and so is weight or its transpose.
+    a and out are contiguous, and so is weight or its transpose. in_parts: whether a tile's columns are multiplied in
+    parts of up to 64 (`multiply_columns`), and need be no power of two.
     """
     (m, k), n = a.shape, weight.shape[0]
+    parts = count_parts(blocks) if in_parts else 1
+    assert in_parts or is_even(blocks)
+    blocks = blocks._replace(n=blocks.n // parts)
     transposed = not weight.is_contiguous()
     b = _stored(weight)
     by_tma = takes_tma(a) and takes_tma(b)
     stores_by_tma = out is not None and by_tma and takes_tma(out)
     exact = torch.get_float32_matmul_precision() == "highest"
-    gemm = _describe(m, n, k, blocks, by_tma, transposed, stores_by_tma, exact, a.element_size())
+    gemm = _describe(m, n, k, blocks, parts, by_tma, transposed, stores_by_tma, exact, a.element_size())
     if by_tma:
         a = describe_matrix(a, (blocks.m, blocks.k))
         b = describe_matrix(b, (blocks.k, blocks.n) if transposed else (blocks.n, blocks.k))
@@ -139,6 +156,7 @@ def _describe(
     n: int,
     k: int,
     blocks: Blocks,
+    parts: int,
     by_tma: bool,
     transposed: bool,
     stores_by_tma: bool,
@@ -153,6 +171,7 @@ def _describe(
         block_m=tl.constexpr(blocks.m),
         block_n=tl.constexpr(blocks.n),
         block_k=tl.constexpr(blocks.k),
+        parts=tl.constexpr(parts),
         group_rows=blocks.group_rows,
         by_tma=tl.constexpr(by_tma),
         transposed=tl.constexpr(transposed),
@@ -275,6 +294,41 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
                 y = tl.load(right + start + (columns * k + steps[:, None]), mask=inside, other=0)
             total = tl.dot(x, y, total, input_precision=gemm.precision)
     return total
+
+
+@triton.jit
+def tile_width(gemm):  # type: ignore[no-untyped-def]
+    """A tile's columns."""
+    return gemm.block_n * gemm.parts
+
+
+@triton.jit
+def multiply_columns(gemm, a, b, row, column):  # type: ignore[no-untyped-def]
+    """A tuple of `multiply_tile`'s tiles, all parts of a wide one, for which A is loaded once (by TMA; else once each).
+
+    For tiles whose columns are no power of two, which Triton's are.
+    """
+    totals = ()
+    if gemm.by_tma:
+        for _ in tl.static_range(gemm.parts):
+            totals = _append(totals, tl.zeros((gemm.block_m, gemm.block_n), tl.float32))
+        for start in range(0, gemm.k, gemm.block_k):
+            x = a.load([row, start])
+            sums = ()
+            for part in tl.static_range(gemm.parts):
+                at = column + part * gemm.block_n
+                y = b.load([start, at]) if gemm.transposed else b.load([at, start]).T
+                sums = _append(sums, tl.dot(x, y, totals[part], input_precision=gemm.precision))
+            totals = sums
+    else:
+        for part in tl.static_range(gemm.parts):
+            totals = _append(totals, multiply_tile(gemm, a, b, row, column + part * gemm.block_n, 0))
+    return totals
+
+
+@triton.jit
+def _append(parts, part):  # type: ignore[no-untyped-def]
+    return parts + (part,)  # noqa: RUF005 - Triton takes no starred ones
 
 
 @triton.jit

@@ -44,13 +44,16 @@ def launch_scatter(
 ) -> None:
     """The call, by packets, by copy engines, or by the kernel here, which is all of it or, of more than two slots hold,
     its second launch."""
-    blocks, (rows, n), world = plan.blocks, out.shape, find_group(group).size()
-    assert blocks is not None
+    (rows, n), world = out.shape, find_group(group).size()
     if plan.exchange == "packets" and dtype == out.dtype:
+        assert plan.blocks is not None
         size = few_rows.count_bytes("scatter", x.shape[0], n, world, x.dtype)
         workspace = find_workspace(group, x.device, size, "packets")
-        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks)
+        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, plan.blocks)
         return
+    plan = plan.evened()
+    assert plan.blocks is not None
+    blocks = plan.blocks
     if plan.transfer == "copies" and takes_copies(world):
         launch_copied(plan, x, weight, bias, out, dtype, group, world)
         return

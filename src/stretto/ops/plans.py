@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stretto.ops.gemm import Blocks, divide_up, look_up_blocks
+from stretto.ops.gemm import Blocks, divide_up, is_even, look_up_blocks
 from stretto.ops.shares import count_rounds
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
@@ -53,13 +53,14 @@ class Machine(NamedTuple):
 class Plan(NamedTuple):
     """How a call is done; an operator leaves out what it has not.
 
-    implementation: "kernel" or "library" (which takes nothing else). blocks: the GEMM's tiles. transfer: what moves the
-    gathered rows: copy engines ("copies"), or the first `movers` programs of the kernel, before they multiply
-    ("programs"), which push or pull them (direction); and what moves tiles of partial sums: copy engines, or the
-    program that has multiplied them. piece_bytes: what is moved before a signal. exchange: how partial sums go to the
-    ranks: in "tiles", or in "packets", for few rows. shots: of an all-reduce: 1, all send all to all; 2, an owner adds
-    up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section
-    4.1); without, all begin with rank 0's.
+    implementation: "kernel" or "library" (which takes nothing else). blocks: the GEMM's tiles, whose columns are a
+    multiple of 16; where sums go as tiles, or copy engines move rows, they are rounded down to a power of two.
+    transfer: what moves the gathered rows: copy engines ("copies"), or the first `movers` programs of the kernel,
+    before they multiply ("programs"), which push or pull them (direction); and what moves tiles of partial sums: copy
+    engines, or the program that has multiplied them. piece_bytes: what is moved before a signal. exchange: how partial
+    sums go to the ranks: in "tiles", or in "packets", for few rows. shots: of an all-reduce: 1, all send all to all; 2,
+    an owner adds up and sends. is_shifted: tiles begin with another rank's rows on every rank (Flux, section 4.1);
+    without, all begin with rank 0's.
     """
 
     implementation: str = "kernel"
@@ -71,6 +72,12 @@ class Plan(NamedTuple):
     exchange: str = "tiles"
     shots: int = 1
     is_shifted: bool = True
+
+    def evened(self) -> "Plan":
+        """For a kernel whose tiles have a power of two of columns: with those, no wider than these."""
+        if self.blocks is None or is_even(self.blocks):
+            return self
+        return self._replace(blocks=self.blocks._replace(n=1 << (self.blocks.n.bit_length() - 1)))
 
     def encode(self) -> str:
         """As text, for the operators' schemas and the store."""
@@ -143,7 +150,9 @@ def _require_blocks(blocks: Blocks) -> None:
     for name, value in blocks._asdict().items():
         if not isinstance(value, int) or not 1 <= value <= 4096:
             raise ValueError(f"{name} of blocks is a whole number from 1 to 4096, not {value!r}")
-    for name, value in (("m", blocks.m), ("n", blocks.n), ("k", blocks.k), ("num_warps", blocks.num_warps)):
+    if blocks.n % 16:
+        raise ValueError(f"n of blocks is a multiple of 16, not {blocks.n}")
+    for name, value in (("m", blocks.m), ("k", blocks.k), ("num_warps", blocks.num_warps)):
         if value & (value - 1) or value < (1 if name == "num_warps" else 16):
             raise ValueError(f"{name} of blocks is a power of two (tiles: 16 or more), not {value}")
 
@@ -201,6 +210,11 @@ MOST_GATHERED_ROWS = 4
 NARROW_SPEED = 0.85
 """Of tiles of 128 columns, beside those of 256: they are taken where those leave too many programs without work."""
 
+MOSTLY_BUSY = 0.6
+"""Of the programs: where fewer have a tile of few rows, tiles are shared by steps over k."""
+
+_LEAST_STAGES = 3  # of loads on the way, where memory is the limit
+
 ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
 
@@ -218,7 +232,7 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
     shards = call.world if call.operator == "matmul_reduce_scatter" else 1
     m = call.m // shards
     if call.m <= FEW_ROWS:
-        blocks = few_row_blocks(call.m, call.n, is_fp32, machine.processors)
+        blocks = few_row_blocks(call.m, call.n, is_fp32, machine.by_tma, machine.processors)
     else:
         wide, narrow = (
             look_up_blocks(m, is_fp32, machine.by_tma, is_wide, machine.processors) for is_wide in (True, False)
@@ -249,14 +263,37 @@ def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
     return count_rounds(count, call.k, blocks) * blocks.m * blocks.n
 
 
-def few_row_blocks(m: int, n: int, is_fp32: bool, processors: int) -> Blocks:
-    """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads on the way as fit."""
+def few_row_blocks(m: int, n: int, is_fp32: bool, any_width: bool, processors: int) -> Blocks:
+    """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads on the way as fit.
+
+    any_width: whether columns need be no power of two.
+    """
     rows = max(16, triton.next_power_of_2(m))
     if is_fp32:
         return Blocks(rows, 32, 64, 1, 4, 3, processors)
-    columns = 64 if n >= 64 * processors * 0.9 else 32
-    stages = min(8, (200 << 10) // ((rows + columns) * 128 * 2))
-    return Blocks(rows, columns, 128, 1, 4, stages, processors)
+    columns = _find_width(rows, n, processors) if any_width else 0
+    return _few_row_blocks(rows, columns or (64 if n >= 64 * processors * 0.9 else 32), 128, processors)
+
+
+def _find_width(rows: int, n: int, processors: int) -> int:
+    """How many columns a tile has if every program has whole ones; 0 where that leaves many programs without any.
+
+    With few rows memory is the limit, and a GPU with some programs less is as fast. What costs is a round in which
+    most have no tile, and A, which each tile loads from the L2 cache.
+    """
+    if divide_up(n, 32) < MOSTLY_BUSY * processors:
+        return 0
+    return min(
+        range(32, 257, 32), key=lambda columns: divide_up(divide_up(n, columns), processors) * (columns + rows // 4)
+    )
+
+
+def _few_row_blocks(rows: int, columns: int, depth: int, processors: int) -> Blocks:
+    """With as many stages as fit; where these are too few, of half the depth."""
+    stages = min(8, (200 << 10) // ((rows + columns) * depth * 2))
+    if stages < _LEAST_STAGES:
+        return _few_row_blocks(rows, columns, depth // 2, processors)
+    return Blocks(rows, columns, depth, 1, 4, stages, processors)
 
 
 def vary_blocks(call: Call, machine: Machine) -> Iterator[Plan]:
@@ -298,9 +335,11 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
 def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
     if call.m <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(call.m))
-        for columns, depth in ((32, 128), (32, 256), (64, 128), (128, 64), (128, 128)):
-            stages = min(8, (200 << 10) // ((rows + columns) * depth * 2))
-            yield Blocks(rows, columns, depth, 1, 4, stages, machine.processors)
+        widths = dict.fromkeys((_find_width(rows, call.n, machine.processors) or 32, 32, 64, 128))
+        for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
+            blocks = _few_row_blocks(rows, columns, depth, machine.processors)
+            if blocks.k == depth:
+                yield blocks
         return
     rows = count_grouped_rows(call)
     # Two programs of small tiles on a multiprocessor: one stores while the other multiplies.

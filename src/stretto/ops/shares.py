@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.gemm import Blocks, divide_up, halve, multiply_tile, unite
+from stretto.ops.gemm import Blocks, divide_up, halve, is_even, multiply_tile, unite
 
 _JOIN_STEPS = 20  # over k that a program could do while it joins its part of a tile with others'
 _MOST_PARTS = 4  # that a tile of the last round is cut into
@@ -62,7 +62,7 @@ def cut_tiles(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[Shares
     follow each other without gaps were slower than whole tiles, since each loaded its columns of B by itself.
     """
     parts, rest = count_parts(count, k, blocks), count % blocks.programs
-    if parts == 1 or count - rest < kept:
+    if parts == 1 or not is_even(blocks) or count - rest < kept:
         return WHOLE, count
     share = divide_up(divide_up(k, blocks.k), parts)
     return Shares(count - rest, parts * share, share, None, None), count - rest + rest * parts
