@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stretto.tiles import kind_of
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
-_PART = 64  # columns
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 
 
@@ -85,8 +84,8 @@ def is_even(blocks: Blocks) -> bool:
 
 
 def count_parts(blocks: Blocks) -> int:
-    """Of a tile's columns, where they are multiplied in parts: each of a power of two, up to 64."""
-    return blocks.n // min(blocks.n & -blocks.n, _PART)
+    """Of a tile's columns, where they are multiplied in parts: each of a power of two, up to 64 or 128."""
+    return blocks.n // min(blocks.n & -blocks.n, 64 if blocks.m <= 64 else 128)
 
 
 def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
@@ -115,7 +114,7 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks,
     """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
 
     a and out are contiguous, and so is weight or its transpose. in_parts: whether a tile's columns are multiplied in
-    parts of up to 64 (`multiply_columns`), and need be no power of two.
+    parts (`multiply_columns`), and need be no power of two.
     """
     (m, k), n = a.shape, weight.shape[0]
     parts = count_parts(blocks) if in_parts else 1

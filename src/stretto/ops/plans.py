@@ -346,6 +346,7 @@ def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
     for m, n, depth, warps, stages, share in (
         (128, 256, 64, 8, 4, 1),
         (128, 256, 64, 8, 3, 1),
+        (256, 128, 64, 8, 4, 1),  # a tenth faster than 128 x 256 on a cool GPU, 4% slower at the power limit (one H200)
         (128, 128, 128, 8, 3, 1),
         (128, 128, 64, 4, 3, 2),
         (64, 256, 64, 4, 4, 1),
