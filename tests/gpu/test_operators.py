@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(RANKS < 2, reason="operators take two GPUs or mo
 
 BLOCKS = ops.Blocks(64, 128, 64, 2, 4, 3, 132)
 WIDE = BLOCKS._replace(m=128, n=256, num_warps=8)  # too large for fp32's loads
+ODD = ops.Blocks(32, 96, 64, 1, 4, 3, 132)  # of three parts
 PLANS: dict[str, list[str | ops.Plan]] = {
     "gather": [
         "auto",
@@ -36,6 +37,7 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         ops.Plan(transfer="programs", movers=132),
         ops.Plan(transfer="programs", movers=8, blocks=BLOCKS),
         ops.Plan(transfer="programs", direction="pull", movers=16),
+        ops.Plan(transfer="programs", blocks=ODD),
         ops.Plan(transfer="copies", piece_bytes=1 << 16),
         ops.Plan(transfer="copies", blocks=BLOCKS),
     ],
@@ -43,13 +45,18 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         "auto",
         "kernel",
         ops.Plan(exchange="packets"),
+        ops.Plan(exchange="packets", blocks=ODD),
         ops.Plan(transfer="programs"),
         ops.Plan(transfer="programs", blocks=BLOCKS),
         ops.Plan(transfer="programs", blocks=WIDE),
         ops.Plan(transfer="copies", blocks=BLOCKS, piece_bytes=1 << 18),
         ops.Plan(transfer="copies", is_shifted=False, piece_bytes=1 << 18),
     ],
-    "reduce": ["auto", "kernel", ops.Plan(exchange="packets", shots=1), ops.Plan(exchange="packets", shots=2)],
+    "reduce": [
+        "auto",
+        "kernel",
+        *(ops.Plan(exchange="packets", shots=shots, blocks=blocks) for shots in (1, 2) for blocks in (None, ODD)),
+    ],
 }
 OPERATORS = {
     "gather": ops.all_gather_matmul,
