@@ -38,7 +38,7 @@ NARROW = Blocks(128, 128, 64, 2, 4, 3, 264)
 DEEP = Blocks(128, 128, 128, 2, 8, 3, 132)
 BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
 FEW_ROWS = Blocks(16, 64, 128, 1, 4, 8, 132)
-ODD = Blocks(64, 96, 128, 1, 4, 5, 132)
+ODD = Blocks(64, 96, 128, 1, 4, 4, 132)
 ROWS, N, K = 1024, 2048, 1024
 TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared\S*\.global"
 NVIDIA = ["sm_90", "sm_100"]
@@ -367,7 +367,7 @@ def test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew(form, n, sto
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, num_stages=7), ODD._replace(n=224, k=64)])
+@pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, k=256, num_stages=3), ODD._replace(n=224, k=64)])
 @pytest.mark.parametrize(("name", "transfer"), [("exchange", {}), ("gather", {"transfer": "programs"})])
 def test_tiles_of_several_parts_load_few_rows_once_a_step(name, transfer, blocks, transposed, tmp_path):
     parts, stages = blocks.n // 32, blocks.num_stages
@@ -376,6 +376,17 @@ def test_tiles_of_several_parts_load_few_rows_once_a_step(name, transfer, blocks
     counts = sorted(loads.count(descriptor) for descriptor in set(loads))
     assert counts == [stages, parts * stages]  # of x, and of the weight
     assert find_spills(lines, tmp_path) == 0
+
+
+@pytest.mark.parametrize("n", [12288, 24576, 28672, 53248])
+@pytest.mark.parametrize("m", [1, 32, 64])
+@pytest.mark.parametrize("name", ["exchange", "gather"])
+def test_few_rows_tiles_fit_into_shared_memory(name, m, n):
+    blocks = default_blocks(Call(OPERATORS[name], m, n, K, torch.bfloat16, False, WORLD), Machine(132, True, True))
+    kernel, arguments = KERNELS[name]
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    sizes = {"transfer": "programs"} if name == "gather" else {}
+    assert count_shared_bytes(kernel, arguments(blocks, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
 def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():

@@ -214,6 +214,8 @@ MOSTLY_BUSY = 0.6
 """Of the programs: where fewer have a tile of few rows, tiles are shared by steps over k."""
 
 _LEAST_STAGES = 3  # of loads on the way, where memory is the limit
+_PAYING_BYTES = 164 << 10  # in these, on a multiprocessor: with more, products of 64 rows take 1% longer
+_MOST_BYTES = 200 << 10
 
 ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
@@ -271,8 +273,11 @@ def few_row_blocks(m: int, n: int, is_fp32: bool, any_width: bool, processors: i
     rows = max(16, triton.next_power_of_2(m))
     if is_fp32:
         return Blocks(rows, 32, 64, 1, 4, 3, processors)
-    columns = _find_width(rows, n, processors) if any_width else 0
-    return _few_row_blocks(rows, columns or (64 if n >= 64 * processors * 0.9 else 32), 128, processors)
+    columns = (_find_width(rows, n, processors) if any_width else 0) or (64 if n >= 64 * processors * 0.9 else 32)
+    deep = _few_row_blocks(rows, columns, 256, processors)
+    if rows <= 32 and columns >= 96 and deep.k == 256:
+        return deep
+    return _few_row_blocks(rows, columns, 128, processors)
 
 
 def _find_width(rows: int, n: int, processors: int) -> int:
@@ -289,8 +294,9 @@ def _find_width(rows: int, n: int, processors: int) -> int:
 
 
 def _few_row_blocks(rows: int, columns: int, depth: int, processors: int) -> Blocks:
-    """With as many stages as fit; where these are too few, of half the depth."""
-    stages = min(8, (200 << 10) // ((rows + columns) * depth * 2))
+    """With as many stages as pay; where these are too few, of half the depth."""
+    stage = (rows + columns) * depth * 2
+    stages = min(6, max(_PAYING_BYTES // stage, min(_LEAST_STAGES, _MOST_BYTES // stage)))
     if stages < _LEAST_STAGES:
         return _few_row_blocks(rows, columns, depth // 2, processors)
     return Blocks(rows, columns, depth, 1, 4, stages, processors)
