@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.memory import allocated_bytes
@@ -122,17 +124,19 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     if trains:
         os.environ.update(allocator_environment())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=uuid.uuid4().hex,
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return elastic_launch(config, _call_and_leave)(entry, *args)[0]
+    with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:  # torchrun leaves its own behind
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            run_id=uuid.uuid4().hex,
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        return elastic_launch(config, _call_and_leave)(entry, *args)[0]
 
 
 def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:

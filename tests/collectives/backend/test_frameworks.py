@@ -66,11 +66,12 @@ def test_training_scripts_lose_what_they_lose_on_gloo_by_schedules(ranks, tmp_pa
         assert others <= {"scatter"}, ran_as  # distribute_tensor's, which no schedule does
 
 
-def test_a_script_under_torchrun_needs_nothing_but_the_backends_name():
+def test_a_script_under_torchrun_needs_nothing_but_the_backends_name(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command += ["--log-dir", str(tmp_path)]  # it leaves its own behind
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(SCRIPTS / "ddp.py"), "stretto"], env=environment, capture_output=True, text=True, timeout=120
