@@ -256,6 +256,27 @@ class _Bucket:
             offset += shape.numel()
 
 
+def is_asked_for(ctx: Any, place: int) -> bool:
+    """Whether the backward pass that is running is to make the gradient of a Function's tensor input number `place`.
+
+    For weights, which autograd sees no gradient of: its own flags say only that they are trainable, and
+    `torch.autograd.grad(loss, activation)` or `backward(inputs=...)` asks for no weight's. Raises RuntimeError where
+    `torch.autograd.grad` asks for a weight's.
+    """
+    node, _ = ctx.next_functions[place]
+    if node is None:  # it is frozen
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        raise RuntimeError(
+            "torch.autograd.grad was asked for the gradient of a weight that stretto.parallelize has sharded, which "
+            "reaches .grad beside autograd: call backward(), or backward(inputs=[...])"
+        ) from error
+
+
 def _alive(sums: "ref[GradientSum]") -> GradientSum:
     alive = sums()
     if alive is None:

@@ -5,10 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce, gather_rows
 from stretto.parallel.embedding import check_ids
+from stretto.parallel.gradients import is_asked_for
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.linear import LinearPlan, ParallelLinear
@@ -59,6 +61,7 @@ class _GatherFeatures(torch.autograd.Function):
         return gather_rows(logits.movedim(-1, 0).contiguous(), vocab, group).movedim(0, -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient[..., ctx.part].contiguous(), None, None, None
 
@@ -113,10 +116,11 @@ class _HeadLoss(torch.autograd.Function):
         return total * scale
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         hidden = grad_hidden * gradient.to(grad_hidden.dtype)
-        if ctx.needs_input_grad[1]:
+        if is_asked_for(ctx, 1):
             ctx.plan.shard.deliver(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
         return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None
 
