@@ -14,9 +14,9 @@ from stretto.parallel.gradients import is_asked_for
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.linear import LinearPlan, ParallelLinear
+from stretto.parallel.loss_kinds import IGNORED_TARGET
 from stretto.parallel.norm import statistics_dtype
 
-IGNORED_TARGET = -100
 # Logits of one slice of tokens, in elements: 256 MiB in fp32. Larger slices gain no speed, they only take memory.
 SLICE_ELEMENTS = 2**26
 # GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
@@ -163,6 +163,19 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     """
     counts = torch.as_tensor(count, device=total.device).clone()
     return _SumOverBatch.apply(total / all_reduce(counts, grid.group("batch")), grid.group("batch"))
+
+
+def is_mean_over_batch(loss: Tensor) -> bool:
+    """Whether `mean_over_batch` has made the loss, or a term of it."""
+    seen, waiting = set(), [loss.grad_fn]
+    for node in waiting:  # breadth first: it is among the last things that were done
+        if node is None or node in seen:
+            continue
+        if node.name() == "_SumOverBatchBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 class ParallelLoss(nn.Module):

@@ -21,7 +21,7 @@ from stretto.parallel.gradients import GradientSum
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Layout, Split, layout_of, shard_parameter
 from stretto.parallel.linear import LinearPlan, ParallelLinear, WeightShard
-from stretto.parallel.loss import ParallelHead, ParallelLoss
+from stretto.parallel.loss import ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.norm import ParallelNorm
@@ -367,8 +367,10 @@ def _install_loss(model: nn.Module, plan: Plan, grid: Grid, is_sharded: bool) ->
             _refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         _replace(model, names[0], loss)
-    else:
-        return  # the model has no loss of its own: its head returns whole logits
+    else:  # what the model returns, if that is no loss, is whole
+        if grid.size("batch") > 1:
+            model.register_forward_hook(_refuse_means_of_one_rank)
+        return
     signature = inspect.signature(model.forward)
     target = next((name for name in _TARGETS if name in signature.parameters), None)
     if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
@@ -411,6 +413,20 @@ def _refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> N
             raise ValueError(huggingface.refusal_of_loss(model))
 
     model.register_forward_hook(after)
+
+
+@torch.compiler.disable
+def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise ValueError if a model returns a loss that its own code has computed from this rank's rows."""
+    found = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+    for item in found:
+        if isinstance(item, Tensor) and not item.dim() and item.requires_grad and not is_mean_over_batch(item):
+            raise ValueError(
+                f"{type(model).__name__} has computed a loss in its own code, from this rank's rows alone, where ranks "
+                "have parts of the batch: gradients are summed over them, so it would be too large. Use "
+                "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
+                "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
+            )
 
 
 def _check_ranks_agree(model: nn.Module, plan: Plan, grid: Grid) -> None:

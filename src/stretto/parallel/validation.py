@@ -8,6 +8,7 @@ from torch import nn
 from stretto.parallel import huggingface
 from stretto.parallel.cuts import cut_of
 from stretto.parallel.grid import check_sizes
+from stretto.parallel.loss_kinds import check_loss
 from stretto.parallel.norm_kinds import norm_kind
 from stretto.parallel.plan import Plan, Role
 
@@ -41,6 +42,7 @@ def validate_plan(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Non
     for name, role in plan.roles.items():
         _check_module(name, modules[name], role, sizes, hidden)
     _check_shared(modules, plan, sizes)
+    _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
     if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
         huggingface.refuse_alibi(model)
@@ -114,6 +116,19 @@ def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
                     "differently, for Stretto replaces nn.Dropout modules only. Set it to 0.0 (Hugging Face: in the "
                     "config), or make it an nn.Dropout with a role"
                 )
+
+
+def _check_loss(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """A loss gets its logits from a head, and is one that the sharded cross-entropy can stand in for."""
+    for name in plan.named("loss"):
+        heads = plan.named("head")
+        if not heads:
+            raise ValueError(
+                f"{name} has the role 'loss', but no submodule has the role 'head': the sharded loss takes the head's "
+                "logits. Give that role too, or compute the loss with stretto.parallel.mean_over_batch"
+            )
+        head: Any = modules[heads[0]]
+        check_loss(modules[name], name, head.weight.shape[1 if is_conv1d(head) else 0])
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: Plan, sizes: Mapping[str, int]) -> None:
