@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models.gpt import NextTokenLoss
-from stretto.parallel import Grid, gather, layout_of, mean_over_batch, parallelize, validate
+from stretto.parallel import Grid, count_collectives, gather, layout_of, mean_over_batch, parallelize, validate
 from tests.parallel.training import Sizes, distance, my_rows
 
 VOCAB = 11
@@ -62,7 +62,7 @@ def test_a_loss_that_the_sharded_one_does_not_equal_is_refused(loss: nn.Module) 
 def test_a_loss_without_a_head_is_refused() -> None:
     with pytest.raises(ValueError, match="no submodule has the role 'head'"):
         validate(
-            Tagger(nn.CrossEntropyLoss()), {"x": 2}, roles={"lookup": "embedding", "head": "normal", "loss": "loss"}
+            Tagger(nn.CrossEntropyLoss()), {"data": 2}, roles={"lookup": "embedding", "head": "normal", "loss": "loss"}
         )
 
 
@@ -109,3 +109,20 @@ def test_a_mean_over_one_ranks_rows_is_refused_where_ranks_have_parts_of_the_bat
     for said, far in ranks(2).run(own_losses, sizes):
         assert ["mean_over_batch" in words for words in said] == [sizes[1] == 1] * 3
         assert far < 1e-12
+
+
+def sums_over_x(sizes: Sizes) -> list[int]:
+    """How many sums over x a loss takes while gradients are recorded, and while they are not."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model = parallelize(tagger(nn.CrossEntropyLoss()), grid, roles={**ROLES, "loss": "loss"})
+    found = []
+    for records in (True, False):
+        with count_collectives(grid) as counts, torch.set_grad_enabled(records):
+            model(TOKENS, TOKENS)
+        found.append(sum(call.axis == "x" for call in counts.calls))
+    return found
+
+
+def test_an_evaluation_computes_no_gradients(ranks):
+    for recorded, evaluated in ranks(2).run(sums_over_x, (1, 2, 1, 1)):
+        assert evaluated == recorded - 1  # that of the head's input's gradient

@@ -78,6 +78,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: Tensor,
         scale: Tensor,
         head: ParallelHead,
+        is_recorded: bool,
     ) -> Tensor:
         plan = head.plan
         weight = plan.shard.gather(parameter)
@@ -85,10 +86,12 @@ class _HeadLoss(torch.autograd.Function):
         weight = F.pad(weight, (0, 0, 0, -rows % ROW_MULTIPLE))
         exact = statistics_dtype(hidden)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        needs_gradient = any(ctx.needs_input_grad)
+        needs_gradient = is_recorded and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=hidden.device) if needs_gradient else None
-        grad_bias = torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None else None
+        grad_bias = (
+            torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
+        )
         # Ranks that share these tokens must cut alike, whatever their part of the vocabulary.
         widest = -(-head.vocab // head.grid.size("x"))
         length = max(1, SLICE_ELEMENTS // max(widest, 1))
@@ -122,7 +125,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden = grad_hidden * gradient.to(grad_hidden.dtype)
         if is_asked_for(ctx, 1):
             ctx.plan.shard.deliver(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
-        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None
+        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -215,5 +218,6 @@ class ParallelLoss(nn.Module):
             hidden = head.plan.tokens.gather(hidden)
         scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
         bias = None if head.bias is None else local(head.bias)
-        part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head)
+        # A Function's own flags say that gradients are needed under no_grad too.
+        part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head, torch.is_grad_enabled())
         return _SumOverBatch.apply(part, batch)
