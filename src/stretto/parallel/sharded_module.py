@@ -1,20 +1,22 @@
 """What the modules that `parallelize` puts in have in common."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stretto.parallel.gradients import GradientSum
-from stretto.parallel.layout import layout_of, note_layout
+from stretto.parallel.layout import layout_of, note_layout, shard_like
 
 
 class ShardedModule(nn.Module):
     """A module whose parameters are shards on a grid.
 
-    Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused with a
-    ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
+    `load_state_dict` takes the model's own state dict, and a plain model's, of whose whole tensors each rank keeps its
+    part. Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused
+    with a ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
     """
 
     def __init__(self, gradients: GradientSum | None = None) -> None:
@@ -39,10 +41,23 @@ class ShardedModule(nn.Module):
                 f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.')}, which is sharded: "
                 "leave assign out, and their values are copied"
             )
+        own = {f"{prefix}{name}": parameter for name, parameter in self.named_parameters(recurse=False)}
+        whole = {
+            key: shard_like(state_dict[key], parameter)
+            for key, parameter in own.items()
+            if _is_whole(state_dict.get(key), parameter)
+        }
+        if whole:
+            state_dict = {**state_dict, **whole}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
 
     def __getstate__(self) -> Any:
         _refuse_copy()
+
+
+def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
+    """Whether this is what an unparallelized model's state dict has for a parameter."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
 
 
 def refuse_copies(model: nn.Module) -> None:
