@@ -1,6 +1,5 @@
 """The optimizer over this rank's shards."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -9,7 +8,7 @@ from stretto.train.optimizer import ShardOptimizer
 
 
 def steps_after(convert: str) -> tuple[bool, str]:
-    """Whether a step has changed the weight of a model that was converted after its optimizer was made, or the error."""
+    """Whether a step changes the weight of a model that was converted after its optimizer was made, or the error."""
     torch.manual_seed(0)
     model = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2), roles={"0": "normal"})
     optimizer = ShardOptimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1), weight_decay=0.0)

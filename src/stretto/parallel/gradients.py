@@ -1,5 +1,6 @@
 """Gradients: summed where ranks saw different tokens, deferred while micro-batches accumulate, clipped by one norm."""
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,21 +52,33 @@ class GradientSum:
         self.ring: ScatterRing | None = None  # through which weights' gradients come
         self.is_deferred = False
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
+        self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # a set that every rank goes through in one order
         self._expected: dict[nn.Parameter, int] = {}
         self._passes: dict[int, _Pass] = {}  # those that are running, by autograd's graph task
+        self._was_compared = False  # whether ranks have compared what they sum
 
     def watch(self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool) -> None:
         """Sum this parameter's gradients over `axes` from now on. A weight's are brought by `scatter`."""
         self._groups[parameter] = tuple(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1)
-        if not is_weight and self._groups[parameter]:
+        if is_weight:
+            self._weights.add(parameter)
+        elif self._groups[parameter]:
             self._hooks[parameter] = []
             self.restore_hooks(parameter)
 
     def is_summed(self, parameter: nn.Parameter) -> bool:
         """Whether ranks along data, or another axis than z, have parts of this parameter's gradient."""
         return bool(self._groups[parameter])
+
+    def refuse_hook(self, name: str, parameter: nn.Parameter) -> None:
+        """Raise ValueError if somebody has hooked a weight, of which autograd sees no gradient."""
+        if parameter in self._weights and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise ValueError(
+                f"{name} has a hook, which would be called before there is a gradient: those of weights reach .grad "
+                "beside autograd, when backward() returns. Remove the hook, and do its work then"
+            )
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Hook a watched parameter anew: converting a module (`.to`, `.double`) swaps its tensors and loses hooks."""
@@ -189,6 +202,9 @@ class GradientSum:
         current = self._passes[task]
         while current.scatters:
             self._settle(current, *current.scatters.popleft())
+        if current.arrived and not self._was_compared:
+            self._was_compared = True
+            self._check_ranks_agree(list(current.arrived))
         for parameter in list(current.arrived):
             self._put(current, parameter)
         for parameter in [] if self.is_deferred else list(self._unsummed):  # no part of it in the last micro-batch
@@ -205,6 +221,21 @@ class GradientSum:
         self._expected |= current.counts
         del self._passes[task]
         self.at_end()
+
+    def _check_ranks_agree(self, arrived: Sequence[nn.Parameter]) -> None:
+        """Raise RuntimeError unless all ranks sum the same gradients in the same order. Once, in the first pass.
+
+        Buckets do not say what is in them: where ranks of data went through different layers of one size, sums of one
+        layer's gradient and another's would come out.
+        """
+        places = {parameter: place for place, parameter in enumerate(self._groups)}
+        digest = zlib.crc32(repr([places[parameter] for parameter in arrived]).encode())
+        total = all_reduce(torch.tensor(digest, dtype=torch.float64, device=self.grid.device), self.grid.group("world"))
+        if float(total) != digest * self.grid.size("world"):
+            raise RuntimeError(
+                "ranks have gradients of different parameters, or in another order: every rank must go through the "
+                "same submodules in the same order, and freeze the same parameters"
+            )
 
 
 @dataclass

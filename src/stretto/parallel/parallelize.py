@@ -78,6 +78,8 @@ def parallelize(
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
     hold different weights; the model is then as it was.
     """
+    if hasattr(model, "gradient_sum"):
+        raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
     plan = read_plan(model, roles, local_attributes)
     validate_plan(model, plan, grid.sizes)
     if shard_sequence:
@@ -325,6 +327,7 @@ def _begin_forward(model: nn.Module, gather_ahead: GatherAhead, gradient_sum: Gr
                 f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
                 "together: add it before, or copy the new values into the parameter that was there"
             )
+        gradient_sum.refuse_hook(name, parameter)
     if not in_backward():
         gather_ahead.begin_forward()
         gradient_sum.drop_failed_passes()

@@ -48,8 +48,8 @@ class ShardOptimizer:
         for name, parameter in self.parameters.items():
             if self._shards[name].data_ptr() != local_shard(parameter).data_ptr():
                 raise ValueError(
-                    f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would update "
-                    "the old numbers: make the optimizer afterwards"
+                    f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
+                    "update the old numbers: make the optimizer afterwards"
                 )
             self._shards[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
         if isinstance(self.inner, AdamW):
