@@ -80,6 +80,7 @@ def parallelize(
     """
     if hasattr(model, "gradient_sum"):
         raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
+    precision = Precision(dtype, reduce_dtype)
     plan = read_plan(model, roles, local_attributes)
     validate_plan(model, plan, grid.sizes)
     if shard_sequence:
@@ -89,7 +90,7 @@ def parallelize(
         overlap = Overlap() if overlap else Overlap.none()
     matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
     tokens = TokenShards(grid.group("x")) if shard_sequence and grid.size("x") > 1 else None
-    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, matmuls, keep_gathered, tokens, seed)
+    builder = _Builder(model, grid, precision, overlap, matmuls, keep_gathered, tokens, seed)
     # All that can fail comes first, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     buffers = builder.buffers()
