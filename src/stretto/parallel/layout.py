@@ -78,7 +78,7 @@ class Layout:
                 local += length
             pieces.append(of_dim)
         return [
-            Box(*(tuple(column) for column in zip(*corner, strict=True)))
+            Box(*(tuple(piece[part] for piece in corner) for part in range(3)))  # of no dims, one of no offsets
             for corner in product(*pieces)
             if all(length > 0 for _, _, length in corner)
         ]

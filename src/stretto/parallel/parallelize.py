@@ -30,6 +30,7 @@ from stretto.parallel.overlap import GatherAhead, Overlap, in_backward
 from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
 from stretto.parallel.pushed import PushedGather, can_push, make_ring
+from stretto.parallel.replicated_modules import CUT, keep_whole
 from stretto.parallel.sequence import TokenShards
 from stretto.parallel.sharded_module import refuse_copies
 from stretto.parallel.validation import check_takes_sharded_sequence, is_conv1d, validate_plan
@@ -85,6 +86,8 @@ def parallelize(
     validate_plan(model, plan, grid.sizes)
     if shard_sequence:
         check_takes_sharded_sequence(model)
+        if plan.replicated:
+            raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     _check_ranks_agree(model, plan, grid)
     if isinstance(overlap, bool):
         overlap = Overlap() if overlap else Overlap.none()
@@ -93,10 +96,14 @@ def parallelize(
     builder = _Builder(model, grid, precision, overlap, matmuls, keep_gathered, tokens, seed)
     # All that can fail comes first, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
+    replicated = builder.build_replicated(plan)
     buffers = builder.buffers()
     attributes = _local_attributes(model, plan, grid)
     for name, module in built.items():
         _replace(model, name, module)
+    for part in plan.replicated:
+        parameters = {name: replicated[name] for name in part.parameters}
+        keep_whole(model, part, parameters, precision=precision, gradients=builder.gradient_sum)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
     _install_loss(model, plan, grid, sharded_loss)
@@ -177,6 +184,16 @@ class _Builder:
             if role.role != "loss" and id(original) not in made:
                 made[id(original)] = self._build(name, original, role).train(original.training)
         return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
+
+    def build_replicated(self, plan: Plan) -> dict[str, nn.Parameter]:
+        """What takes the place of each parameter that every rank has whole, by its name."""
+        made: dict[str, nn.Parameter] = {}
+        for name in (name for part in plan.replicated for name in part.parameters):
+            owner_name, _, key = name.rpartition(".")
+            owner = self.model.get_submodule(owner_name)
+            source = self._initializer.real(owner_name, owner)
+            made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), CUT)
+        return made
 
     def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         match role.role:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,6 +1,6 @@
 """What the modules that `parallelize` puts in have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -36,23 +36,37 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any, **options: Any
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise ValueError(
-                f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.')}, which is sharded: "
-                "leave assign out, and their values are copied"
-            )
-        own = {f"{prefix}{name}": parameter for name, parameter in self.named_parameters(recurse=False)}
-        whole = {
-            key: shard_like(state_dict[key], parameter)
-            for key, parameter in own.items()
-            if _is_whole(state_dict.get(key), parameter)
-        }
+        whole = whole_as_shards(state_dict, prefix, local_metadata, self._parameters)
         if whole:
             state_dict = {**state_dict, **whole}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
 
     def __getstate__(self) -> Any:
         _refuse_copy()
+
+
+def whole_as_shards(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter | None],
+) -> dict[str, Tensor]:
+    """This rank's parts of what a state dict has whole, for some of a module's own parameters.
+
+    Raises ValueError where `load_state_dict` was told to assign.
+    """
+    if local_metadata.get("assign_to_params_buffers"):
+        whose = prefix.rstrip(".") or "the model"
+        raise ValueError(
+            f"load_state_dict(assign=True) would replace the parameters of {whose}, which is sharded: "
+            "leave assign out, and their values are copied"
+        )
+    own = {f"{prefix}{name}": parameter for name, parameter in parameters.items() if parameter is not None}
+    return {
+        key: shard_like(state_dict[key], parameter)
+        for key, parameter in own.items()
+        if _is_whole(state_dict.get(key), parameter)
+    }
 
 
 def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
