@@ -1,8 +1,11 @@
 """A parallelized model under the other ways of asking autograd for gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, parallelize
@@ -84,3 +87,28 @@ def gradient_penalty(sizes: Sizes) -> str:
 
 def test_gradients_of_gradients_are_refused_for_parts_of_them_would_be_missing(ranks):
     assert all(said.count("differentiate twice") == 2 for said in ranks(4).run(gradient_penalty, (1, 2, 2, 1)))
+
+
+def keep_products(context: object, operator: object, *args: object, **options: object) -> CheckpointPolicy:
+    is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selectively_checkpointed(sizes: Sizes, shards_sequence: bool) -> float:
+    """How far gradients are from those without checkpointing, where blocks keep their products only."""
+    grid = on_grid(sizes)
+    tokens = torch.arange(16).view(2, 8) % 23
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = parallelize(gpt(), grid, shard_sequence=shards_sequence)
+        for block in model.blocks if is_checkpointed else []:
+            contexts = partial(create_selective_checkpoint_contexts, keep_products)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        model(tokens, tokens).backward()
+        gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
+    return max(float((ours - plain).abs().max()) for plain, ours in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("shards_sequence", [False, True])
+def test_blocks_may_keep_their_products_and_run_the_rest_again(ranks, shards_sequence):
+    assert max(ranks(4).run(selectively_checkpointed, (1, 2, 2, 1), shards_sequence)) < 1e-12

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.parallel.communication import all_reduce, gather_rows, scatter_rows
+from stretto.parallel.communication import all_reduce, gather_rows, own, scatter_rows
 from stretto.parallel.gradients import is_asked_for
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class GatheringLinear(torch.autograd.Function):
             y, gathered = _gather_and_multiply(x, matrix, plan.input_group, overlaps=plan.hides_all_reduce)
         else:
             y = gathered @ matrix.t()
-        all_reduce(y, plan.output_group)
+        y = all_reduce(own(y), plan.output_group)
         if bias is not None:
             y += bias
         ctx.plan, ctx.parameter, ctx.has_bias, ctx.version = (
