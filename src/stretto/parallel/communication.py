@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # torch 2.13 renamed these two, and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,6 +35,14 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
+
+
+def own(product: Tensor) -> Tensor:
+    """A product that may be written over: a copy where a dispatch mode is on, which may have kept the product.
+
+    Selective activation checkpointing does, and gives it back when the block is run again, to be summed again.
+    """
+    return product if _get_current_dispatch_mode() is None else product.clone()
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:

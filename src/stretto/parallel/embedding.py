@@ -5,10 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce
-from stretto.parallel.gradients import GradientSum
+from stretto.parallel.gradients import GradientSum, is_asked_for
 from stretto.parallel.layout import local
 from stretto.parallel.linear import WeightShard
 from stretto.parallel.precision import Precision
@@ -41,7 +42,10 @@ class _VocabularyLookup(torch.autograd.Function):
         return all_reduce(found, group) if tokens is None else tokens.scatter_sum(found)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not is_asked_for(ctx, 1):
+            return (None,) * 7
         ids, is_elsewhere = ctx.saved_tensors
         weight: WeightShard = ctx.weight
         if ctx.tokens is not None:

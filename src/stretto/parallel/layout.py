@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -77,7 +78,7 @@ class Layout:
                 local += length
             pieces.append(of_dim)
         return [
-            Box(*(tuple(column) for column in zip(*corner, strict=True)))
+            Box(*(tuple(piece[part] for piece in corner) for part in range(3)))  # of no dims, one of no offsets
             for corner in product(*pieces)
             if all(length > 0 for _, _, length in corner)
         ]
@@ -185,8 +186,7 @@ def gather(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         return tensor.full_tensor().detach()
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     axes = mesh.mesh_dim_names or ()
-    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
-    coordinates = dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
+    sizes, coordinates = _place(mesh)
     whole = local.new_zeros(layout.shape)
     cut = {split.axis for split in layout.splits}
     if all(coordinates[axis] == 0 for axis in AXES if axis not in cut):  # one replica of each number
@@ -196,6 +196,27 @@ def gather(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         if sizes[axis] > 1:
             dist.all_reduce(whole, group=mesh.get_group(axis))
     return whole
+
+
+def shard_like(whole: Tensor, parameter: Tensor) -> DTensor:
+    """A whole tensor cut as a parameter that `parallelize` made, on its device. Every rank has the whole."""
+    assert isinstance(parameter, DTensor)
+    local = layout_of(parameter).shard(whole, *_place(parameter.device_mesh)).to(parameter.device)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _place(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
+    """The sizes of all axes of a mesh of parameters, and this rank's coordinates on them."""
+    axes = mesh.mesh_dim_names or ()
+    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
+    return sizes, dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
 
 
 def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

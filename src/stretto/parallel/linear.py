@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stretto.parallel.communication import Pending, all_reduce, start_all_reduce, start_gather_rows, start_scatter_rows
-from stretto.parallel.gradients import GradientSum
+from stretto.parallel.communication import (
+    Pending,
+    all_reduce,
+    own,
+    start_all_reduce,
+    start_gather_rows,
+    start_scatter_rows,
+)
+from stretto.parallel.gradients import GradientSum, is_asked_for
 from stretto.parallel.layout import local
 from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.overlap import GatherAhead, Version, version_of
@@ -124,7 +132,8 @@ class LinearPlan:
         rows, (inputs, columns) = x.flatten(0, -2), matrix.shape
         num_bytes = rows.shape[0] * columns * x.element_size()
         if self.output_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
-            return all_reduce(self.multiply("output", x, matrix), self.output_group)
+            product = self.multiply("output", x, matrix)
+            return product if self.output_group.size() == 1 else all_reduce(own(product), self.output_group)
         y = x.new_empty(rows.shape[0], columns)
         pending = []
         for some_rows, out in zip(rows.chunk(2), y.chunk(2), strict=True):
@@ -175,6 +184,7 @@ class _Linear3D(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
         x, weight = ctx.saved_tensors
@@ -186,7 +196,7 @@ class _Linear3D(torch.autograd.Function):
             if not plan.hides_all_reduce:
                 pending.wait()
         rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
+        if is_asked_for(ctx, 1):
             plan.deliver_gradient(ctx.parameter, columns, rows)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)

@@ -5,16 +5,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.parallel.communication import all_reduce, gather_rows
 from stretto.parallel.embedding import check_ids
+from stretto.parallel.gradients import is_asked_for
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.linear import LinearPlan, ParallelLinear
+from stretto.parallel.loss_kinds import IGNORED_TARGET
 from stretto.parallel.norm import statistics_dtype
 
-IGNORED_TARGET = -100
 # Logits of one slice of tokens, in elements: 256 MiB in fp32. Larger slices gain no speed, they only take memory.
 SLICE_ELEMENTS = 2**26
 # GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
@@ -59,6 +61,7 @@ class _GatherFeatures(torch.autograd.Function):
         return gather_rows(logits.movedim(-1, 0).contiguous(), vocab, group).movedim(0, -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient[..., ctx.part].contiguous(), None, None, None
 
@@ -75,6 +78,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: Tensor,
         scale: Tensor,
         head: ParallelHead,
+        is_recorded: bool,
     ) -> Tensor:
         plan = head.plan
         weight = plan.shard.gather(parameter)
@@ -82,10 +86,12 @@ class _HeadLoss(torch.autograd.Function):
         weight = F.pad(weight, (0, 0, 0, -rows % ROW_MULTIPLE))
         exact = statistics_dtype(hidden)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        needs_gradient = any(ctx.needs_input_grad)
+        needs_gradient = is_recorded and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=hidden.device) if needs_gradient else None
-        grad_bias = torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None else None
+        grad_bias = (
+            torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
+        )
         # Ranks that share these tokens must cut alike, whatever their part of the vocabulary.
         widest = -(-head.vocab // head.grid.size("x"))
         length = max(1, SLICE_ELEMENTS // max(widest, 1))
@@ -113,12 +119,13 @@ class _HeadLoss(torch.autograd.Function):
         return total * scale
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         hidden = grad_hidden * gradient.to(grad_hidden.dtype)
-        if ctx.needs_input_grad[1]:
+        if is_asked_for(ctx, 1):
             ctx.plan.shard.deliver(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
-        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None
+        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -161,6 +168,19 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     return _SumOverBatch.apply(total / all_reduce(counts, grid.group("batch")), grid.group("batch"))
 
 
+def is_mean_over_batch(loss: Tensor) -> bool:
+    """Whether `mean_over_batch` has made the loss, or a term of it."""
+    seen, waiting = set(), [loss.grad_fn]
+    for node in waiting:  # breadth first: it is among the last things that were done
+        if node is None or node in seen:
+            continue
+        if node.name() == "_SumOverBatchBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
+
+
 class ParallelLoss(nn.Module):
     """Cross-entropy of the head's logits over the global batch: one mean over all valid targets, whatever the grid.
 
@@ -198,5 +218,6 @@ class ParallelLoss(nn.Module):
             hidden = head.plan.tokens.gather(hidden)
         scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
         bias = None if head.bias is None else local(head.bias)
-        part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head)
+        # A Function's own flags say that gradients are needed under no_grad too.
+        part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head, torch.is_grad_enabled())
         return _SumOverBatch.apply(part, batch)

@@ -21,7 +21,7 @@ from stretto.parallel.gradients import GradientSum
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Layout, Split, layout_of, shard_parameter
 from stretto.parallel.linear import LinearPlan, ParallelLinear, WeightShard
-from stretto.parallel.loss import ParallelHead, ParallelLoss
+from stretto.parallel.loss import ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.matmul import MatmulTuner
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.norm import ParallelNorm
@@ -30,6 +30,7 @@ from stretto.parallel.overlap import GatherAhead, Overlap, in_backward
 from stretto.parallel.plan import Plan, Role, read_plan
 from stretto.parallel.precision import Precision
 from stretto.parallel.pushed import PushedGather, can_push, make_ring
+from stretto.parallel.replicated_modules import CUT, keep_whole
 from stretto.parallel.sequence import TokenShards
 from stretto.parallel.sharded_module import refuse_copies
 from stretto.parallel.validation import check_takes_sharded_sequence, is_conv1d, validate_plan
@@ -78,22 +79,31 @@ def parallelize(
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
     hold different weights; the model is then as it was.
     """
+    if hasattr(model, "gradient_sum"):
+        raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
+    precision = Precision(dtype, reduce_dtype)
     plan = read_plan(model, roles, local_attributes)
     validate_plan(model, plan, grid.sizes)
     if shard_sequence:
         check_takes_sharded_sequence(model)
+        if plan.replicated:
+            raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     _check_ranks_agree(model, plan, grid)
     if isinstance(overlap, bool):
         overlap = Overlap() if overlap else Overlap.none()
     matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
     tokens = TokenShards(grid.group("x")) if shard_sequence and grid.size("x") > 1 else None
-    builder = _Builder(model, grid, Precision(dtype, reduce_dtype), overlap, matmuls, keep_gathered, tokens, seed)
+    builder = _Builder(model, grid, precision, overlap, matmuls, keep_gathered, tokens, seed)
     # All that can fail comes first, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
+    replicated = builder.build_replicated(plan)
     buffers = builder.buffers()
     attributes = _local_attributes(model, plan, grid)
     for name, module in built.items():
         _replace(model, name, module)
+    for part in plan.replicated:
+        parameters = {name: replicated[name] for name in part.parameters}
+        keep_whole(model, part, parameters, precision=precision, gradients=builder.gradient_sum)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
     _install_loss(model, plan, grid, sharded_loss)
@@ -174,6 +184,16 @@ class _Builder:
             if role.role != "loss" and id(original) not in made:
                 made[id(original)] = self._build(name, original, role).train(original.training)
         return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
+
+    def build_replicated(self, plan: Plan) -> dict[str, nn.Parameter]:
+        """What takes the place of each parameter that every rank has whole, by its name."""
+        made: dict[str, nn.Parameter] = {}
+        for name in (name for part in plan.replicated for name in part.parameters):
+            owner_name, _, key = name.rpartition(".")
+            owner = self.model.get_submodule(owner_name)
+            source = self._initializer.real(owner_name, owner)
+            made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), CUT)
+        return made
 
     def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         match role.role:
@@ -325,6 +345,7 @@ def _begin_forward(model: nn.Module, gather_ahead: GatherAhead, gradient_sum: Gr
                 f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
                 "together: add it before, or copy the new values into the parameter that was there"
             )
+        gradient_sum.refuse_hook(name, parameter)
     if not in_backward():
         gather_ahead.begin_forward()
         gradient_sum.drop_failed_passes()
@@ -367,8 +388,10 @@ def _install_loss(model: nn.Module, plan: Plan, grid: Grid, is_sharded: bool) ->
             _refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         _replace(model, names[0], loss)
-    else:
-        return  # the model has no loss of its own: its head returns whole logits
+    else:  # what the model returns, if that is no loss, is whole
+        if grid.size("batch") > 1:
+            model.register_forward_hook(_refuse_means_of_one_rank)
+        return
     signature = inspect.signature(model.forward)
     target = next((name for name in _TARGETS if name in signature.parameters), None)
     if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
@@ -411,6 +434,20 @@ def _refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> N
             raise ValueError(huggingface.refusal_of_loss(model))
 
     model.register_forward_hook(after)
+
+
+@torch.compiler.disable
+def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise ValueError if a model returns a loss that its own code has computed from this rank's rows."""
+    found = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+    for item in found:
+        if isinstance(item, Tensor) and not item.dim() and item.requires_grad and not is_mean_over_batch(item):
+            raise ValueError(
+                f"{type(model).__name__} has computed a loss in its own code, from this rank's rows alone, where ranks "
+                "have parts of the batch: gradients are summed over them, so it would be too large. Use "
+                "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
+                "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
+            )
 
 
 def _check_ranks_agree(model: nn.Module, plan: Plan, grid: Grid) -> None:

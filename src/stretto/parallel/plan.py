@@ -1,7 +1,7 @@
 """Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -21,6 +21,7 @@ KINDS = {
     "loss": "called with the head's logits, the targets and their number: becomes the sharded cross-entropy",
     "dropout": "dropout of hidden activations (features over y)",
     "inner_dropout": "dropout between a normal and a swapped linear (features over x)",
+    "replicated": "any module, or parameter of a module's own, between blocks, that every rank has whole (y=1)",
 }
 
 
@@ -64,11 +65,21 @@ class Role:
 
 
 @dataclass(frozen=True)
+class Replicated:
+    """Parameters, by name, that every rank has whole: all of the submodule `whose`, or some that are its own."""
+
+    whose: str
+    parameters: tuple[str, ...]
+    is_module: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """A model's submodules by name with their roles, and the integer attributes that count what a rank holds."""
 
     roles: dict[str, Role]
     local_attributes: dict[str, str]
+    replicated: tuple["Replicated", ...] = ()
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
@@ -86,8 +97,11 @@ def read_plan(
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Role] = {}
+    own_parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern, value in (roles or {}).items():
         names = _matching(pattern, modules)
+        if not names and Role.parse(value).role == "replicated":
+            names = _matching(pattern, own_parameters)
         if not names:
             near = get_close_matches(pattern, list(modules), n=1, cutoff=0.0)
             raise ValueError(f"no submodule is named {pattern!r}; the nearest name is {near[0]!r}")
@@ -105,8 +119,35 @@ def read_plan(
         if not names and pattern in (local_attributes or {}):
             raise ValueError(f"no submodule has the attribute {pattern!r}")
         attributes.update(dict.fromkeys(names, axis))
-    _refuse_unknown(model, found)
-    return Plan({name: found[name] for name in modules if name in found}, attributes)
+    replicated = {name for name, role in found.items() if role.role == "replicated"}
+    found = {name: role for name, role in found.items() if name not in replicated}
+    parts = _replicated_parts(replicated, modules, own_parameters, found)
+    _refuse_unknown(model, found, replicated)
+    return Plan({name: found[name] for name in modules if name in found}, attributes, parts)
+
+
+def _replicated_parts(
+    replicated: Collection[str],
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    found: Mapping[str, Role],
+) -> tuple[Replicated, ...]:
+    """What is in a replicated module, but for submodules with a role of their own, and parameters named themselves."""
+    parts: dict[tuple[str, bool], list[str]] = {}
+    for name in parameters:
+        owner = name.rpartition(".")[0]
+        whose = next((part for part in _from_inside(owner) if part in replicated and part in modules), None)
+        if owner not in found and whose is not None:
+            parts.setdefault((whose, True), []).append(name)
+        elif name in replicated:
+            parts.setdefault((owner, False), []).append(name)
+    return tuple(Replicated(whose, tuple(names), is_module) for (whose, is_module), names in parts.items())
+
+
+def _from_inside(name: str) -> list[str]:
+    """A dotted name and those that it is in: a.b.c, a.b, a, and the whole's, which is empty."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
@@ -116,17 +157,20 @@ def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, An
     return huggingface.plan_of(model, known)
 
 
-def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return [name for name in names if expression.fullmatch(name)]
 
 
-def _refuse_unknown(model: nn.Module, found: Mapping[str, Role]) -> None:
+def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Collection[str]) -> None:
     unknown = []
     for name, module in model.named_modules(remove_duplicate=False):
-        owns = any(True for _ in module.parameters(recurse=False))
+        is_whole = any(part in replicated for part in _from_inside(name))
+        names = [f"{name}.{key}".removeprefix(".") for key, _ in module.named_parameters(recurse=False)]
+        owns = not is_whole and any(own not in replicated for own in names)
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        normalizes = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        normalizes = looks_like_norm and not is_whole and not names
         if (owns or drops or normalizes) and name not in found:
             unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
     if unknown:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Implementation = Literal["auto", "kernel", "library"]
@@ -154,6 +155,7 @@ class _HandOut(torch.autograd.Function):
         return torch.cat([part.view(batch, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         world, batch = ctx.group.size(), len(gradient)

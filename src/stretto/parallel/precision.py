@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a parallelized module works.
+    """In which dtypes a parallelized module works. ValueError for one that is none of DTYPES.
 
     `compute` is the dtype of activations and of weights on the wire (None: the parameter's own); `reduce` that of
     weight gradients on the wire (None: as computed). Parameters and their accumulated gradients keep their own dtype.
@@ -16,6 +18,12 @@ class Precision:
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("dtype", self.compute), ("reduce_dtype", self.reduce)):
+            if dtype is not None and dtype not in DTYPES:
+                known = ", ".join(map(str, DTYPES))
+                raise ValueError(f"{name} is {dtype!r}, but must be one of {known} (None: as the parameters are)")
 
     def cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.compute is None else tensor.to(self.compute)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from stretto.parallel.communication import all_reduce, gather_rows, scatter_rows
+from stretto.parallel.communication import all_reduce, gather_rows, own, scatter_rows
+from stretto.parallel.gradients import is_asked_for
 
 if TYPE_CHECKING:
     from stretto.parallel.linear import LinearPlan
@@ -78,6 +80,7 @@ class _GatherTokens(torch.autograd.Function):
         return gather_rows(part, part.shape[0] * group.size(), group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient[ctx.here], None
 
@@ -91,11 +94,12 @@ class GatheringLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         weight = plan.shard.gather(parameter)
         matrix = weight.t() if plan.is_transposed else weight
+        ctx.took_gathered = gathered is not None
         if gathered is None:
             y, gathered = _gather_and_multiply(x, matrix, plan.input_group, overlaps=plan.hides_all_reduce)
         else:
             y = gathered @ matrix.t()
-        all_reduce(y, plan.output_group)
+        y = all_reduce(own(y), plan.output_group)
         if bias is not None:
             y += bias
         ctx.plan, ctx.parameter, ctx.has_bias, ctx.version = (
@@ -109,6 +113,7 @@ class GatheringLinear(torch.autograd.Function):
         return y, gathered
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         plan, (gathered, weight) = ctx.plan, ctx.saved_tensors
         gradient = gradient.contiguous()
@@ -117,7 +122,7 @@ class GatheringLinear(torch.autograd.Function):
             weight = plan.weight_for_backward(weight, ctx.parameter, ctx.version)
             across = weight if plan.is_transposed else weight.t()  # [k, n]
             grad_x = _multiply_and_scatter(gradient, across, plan.input_group, overlaps=plan.hides_all_reduce)
-        if ctx.needs_input_grad[2]:
+        if is_asked_for(ctx, 2 if ctx.took_gathered else 1):
             plan.deliver_gradient(ctx.parameter, gathered, gradient)
         grad_bias = gradient.sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
         return grad_x, None, None, grad_bias, None
@@ -143,19 +148,21 @@ class ScatteringLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan, (x, weight) = ctx.plan, ctx.saved_tensors
         gradient = gradient.contiguous()
         grad_bias = gradient.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None  # of these tokens
+        wants_weight = is_asked_for(ctx, 1)
         grad_x = None
         if ctx.needs_input_grad[0]:
             weight = plan.weight_for_backward(weight, ctx.parameter, ctx.version)
             across = weight if plan.is_transposed else weight.t()  # [k, n]
             grad_x, gradient = _gather_and_multiply(gradient, across, plan.output_group, overlaps=plan.hides_all_reduce)
             all_reduce(grad_x, plan.input_group)
-        elif ctx.needs_input_grad[1]:
+        elif wants_weight:
             gradient = gather_rows(gradient, gradient.shape[0] * plan.output_group.size(), plan.output_group)
-        if ctx.needs_input_grad[1]:
+        if wants_weight:
             plan.deliver_gradient(ctx.parameter, x, gradient)
         return grad_x, None, grad_bias, None
 

@@ -1,20 +1,22 @@
 """What the modules that `parallelize` puts in have in common."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stretto.parallel.gradients import GradientSum
-from stretto.parallel.layout import layout_of, note_layout
+from stretto.parallel.layout import layout_of, note_layout, shard_like
 
 
 class ShardedModule(nn.Module):
     """A module whose parameters are shards on a grid.
 
-    Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused with a
-    ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
+    `load_state_dict` takes the model's own state dict, and a plain model's, of whose whole tensors each rank keeps its
+    part. Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused
+    with a ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
     """
 
     def __init__(self, gradients: GradientSum | None = None) -> None:
@@ -34,15 +36,42 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any, **options: Any
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise ValueError(
-                f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.')}, which is sharded: "
-                "leave assign out, and their values are copied"
-            )
+        whole = whole_as_shards(state_dict, prefix, local_metadata, self._parameters)
+        if whole:
+            state_dict = {**state_dict, **whole}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
 
     def __getstate__(self) -> Any:
         _refuse_copy()
+
+
+def whole_as_shards(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter | None],
+) -> dict[str, Tensor]:
+    """This rank's parts of what a state dict has whole, for some of a module's own parameters.
+
+    Raises ValueError where `load_state_dict` was told to assign.
+    """
+    if local_metadata.get("assign_to_params_buffers"):
+        whose = prefix.rstrip(".") or "the model"
+        raise ValueError(
+            f"load_state_dict(assign=True) would replace the parameters of {whose}, which is sharded: "
+            "leave assign out, and their values are copied"
+        )
+    own = {f"{prefix}{name}": parameter for name, parameter in parameters.items() if parameter is not None}
+    return {
+        key: shard_like(state_dict[key], parameter)
+        for key, parameter in own.items()
+        if _is_whole(state_dict.get(key), parameter)
+    }
+
+
+def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
+    """Whether this is what an unparallelized model's state dict has for a parameter."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
 
 
 def refuse_copies(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from stretto.parallel import huggingface
 from stretto.parallel.cuts import cut_of
 from stretto.parallel.grid import check_sizes
+from stretto.parallel.loss_kinds import check_loss
 from stretto.parallel.norm_kinds import norm_kind
 from stretto.parallel.plan import Plan, Role
 
@@ -41,6 +42,8 @@ def validate_plan(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Non
     for name, role in plan.roles.items():
         _check_module(name, modules[name], role, sizes, hidden)
     _check_shared(modules, plan, sizes)
+    _check_replicated(model, modules, plan, sizes)
+    _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
     if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
         huggingface.refuse_alibi(model)
@@ -114,6 +117,45 @@ def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
                     "differently, for Stretto replaces nn.Dropout modules only. Set it to 0.0 (Hugging Face: in the "
                     "config), or make it an nn.Dropout with a role"
                 )
+
+
+def _check_replicated(model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, sizes: Mapping[str, int]) -> None:
+    """What every rank has whole takes all features, is tied to nothing that is cut, and knows its own rows only."""
+    of_cut = {
+        id(parameter): f"{name}.{part}"
+        for name, role in plan.roles.items()
+        if role.role != "loss"
+        for part, parameter in modules[name].named_parameters(recurse=False)
+    }
+    for part in plan.replicated:
+        if sizes["y"] > 1:
+            named = (part.whose or "the model") if part.is_module else part.parameters[0]
+            raise ValueError(
+                f"{named} has the role 'replicated': every rank has all of its features, but y={sizes['y']} splits "
+                "hidden ones. Choose y=1"
+            )
+        for name in part.parameters:
+            if (other := of_cut.get(id(model.get_parameter(name)))) is not None:
+                raise ValueError(f"{name} and {other} are one parameter, and only the first is replicated")
+        batch_norms = [m for m in modules[part.whose].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if batch_norms and part.is_module and sizes["data"] * sizes["z"] > 1:
+            raise ValueError(
+                f"{part.whose} has a {type(batch_norms[0]).__name__}, which would take its statistics from one rank's "
+                "rows: choose data=1 and z=1, or another norm"
+            )
+
+
+def _check_loss(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """A loss gets its logits from a head, and is one that the sharded cross-entropy can stand in for."""
+    for name in plan.named("loss"):
+        heads = plan.named("head")
+        if not heads:
+            raise ValueError(
+                f"{name} has the role 'loss', but no submodule has the role 'head': the sharded loss takes the head's "
+                "logits. Give that role too, or compute the loss with stretto.parallel.mean_over_batch"
+            )
+        head: Any = modules[heads[0]]
+        check_loss(modules[name], name, head.weight.shape[1 if is_conv1d(head) else 0])
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: Plan, sizes: Mapping[str, int]) -> None:

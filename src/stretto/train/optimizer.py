@@ -41,11 +41,16 @@ class ShardOptimizer:
     def step(self, lr: float | Tensor, scale: Tensor | None = None) -> None:
         """Update the parameters by their gradients times `scale`, at learning rate `lr`, and drop the gradients.
 
-        Both may be 0-dim tensors on the parameters' device.
+        Both may be 0-dim tensors on the parameters' device. ValueError if the model was converted since.
         """
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
+            if self._shards[name].data_ptr() != local_shard(parameter).data_ptr():
+                raise ValueError(
+                    f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
+                    "update the old numbers: make the optimizer afterwards"
+                )
             self._shards[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
         if isinstance(self.inner, AdamW):
             self.inner.step(scale=scale)

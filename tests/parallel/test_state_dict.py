@@ -1,0 +1,68 @@
+"""State dicts of a parallelized model: its own, and that of the model that it was."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel import Grid, gather, parallelize
+from tests.parallel.training import Sizes
+
+
+class Fused(nn.Module):
+    """Every way in which a parameter is cut: vocabularies that x does not divide, fused segments, swapped, tied."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.lookup, self.places = nn.Embedding(13, 8), nn.Embedding(5, 8)
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.lookup.weight
+        self.register_buffer("scale", torch.randn(3))
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(self.lookup(tokens) + self.places(tokens % 5))).chunk(3, -1)
+        return self.head(self.out(q * k + v))
+
+
+ROLES = {
+    "lookup": "embedding",
+    "places": "positions",
+    "qkv": {"role": "normal", "segments": 3},
+    "out": "swapped",
+    "norm": "norm",
+    "head": "head",
+}
+
+
+def loaded(sizes: Sizes) -> tuple[bool, bool, list[str]]:
+    """Whether a plain model's state dict, and its own, arrive whole; and what is said to one of another shape."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    plain, model = Fused(1), parallelize(Fused(2), grid, roles=ROLES)
+
+    def is_equal() -> bool:
+        named = dict(plain.named_parameters())
+        return torch.equal(model.scale, plain.scale) and all(
+            torch.equal(gather(parameter), named[name]) for name, parameter in model.named_parameters()
+        )
+
+    model.load_state_dict(plain.state_dict())
+    from_plain = is_equal()
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(Fused(3).state_dict())
+    model.load_state_dict(own)
+    messages = []
+    for value in (torch.zeros(13, 7), torch.zeros(7, 4)):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(plain.state_dict() | {"lookup.weight": value})
+        messages.append(str(caught.value))
+    return from_plain, is_equal(), messages
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)], ids=str)
+def test_a_plain_models_state_dict_is_loaded_part_by_part(ranks, sizes):
+    for from_plain, from_own, messages in ranks(4).run(loaded, sizes):
+        assert from_plain
+        assert from_own
+        assert all("size mismatch for lookup.weight" in message for message in messages)
