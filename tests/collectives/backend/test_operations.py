@@ -58,6 +58,27 @@ def test_schedules_give_gloos_results_for_every_operation(ranks, count, in_place
     ranks(count).run(compare_all, in_place)
 
 
+def wait_by_a_barrier():
+    """As with gloo, what was begun before a barrier has ended when the barrier has."""
+    group = dist.new_group(backend="stretto")
+    operations.install_all(group)
+    for barrier in (lambda: dist.barrier(group), lambda: dist.barrier(group, async_op=True).wait()):
+        tensors = [torch.full((50_000,), number, dtype=torch.int32) for number in range(10)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group, async_op=True)
+        barrier()
+        assert [tensor.unique().tolist() for tensor in tensors] == [[2 * number] for number in range(10)]
+    began = torch.ones(3)
+    barrier_work = dist.barrier(group, async_op=True)
+    dist.all_reduce(began, group=group)  # a barrier that nobody waits for is in nobody's way
+    assert began.tolist() == [2.0] * 3
+    assert barrier_work.wait()
+
+
+def test_a_barrier_waits_for_the_schedules_that_were_begun_before(ranks):
+    ranks(2).run(wait_by_a_barrier)
+
+
 def hand_everything_on():
     """Without a schedule, and with those for other sizes, dtypes and reductions: gloo runs it, and says so."""
     group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")

@@ -92,6 +92,23 @@ class HostRunner:
         self._worker.submit(job)
         return work
 
+    def after_schedules(self, barrier: "Work") -> "Work":
+        """See `Runner`. The barrier was begun by the caller, so that gloo's calls keep their order on all ranks."""
+        if not self._worker.has_begun:
+            return barrier
+        work = make_work(self._member.rank, "barrier", ())
+
+        def job() -> None:
+            try:
+                barrier.wait()
+            except BaseException as error:  # noqa: BLE001  (as above)
+                work.fail(error)
+            else:
+                work.succeed()
+
+        self._worker.submit(job)
+        return work
+
     def start_best(self, call: Call) -> None:
         """See `Runner`. On a CPU gloo is faster than any schedule here."""
 

@@ -176,7 +176,9 @@ class PythonBackend(Backend):
             opts.device_ids or (opts.device is not None and opts.device.type == "cuda")
         )
         self._ask("barrier", (), (), note="cuda" if on_gpu else "")
-        return (self._cuda if on_gpu else self._cpu).barrier(opts)
+        if on_gpu:
+            return self._cuda.barrier(opts)
+        return self.dispatch.after_schedules(self._cpu.barrier(opts))  # type: ignore[attr-defined]
 
     def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:
         """See c10d."""

@@ -218,7 +218,8 @@ class StrettoBackend : public Backend {
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
     ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
-    return inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
+    auto work = inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
+    return on_gpu ? work : after_schedules(work);
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
@@ -407,6 +408,12 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Backend> cpu_;
   intrusive_ptr<Backend> cuda_;
+  // gloo's barrier ends when the calls that it was given before have ended, and knows nothing of schedules.
+  intrusive_ptr<Work> after_schedules(const intrusive_ptr<Work>& barrier) {
+    py::gil_scoped_acquire gil;
+    return dispatch_.get().attr("after_schedules")(barrier).cast<intrusive_ptr<Work>>();
+  }
+
   Kept dispatch_;
   Kept split_;
   intrusive_ptr<StrettoOptions> options_;
