@@ -94,6 +94,21 @@ def stay_away():
             dist.all_reduce(torch.ones(4), group=group)
         assert 0.9 < time.monotonic() - started < 5
         with pytest.raises(RuntimeError, match=r"no schedule runs in this group any more.*waits for rank 1"):
+def bring_no_room():
+    """Rank 0's output has one place for all its elements. No rank's output is touched, and the group goes on."""
+    group = dist.new_group(backend="stretto")
+    install(ring(), group)
+    whole = torch.ones(1 if dist.get_rank() == 0 else 4)
+    with pytest.raises(ValueError, match=r"rank 0 cannot run its part .*shape \[4\] and strides \[0\].*contiguous"):
+        dist.all_reduce(whole.expand(4), group=group)
+    assert whole.unique().tolist() == [1.0]
+    dist.all_reduce(whole.expand(4).contiguous(), group=group)
+
+
+def test_an_output_whose_elements_share_memory_is_refused_by_all_ranks(ranks):
+    ranks(2).run(bring_no_room)
+
+
             dist.all_reduce(torch.ones(4), group=group)
     dist.barrier()
     if dist.get_rank() == 1:

@@ -17,7 +17,7 @@ from stretto.collectives.backend.agreement import Agreement, DisagreementError
 from stretto.collectives.backend.calls import Call
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
-from stretto.collectives.backend.staging import run_staged, runs_in_place
+from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
 from stretto.collectives.backend.worker import Worker
 from stretto.collectives.executor.host import Patience
 from stretto.collectives.executor.layout import Buffers
@@ -174,6 +174,7 @@ class HostRunner:
         try:
             plan, same = self._find_plan(prepared, call, elements, in_place)
             description = ours | same
+            require_room(call)
         except ValueError as error:
             description = ours | {"refused": str(error)}
         self._meet(call, description)
