@@ -233,3 +233,6 @@ def promise_even_sizes():
 
 def test_sizes_that_are_not_equal_against_a_promise_raise_on_all_ranks(ranks):
     ranks(2).run(promise_even_sizes)
+    parts = [torch.ones(size) for size in (sizes if dist.get_rank() == 0 else [2, 2])]
+    with pytest.raises(ValueError, match=r"rank 0 cannot run its part of alltoall of .* even_sizes=True"):
+        dist.all_to_all([torch.empty_like(part) for part in parts], parts, group)

@@ -145,6 +145,19 @@ def test_averages_and_strided_tensors_run_by_schedules(ranks):
     ranks(3).run(average_and_stride)
 
 
+def exchange_lists(in_place):
+    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    operations.install_all(group, in_place, even_sizes=True)
+    for n in (0, 1, 5, 1001):
+        ran_as = compare(operations.all_to_all, torch.float32, n, group, reference)
+        assert ran_as == {("alltoall", "schedule direct-all-to-all"): 1}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_schedule_exchanges_lists_of_tensors_that_are_promised_to_be_even(ranks, in_place):
+    ranks(3).run(exchange_lists, in_place)
+
+
 def infer():
     """Inference tensors, which no other thread may write into, outside of inference mode."""
     group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")

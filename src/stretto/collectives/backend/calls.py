@@ -19,6 +19,7 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced": "reducescatter",
     "alltoall_base": "alltoall",
 }
+    "alltoall": "alltoall",
 """The operations of c10d that a schedule can run, each with its collective's name in schedules."""
 _PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
 # Several tensors are those of a rank's devices to c10d: an all-reduce adds them up too, a broadcast fills all alike.
@@ -50,8 +51,8 @@ class Call:
     operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
     "avg", "prod", "min", "max", "another", or "" for an operation that adds nothing; root: a rank of the group;
     timeout: in seconds; note: "coalescing" (it is one of several that NCCL is to begin at once), "even sizes" or
-    "uneven sizes" (of an all-to-all that is given the sizes of its parts), "cuda" (where no tensor shows it), "root
-    tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
+    "uneven sizes" (of an all-to-all that is given the sizes of its parts, or a list of them), "cuda" (where no tensor
+    shows it), "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
     """
 
     operation: str
@@ -151,6 +152,11 @@ def _find_obstacle_in_lists(call: Call, ranks: int) -> str | None:
         return "its tensors' shapes differ"
     return None
 
+        case "alltoall" if call.note == "uneven sizes":
+            return None
+        case "alltoall":
+            given, taken = len(call.inputs), len(call.outputs)
+            return None if given == taken == ranks else "its lists have not one tensor for each rank"
 
 def _bytes_of(tensor: Tensor) -> int:
     """Of all its elements; of a sparse tensor, those of the dense one."""

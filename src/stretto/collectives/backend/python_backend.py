@@ -189,6 +189,12 @@ class PythonBackend(Backend):
 
     def _inners(self) -> list[Any]:
         return [inner for inner in (self._cpu, self._cuda) if inner is not None]
+    def alltoall(self, taken: list[Tensor], given: list[Tensor], opts: Any) -> Work:
+        """See c10d."""
+        is_even = all(len({tensor.numel() for tensor in tensors}) <= 1 for tensors in (taken, given))
+        work = self._ask("alltoall", taken, given, opts, "even sizes" if is_even else "uneven sizes")
+        return work or self._inner(given).alltoall(taken, given, opts)
+
 
     def _inner(self, tensors: Sequence[Tensor]) -> Any:
         device = tensors[0].device.type if tensors else "cpu"
@@ -254,6 +260,5 @@ for _name, _operation, _outputs, _inputs in (
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", _same, _same),
     ("gather", "gather", _first, _same),
     ("scatter", "scatter", _same, _first),
-    ("alltoall", "alltoall", _same, _same),
 ):
     _forward(_name, _operation, _outputs, _inputs)

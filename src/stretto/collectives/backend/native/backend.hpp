@@ -48,7 +48,7 @@ inline const char* name_of(const c10d::ReduceOp& reduction) {
 class StrettoBackend : public Backend {
  public:
   // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
-  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes), "cuda" (where no tensor shows it),
+  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes or lists), "cuda" (where no tensor shows it),
   // "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
   // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None where this is none.
   StrettoBackend(
@@ -170,6 +170,12 @@ class StrettoBackend : public Backend {
     return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
   }
 
+  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    const char* note = is_even(sizes_of(outputs)) && is_even(sizes_of(inputs)) ? "even sizes" : "uneven sizes";
+    auto work = ask("alltoall", outputs, inputs, "", 0, opts.timeout, note);
+    return work ? work : inner_of(inputs)->alltoall(outputs, inputs, opts);
+  }
+
   // ------------------------------------------------------------------------ calls that are handed on and counted
 
   intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -193,11 +199,6 @@ class StrettoBackend : public Backend {
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
     tell("scatter", outputs);
     return inner_of(outputs)->scatter(outputs, inputs, opts);
-  }
-
-  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
-    tell("alltoall", inputs);
-    return inner_of(inputs)->alltoall(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
@@ -342,6 +343,14 @@ class StrettoBackend : public Backend {
  private:
   static bool is_even(const std::vector<int64_t>& sizes) {
     return std::all_of(sizes.begin(), sizes.end(), [&sizes](int64_t size) { return size == sizes.front(); });
+  }
+
+  static std::vector<int64_t> sizes_of(const Tensors& tensors) {
+    std::vector<int64_t> sizes;
+    for (const auto& tensor : tensors) {
+      sizes.push_back(tensor.numel());
+    }
+    return sizes;
   }
 
   static const char* note_of_root(int64_t tensor) {
