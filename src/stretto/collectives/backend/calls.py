@@ -1,5 +1,6 @@
 """A call of the backend, as torch.distributed made it, and what a schedule can make of it."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ COLLECTIVES = {
     "_reduce_scatter_base": "reducescatter",
     "reduce_scatter_tensor_coalesced": "reducescatter",
     "alltoall_base": "alltoall",
-}
     "alltoall": "alltoall",
+}
 """The operations of c10d that a schedule can run, each with its collective's name in schedules."""
 _PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
 # Several tensors are those of a rank's devices to c10d: an all-reduce adds them up too, a broadcast fills all alike.
@@ -97,10 +98,17 @@ class Call:
     def describe(self) -> str:
         """The call for people, on one line."""
         dtype = "elements" if not self.inputs else "several dtypes" if self.dtype is None else str(self.dtype)[6:]
-        sizes = [str(tensor.numel()) for tensor in self.inputs] or ["0"]
-        elements = "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
         reduction = f" {self.reduction}" if self.reduction else ""
-        return f"{self.operation}{reduction} of {elements} {dtype} ({self.bytes} bytes) on {self.device_type}"
+        return f"{self.operation}{reduction} of {self._sizes()} {dtype} ({self.bytes} bytes) on {self.device_type}"
+
+    def describe_sizes(self) -> str:
+        """The elements of each input tensor, short, and not the same where any differs."""
+        sizes = str([tensor.numel() for tensor in self.inputs]).encode()
+        return f"{self._sizes()} ({len(self.inputs)} tensors, {hashlib.sha256(sizes).hexdigest()[:8]})"
+
+    def _sizes(self) -> str:
+        sizes = [str(tensor.numel()) for tensor in self.inputs] or ["0"]
+        return "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
 
 
 def find_obstacle(call: Call, ranks: int) -> str | None:
@@ -144,6 +152,11 @@ def _find_obstacle_in_lists(call: Call, ranks: int) -> str | None:
             parts, others = call.outputs, call.inputs
         case "reduce_scatter":
             parts, others = call.inputs, call.outputs
+        case "alltoall" if call.note == "uneven sizes":
+            return None
+        case "alltoall":
+            given, taken = len(call.inputs), len(call.outputs)
+            return None if given == taken == ranks else "its lists have not one tensor for each rank"
         case _:
             return None
     if len(parts) != ranks or len(others) != 1:
@@ -152,11 +165,6 @@ def _find_obstacle_in_lists(call: Call, ranks: int) -> str | None:
         return "its tensors' shapes differ"
     return None
 
-        case "alltoall" if call.note == "uneven sizes":
-            return None
-        case "alltoall":
-            given, taken = len(call.inputs), len(call.outputs)
-            return None if given == taken == ranks else "its lists have not one tensor for each rank"
 
 def _bytes_of(tensor: Tensor) -> int:
     """Of all its elements; of a sparse tensor, those of the dense one."""

@@ -170,6 +170,8 @@ class HostRunner:
             "call": self._calls,
             "asks for": call.reduction,
         }
+        if call.operation == "allreduce_coalesced":  # lists of other tensors may have as many elements altogether
+            ours["its tensors' elements"] = call.describe_sizes()
         plan = None
         try:
             plan, same = self._find_plan(prepared, call, elements, in_place)
