@@ -89,13 +89,13 @@ class CudaRunner:
         name, why = communicator.run_and_explain(call.collective, *buffers, call.reduction or "sum")
         return _left(why) if name is None else Best(_enqueued(call), name, why)
 
-    def discard(self, schedule: Schedule) -> None:
-        """See `Runner`."""
-        self._schedules.pop(id(schedule))
     def after_schedules(self, barrier: "Work") -> "Work":
         """See `Runner`. The stream keeps the order."""
         return barrier
 
+    def discard(self, schedule: Schedule) -> None:
+        """See `Runner`."""
+        self._schedules.pop(id(schedule))
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
 
     def close(self, seconds: float) -> None:

@@ -174,9 +174,9 @@ class HostRunner:
             ours["its tensors' elements"] = call.describe_sizes()
         plan = None
         try:
+            require_room(call)
             plan, same = self._find_plan(prepared, call, elements, in_place)
             description = ours | same
-            require_room(call)
         except ValueError as error:
             description = ours | {"refused": str(error)}
         self._meet(call, description)

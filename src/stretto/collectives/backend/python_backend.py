@@ -125,6 +125,8 @@ class PythonBackend(Backend):
         for inner in self._inners():
             inner.set_timeout(timeout)
 
+    _set_default_timeout = set_timeout
+
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence_number
 
@@ -187,14 +189,14 @@ class PythonBackend(Backend):
         work = self._ask("alltoall_base", (output,), (input,), opts, note)
         return work or self._inner((input,)).all_to_all_single(output, input, taken, given, opts)
 
-    def _inners(self) -> list[Any]:
-        return [inner for inner in (self._cpu, self._cuda) if inner is not None]
     def alltoall(self, taken: list[Tensor], given: list[Tensor], opts: Any) -> Work:
         """See c10d."""
         is_even = all(len({tensor.numel() for tensor in tensors}) <= 1 for tensors in (taken, given))
         work = self._ask("alltoall", taken, given, opts, "even sizes" if is_even else "uneven sizes")
         return work or self._inner(given).alltoall(taken, given, opts)
 
+    def _inners(self) -> list[Any]:
+        return [inner for inner in (self._cpu, self._cuda) if inner is not None]
 
     def _inner(self, tensors: Sequence[Tensor]) -> Any:
         device = tensors[0].device.type if tensors else "cpu"

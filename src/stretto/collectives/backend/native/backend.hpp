@@ -272,11 +272,11 @@ class StrettoBackend : public Backend {
   }
 
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
-    inner(at::kCUDA)->registerOnCompletionHook(std::move(hook));
+    cuda_ ? cuda_->registerOnCompletionHook(std::move(hook)) : Backend::registerOnCompletionHook(std::move(hook));
   }
 
   void waitForPendingWorks() override {
-    inner(at::kCUDA)->waitForPendingWorks();
+    cuda_ ? cuda_->waitForPendingWorks() : Backend::waitForPendingWorks();
   }
 
   void enableCollectivesTiming() override {
@@ -408,6 +408,12 @@ class StrettoBackend : public Backend {
     consult(operation, tensors, tensors, "", 0, Milliseconds(0), "");
   }
 
+  // gloo's barrier ends when the calls that it was given before have ended, and knows nothing of schedules.
+  intrusive_ptr<Work> after_schedules(const intrusive_ptr<Work>& barrier) {
+    py::gil_scoped_acquire gil;
+    return dispatch_.get().attr("after_schedules")(barrier).cast<intrusive_ptr<Work>>();
+  }
+
   void close(double seconds) {
     if (Py_IsInitialized()) {
       py::gil_scoped_acquire gil;
@@ -417,12 +423,6 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Backend> cpu_;
   intrusive_ptr<Backend> cuda_;
-  // gloo's barrier ends when the calls that it was given before have ended, and knows nothing of schedules.
-  intrusive_ptr<Work> after_schedules(const intrusive_ptr<Work>& barrier) {
-    py::gil_scoped_acquire gil;
-    return dispatch_.get().attr("after_schedules")(barrier).cast<intrusive_ptr<Work>>();
-  }
-
   Kept dispatch_;
   Kept split_;
   intrusive_ptr<StrettoOptions> options_;
