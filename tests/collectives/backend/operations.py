@@ -161,13 +161,6 @@ def all_to_all_single(group, dtype, n):
     return [given, taken]
 
 
-def all_to_all(group, dtype, n):
-    given = [numbers(group, dtype, n, seed) for seed in range(dist.get_world_size(group))]
-    taken = [torch.full_like(tensor, 9) for tensor in given]
-    dist.all_to_all(taken, given, group)
-    return [*given, *taken]
-
-
 def all_to_all_with_sizes(group, dtype, n):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     given_sizes, taken_sizes = [n + peer for peer in range(size)], [n + rank] * size
@@ -231,9 +224,8 @@ SCHEDULED: tuple[tuple[Operation, str, int], ...] = (
 )
 """Each with the operation of c10d that it must reach, and how often."""
 OTHERS: tuple[tuple[Operation, dict[str, int]], ...] = (
-    (all_to_all, {"alltoall": 1}),
     (all_to_all_with_sizes, {"alltoall_base": 1}),
     (gather_and_scatter, {"gather": 1, "scatter": 1}),
     (send_and_receive, {"send": 2, "recv": 2}),
 )
-"""What no schedule does unless somebody promises even sizes, with the operations of c10d."""
+"""What no schedule does, with the operations of c10d."""

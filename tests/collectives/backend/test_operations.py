@@ -146,11 +146,16 @@ def test_averages_and_strided_tensors_run_by_schedules(ranks):
 
 
 def exchange_lists(in_place):
-    group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
+    group = dist.new_group(backend="stretto")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     operations.install_all(group, in_place, even_sizes=True)
     for n in (0, 1, 5, 1001):
-        ran_as = compare(operations.all_to_all, torch.float32, n, group, reference)
+        given = [torch.full((n, 1), 10.0 * rank + peer) for peer in range(size)]
+        taken = [torch.empty(n, 1) for _ in range(size)]
+        _, ran_as = counts_of(group, lambda given=given, taken=taken: dist.all_to_all(taken, given, group))
         assert ran_as == {("alltoall", "schedule direct-all-to-all"): 1}
+        assert all((tensor == 10 * peer + rank).all() for peer, tensor in enumerate(taken))
+        assert all((tensor == 10 * rank + peer).all() for peer, tensor in enumerate(given))
 
 
 @pytest.mark.parametrize("in_place", [True, False])
