@@ -30,7 +30,10 @@ def register() -> None:
 
 def _register(module: Any) -> None:
     if NAME not in module.Backend.backend_list:
-        module.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        # Where torch knows no GPUs, frameworks that ask a group for its devices would put their tensors on one.
+        version = module.torch.version
+        devices = ["cpu"] if version.cuda is None and version.hip is None else ["cpu", "cuda"]
+        module.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
 
 
 def _create(request: Any, options: object = None) -> "Backend":

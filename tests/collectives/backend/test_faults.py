@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -29,9 +30,13 @@ def disagree():
     group = dist.new_group(backend="stretto")
     install(ring(), group)
     install(find("ring-reduce-scatter").compile(ranks=2), group)
+    install(find("binomial-broadcast").compile(ranks=2), group)
 
     def reduce_scatter():
         dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4), group=group)
+
+    def all_reduce_coalesced(sizes):
+        group.allreduce_coalesced([torch.ones(size) for size in sizes]).wait()
 
     def all_reduce(*arguments):
         tensor = torch.ones(4, *arguments)
@@ -49,7 +54,15 @@ def disagree():
             (all_reduce, lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64), group=group)),
             r"dtype is torch.float32 on rank 0 and torch.float64 on rank 1",
         ),
-        ((all_reduce, reduce_scatter), r"is .* on rank 0 and .* on rank 1 \(rank . called"),
+        ((all_reduce, reduce_scatter), "operation is allreduce on rank 0 and _reduce_scatter_base on rank 1"),
+        (
+            (lambda: dist.broadcast(torch.ones(4), 0, group), all_reduce),
+            "operation is broadcast on rank 0 and allreduce on rank 1",
+        ),
+        (
+            (lambda: all_reduce_coalesced([2, 3]), lambda: all_reduce_coalesced([3, 2])),
+            r"its tensors' elements is 2\+3 \(2 tensors.* on rank 0 and 3\+2 \(2 tensors.* on rank 1",
+        ),
         (
             (
                 lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, group),
@@ -81,6 +94,21 @@ def test_ranks_that_disagree_all_raise_and_may_go_on(ranks):
     ranks(2).run(disagree)
 
 
+def bring_no_room():
+    """Rank 0's output has one place for all its elements. No rank's output is touched, and the group goes on."""
+    group = dist.new_group(backend="stretto")
+    install(ring(), group)
+    whole = torch.ones(1 if dist.get_rank() == 0 else 4)
+    with pytest.raises(ValueError, match=r"rank 0 cannot run its part .*shape \[4\] and strides \[0\].*contiguous"):
+        dist.all_reduce(whole.expand(4), group=group)
+    assert whole.unique().tolist() == [1.0]
+    dist.all_reduce(whole.expand(4).contiguous(), group=group)
+
+
+def test_an_output_whose_elements_share_memory_is_refused_by_all_ranks(ranks):
+    ranks(2).run(bring_no_room)
+
+
 def stay_away():
     """A rank that does not come: the other one names it after the limit, and no schedule runs in the group again."""
     limit = timedelta(seconds=1)
@@ -104,6 +132,23 @@ def stay_away():
 
 def test_a_rank_that_does_not_come_is_named_within_the_limit(ranks):
     ranks(2).run(stay_away)
+
+
+def give_up_in_a_row():
+    """Whoever hears that others gave up is told why the first did, and not what each heard from the next."""
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=1))
+    install(ring(4), group)
+    for rank in (0, 1, 2):
+        dist.barrier()
+        if dist.get_rank() == rank:
+            with pytest.raises(PeerError) as raised:
+                dist.all_reduce(torch.ones(4), group=group)
+            assert re.search(r"waits for rank .*3 in allreduce.*: it did not come within 1 s", str(raised.value))
+            assert str(raised.value).count("gave up") == (rank > 0)
+
+
+def test_a_reason_to_give_up_is_told_once(ranks):
+    ranks(4).run(give_up_in_a_row)
 
 
 def die_once_written(tensor):
@@ -210,6 +255,9 @@ def promise_even_sizes():
     taken = [1, 2] if dist.get_rank() == 0 else [3, 2]
     with pytest.raises(ValueError, match=r"rank 0 cannot run its part of alltoall_base .* even_sizes=True"):
         dist.all_to_all_single(torch.empty(sum(taken)), torch.ones(4), taken, sizes, group)
+    parts = [torch.ones(size) for size in (sizes if dist.get_rank() == 0 else [2, 2])]
+    with pytest.raises(ValueError, match=r"rank 0 cannot run its part of alltoall of .* even_sizes=True"):
+        dist.all_to_all([torch.empty_like(part) for part in parts], parts, group)
     given = torch.tensor([1.0, 2.0]) + 2 * dist.get_rank()
     output = torch.empty(2)
     dist.all_to_all_single(output, given, [1, 1], [1, 1], group)

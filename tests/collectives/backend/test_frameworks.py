@@ -66,6 +66,24 @@ def test_training_scripts_lose_what_they_lose_on_gloo_by_schedules(ranks, tmp_pa
         assert others <= {"scatter"}, ran_as  # distribute_tensor's, which no schedule does
 
 
+def gather_shards(store):
+    """A ShardedTensor asks the group for a device and finds the CPU, as on gloo, where torch knows no GPUs."""
+    from torch.distributed._shard.sharded_tensor import full
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    start_again("stretto", store)
+    rank = dist.get_rank()
+    sharded = full(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), (4, 3), 7.0)
+    whole = torch.zeros(4, 3) if rank == 0 else None
+    sharded.gather(0, whole)
+    assert whole is None or whole.unique().tolist() == [7.0]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch knows GPUs")
+def test_a_sharded_tensor_is_gathered_where_torch_knows_no_gpus(ranks, tmp_path):
+    ranks(2).run(gather_shards, str(tmp_path / "store"))
+
+
 def test_a_script_under_torchrun_needs_nothing_but_the_backends_name(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -58,6 +58,27 @@ def test_schedules_give_gloos_results_for_every_operation(ranks, count, in_place
     ranks(count).run(compare_all, in_place)
 
 
+def wait_by_a_barrier():
+    """As with gloo, what was begun before a barrier has ended when the barrier has."""
+    group = dist.new_group(backend="stretto")
+    operations.install_all(group)
+    for barrier in (lambda: dist.barrier(group), lambda: dist.barrier(group, async_op=True).wait()):
+        tensors = [torch.full((50_000,), number, dtype=torch.int32) for number in range(10)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group, async_op=True)
+        barrier()
+        assert [tensor.unique().tolist() for tensor in tensors] == [[2 * number] for number in range(10)]
+    began = torch.ones(3)
+    barrier_work = dist.barrier(group, async_op=True)
+    dist.all_reduce(began, group=group)  # a barrier that nobody waits for is in nobody's way
+    assert began.tolist() == [2.0] * 3
+    assert barrier_work.wait()
+
+
+def test_a_barrier_waits_for_the_schedules_that_were_begun_before(ranks):
+    ranks(2).run(wait_by_a_barrier)
+
+
 def hand_everything_on():
     """Without a schedule, and with those for other sizes, dtypes and reductions: gloo runs it, and says so."""
     group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
@@ -122,6 +143,24 @@ def average_and_stride():
 
 def test_averages_and_strided_tensors_run_by_schedules(ranks):
     ranks(3).run(average_and_stride)
+
+
+def exchange_lists(in_place):
+    group = dist.new_group(backend="stretto")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    operations.install_all(group, in_place, even_sizes=True)
+    for n in (0, 1, 5, 1001):
+        given = [torch.full((n, 1), 10.0 * rank + peer) for peer in range(size)]
+        taken = [torch.empty(n, 1) for _ in range(size)]
+        _, ran_as = counts_of(group, lambda given=given, taken=taken: dist.all_to_all(taken, given, group))
+        assert ran_as == {("alltoall", "schedule direct-all-to-all"): 1}
+        assert all((tensor == 10 * peer + rank).all() for peer, tensor in enumerate(taken))
+        assert all((tensor == 10 * rank + peer).all() for peer, tensor in enumerate(given))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_schedule_exchanges_lists_of_tensors_that_are_promised_to_be_even(ranks, in_place):
+    ranks(3).run(exchange_lists, in_place)
 
 
 def infer():

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from stretto.collectives.algorithms import find
 from stretto.collectives.backend.calls import Call
 from stretto.collectives.backend.cuda_runner import CudaRunner
 from stretto.collectives.backend.dispatcher import Dispatcher
@@ -59,6 +60,19 @@ def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, m
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     runner = CudaRunner(Member(0, 1, "g"))
     assert runner.start_best(Call("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note)) == (None, "", why)
+
+
+@pytest.mark.parametrize(
+    ("operation", "tensor", "note", "message"),
+    [
+        ("alltoall", torch.zeros(4), "uneven sizes", r"alltoall of 4 float32 .* not equal, as even_sizes=True"),
+        ("allreduce", torch.zeros(1).expand(4), "", r"shape \[4\] and strides \[0\]"),
+    ],
+)
+def test_what_no_schedule_can_do_on_gpus_is_refused_before_anything_is_launched(operation, tensor, note, message):
+    call = Call(operation, (tensor,), (tensor,), "", 0, 1.0, note)
+    with pytest.raises(ValueError, match=message):
+        CudaRunner(Member(0, 2, "g")).start(find("direct-all-to-all").compile(ranks=2), call)
 
 
 def test_a_call_with_a_sparse_tensor_is_said_with_the_bytes_of_a_dense_one(caplog):

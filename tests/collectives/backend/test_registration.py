@@ -240,7 +240,20 @@ def read_options():
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == timedelta(seconds=7)
     assert copy.deepcopy(options)._timeout == timedelta(seconds=7)  # as torch.distributed.split_group copies them
+    assert options.group_name == group.group_name
+    assert options.global_ranks_in_group == [0]
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=9))  # gloo's and NCCL's name for it
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=9)
 
 
-def test_a_groups_options_tell_its_time_limit(ranks):
+def test_a_groups_options_tell_its_name_ranks_and_time_limit(ranks):
     ranks(1).run(read_options)
+
+
+def ask_for_what_nccl_alone_has():
+    with pytest.raises(RuntimeError, match="onCompletion hook"):
+        dist.new_group(backend="stretto")._register_on_completion_hook(print)
+
+
+def test_what_nccl_alone_has_is_refused_by_its_name(ranks):
+    ranks(1).run(ask_for_what_nccl_alone_has)

@@ -19,6 +19,7 @@ _REASON = 2 * _BYTES  # where a rank writes why it gave up
 _SECONDS_BETWEEN_LOOKS = 0.1
 _BEGUN, _GAVE_UP = 0, 1
 _MAX_TEXT = 1000
+_GIVING_UP = " gave up: "
 
 
 class DisagreementError(ValueError):
@@ -62,14 +63,17 @@ class Agreement:
         memory, peers = self._memory, range(self._memory.world_size)
         others = [peer for peer in peers if peer != memory.rank]
         found = [f"the process of rank {peer} has ended" for peer in others if memory.has_ended(peer)]
-        for peer in others:
-            if memory.has_reached(peer, _GAVE_UP, 1):
-                found.append(f"rank {peer} gave up: {_read(memory.buffer(peer)[_REASON:])['why']}")
-        return found
+        heard = {peer: str(_read(memory.buffer(peer)[_REASON:])["why"]) for peer in others if self._gave_up(peer)}
+        # Most give up because another did, and only repeat what that one said.
+        first = {peer: why for peer, why in heard.items() if _GIVING_UP not in why}
+        return found + [f"rank {peer}{_GIVING_UP}{why}" for peer, why in (first or heard).items()]
 
     def close(self) -> None:
         """Free the memory."""
         self._memory.close()
+
+    def _gave_up(self, peer: int) -> bool:
+        return self._memory.has_reached(peer, _GAVE_UP, 1)
 
     def _await_all(self, what: str, timeout: float) -> None:
         memory = self._memory
@@ -91,8 +95,7 @@ class Agreement:
                 names = ", ".join(map(str, missing))
                 why = "; ".join(losses) or f"it did not come within {timeout:g} s"
                 raise PeerError(f"rank {memory.rank} of {memory.world_size} waits for rank {names} in {what}: {why}")
-        gave_up = [peer for peer in range(memory.world_size) if memory.has_reached(peer, _GAVE_UP, 1)]
-        if gave_up:
+        if any(map(self._gave_up, range(memory.world_size))):
             raise PeerError(f"rank {memory.rank} of {memory.world_size} in {what}: {'; '.join(self.find_losses())}")
 
 
@@ -103,7 +106,8 @@ def _compare(what: str, rank: int, theirs: list[dict[str, object]]) -> None:
     own = theirs[rank]
     # All ranks name the same pair, whoever reads it: the first rank, and the first one that differs from it.
     for peer, description in enumerate(theirs):
-        for key in sorted(theirs[0].keys() | description.keys()):
+        # Another operation differs in much else, which would tell less.
+        for key in sorted(theirs[0].keys() | description.keys(), key=lambda key: (key != "operation", key)):
             one, other = theirs[0].get(key), description.get(key)
             if one != other:
                 raise DisagreementError(

@@ -1,5 +1,6 @@
 """A call of the backend, as torch.distributed made it, and what a schedule can make of it."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ COLLECTIVES = {
     "_reduce_scatter_base": "reducescatter",
     "reduce_scatter_tensor_coalesced": "reducescatter",
     "alltoall_base": "alltoall",
+    "alltoall": "alltoall",
 }
 """The operations of c10d that a schedule can run, each with its collective's name in schedules."""
 _PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
@@ -50,8 +52,8 @@ class Call:
     operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
     "avg", "prod", "min", "max", "another", or "" for an operation that adds nothing; root: a rank of the group;
     timeout: in seconds; note: "coalescing" (it is one of several that NCCL is to begin at once), "even sizes" or
-    "uneven sizes" (of an all-to-all that is given the sizes of its parts), "cuda" (where no tensor shows it), "root
-    tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
+    "uneven sizes" (of an all-to-all that is given the sizes of its parts, or a list of them), "cuda" (where no tensor
+    shows it), "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
     """
 
     operation: str
@@ -96,10 +98,17 @@ class Call:
     def describe(self) -> str:
         """The call for people, on one line."""
         dtype = "elements" if not self.inputs else "several dtypes" if self.dtype is None else str(self.dtype)[6:]
-        sizes = [str(tensor.numel()) for tensor in self.inputs] or ["0"]
-        elements = "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
         reduction = f" {self.reduction}" if self.reduction else ""
-        return f"{self.operation}{reduction} of {elements} {dtype} ({self.bytes} bytes) on {self.device_type}"
+        return f"{self.operation}{reduction} of {self._sizes()} {dtype} ({self.bytes} bytes) on {self.device_type}"
+
+    def describe_sizes(self) -> str:
+        """The elements of each input tensor, short, and not the same where any differs."""
+        sizes = str([tensor.numel() for tensor in self.inputs]).encode()
+        return f"{self._sizes()} ({len(self.inputs)} tensors, {hashlib.sha256(sizes).hexdigest()[:8]})"
+
+    def _sizes(self) -> str:
+        sizes = [str(tensor.numel()) for tensor in self.inputs] or ["0"]
+        return "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
 
 
 def find_obstacle(call: Call, ranks: int) -> str | None:
@@ -143,6 +152,11 @@ def _find_obstacle_in_lists(call: Call, ranks: int) -> str | None:
             parts, others = call.outputs, call.inputs
         case "reduce_scatter":
             parts, others = call.inputs, call.outputs
+        case "alltoall" if call.note == "uneven sizes":
+            return None
+        case "alltoall":
+            given, taken = len(call.inputs), len(call.outputs)
+            return None if given == taken == ranks else "its lists have not one tensor for each rank"
         case _:
             return None
     if len(parts) != ranks or len(others) != 1:

@@ -63,7 +63,10 @@ def _create(
     dispatcher = Dispatcher(Member(rank, size, name), {"cpu": "gloo"} | ({} if cuda is None else {"cuda": "nccl"}))
     _dispatchers[name] = dispatcher
     milliseconds = round(timeout.total_seconds() * 1000)
-    return make_backend(rank, size, cpu, cuda, dispatcher, _split, milliseconds)
+    backend: Any = make_backend(rank, size, cpu, cuda, dispatcher, _split, milliseconds)
+    backend.options.group_name = name
+    backend.options.global_ranks_in_group = ranks
+    return backend
 
 
 def _has_gpus() -> bool:

@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.calls import Call
 from stretto.collectives.backend.runner import Best, Member
-from stretto.collectives.backend.staging import run_staged, runs_in_place
+from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
@@ -54,6 +54,9 @@ class CudaRunner:
 
     def start(self, schedule: Schedule, call: Call) -> "Work":
         """See `Runner`. Everything is enqueued on the current stream before it returns."""
+        if call.note == "uneven sizes":
+            raise ValueError(f"{call.describe()}: its sizes are not equal, as even_sizes=True had promised")
+        require_room(call)
         in_place = runs_in_place(schedule)
         kernel = self._kernel(schedule, call, in_place)
 
@@ -85,6 +88,10 @@ class CudaRunner:
             return _left("its output overlaps its input")
         name, why = communicator.run_and_explain(call.collective, *buffers, call.reduction or "sum")
         return _left(why) if name is None else Best(_enqueued(call), name, why)
+
+    def after_schedules(self, barrier: "Work") -> "Work":
+        """See `Runner`. The stream keeps the order."""
+        return barrier
 
     def discard(self, schedule: Schedule) -> None:
         """See `Runner`."""

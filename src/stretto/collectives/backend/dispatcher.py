@@ -71,6 +71,11 @@ class Dispatcher:
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)
         return work
 
+    def after_schedules(self, barrier: "Work") -> "Work":
+        """A Work that ends with this barrier of the CPU's backend, and after the schedules that were begun before."""
+        runner = self._runners.get("cpu")
+        return barrier if runner is None or self._is_resting else runner.after_schedules(barrier)
+
     def runner(self, device_type: str) -> Runner | None:
         """The group's runner for tensors on such devices, made at its first use; None where there is none."""
         if device_type not in self._runners:

@@ -17,7 +17,7 @@ from stretto.collectives.backend.agreement import Agreement, DisagreementError
 from stretto.collectives.backend.calls import Call
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
-from stretto.collectives.backend.staging import run_staged, runs_in_place
+from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
 from stretto.collectives.backend.worker import Worker
 from stretto.collectives.executor.host import Patience
 from stretto.collectives.executor.layout import Buffers
@@ -92,6 +92,23 @@ class HostRunner:
         self._worker.submit(job)
         return work
 
+    def after_schedules(self, barrier: "Work") -> "Work":
+        """See `Runner`. The barrier was begun by the caller, so that gloo's calls keep their order on all ranks."""
+        if not self._worker.has_begun:
+            return barrier
+        work = make_work(self._member.rank, "barrier", ())
+
+        def job() -> None:
+            try:
+                barrier.wait()
+            except BaseException as error:  # noqa: BLE001  (as above)
+                work.fail(error)
+            else:
+                work.succeed()
+
+        self._worker.submit(job)
+        return work
+
     def start_best(self, call: Call) -> None:
         """See `Runner`. On a CPU gloo is faster than any schedule here."""
 
@@ -153,8 +170,11 @@ class HostRunner:
             "call": self._calls,
             "asks for": call.reduction,
         }
+        if call.operation == "allreduce_coalesced":  # lists of other tensors may have as many elements altogether
+            ours["its tensors' elements"] = call.describe_sizes()
         plan = None
         try:
+            require_room(call)
             plan, same = self._find_plan(prepared, call, elements, in_place)
             description = ours | same
         except ValueError as error:

@@ -125,6 +125,8 @@ class PythonBackend(Backend):
         for inner in self._inners():
             inner.set_timeout(timeout)
 
+    _set_default_timeout = set_timeout
+
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence_number
 
@@ -176,7 +178,9 @@ class PythonBackend(Backend):
             opts.device_ids or (opts.device is not None and opts.device.type == "cuda")
         )
         self._ask("barrier", (), (), note="cuda" if on_gpu else "")
-        return (self._cuda if on_gpu else self._cpu).barrier(opts)
+        if on_gpu:
+            return self._cuda.barrier(opts)
+        return self.dispatch.after_schedules(self._cpu.barrier(opts))  # type: ignore[attr-defined]
 
     def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:
         """See c10d."""
@@ -184,6 +188,12 @@ class PythonBackend(Backend):
         note = "" if not taken and not given else "even sizes" if is_even else "uneven sizes"
         work = self._ask("alltoall_base", (output,), (input,), opts, note)
         return work or self._inner((input,)).all_to_all_single(output, input, taken, given, opts)
+
+    def alltoall(self, taken: list[Tensor], given: list[Tensor], opts: Any) -> Work:
+        """See c10d."""
+        is_even = all(len({tensor.numel() for tensor in tensors}) <= 1 for tensors in (taken, given))
+        work = self._ask("alltoall", taken, given, opts, "even sizes" if is_even else "uneven sizes")
+        return work or self._inner(given).alltoall(taken, given, opts)
 
     def _inners(self) -> list[Any]:
         return [inner for inner in (self._cpu, self._cuda) if inner is not None]
@@ -252,6 +262,5 @@ for _name, _operation, _outputs, _inputs in (
     ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", _same, _same),
     ("gather", "gather", _first, _same),
     ("scatter", "scatter", _same, _first),
-    ("alltoall", "alltoall", _same, _same),
 ):
     _forward(_name, _operation, _outputs, _inputs)

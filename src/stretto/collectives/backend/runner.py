@@ -61,6 +61,9 @@ class Runner(Protocol):
         Its work is None where the backend inside is the fastest, or alone can do it.
         """
 
+    def after_schedules(self, barrier: "Work") -> "Work":
+        """A Work that ends when this one has, and all calls before that schedules run."""
+
     def discard(self, schedule: Schedule) -> None:
         """Free what `prepare` has allocated, once the calls before have ended."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stretto.collectives.backend.calls import Part
+from stretto.collectives.backend.calls import Call, Part
 from stretto.collectives.schedule import Schedule
 
 Run = Callable[[Tensor, Tensor | None], Tensor]
@@ -23,6 +23,16 @@ def runs_in_place(schedule: Schedule) -> bool:
     if schedule.in_place and schedule.out_of_place:
         return schedule.collective.name not in ("reducescatter", "reduce", "alltoall")
     return schedule.in_place
+
+
+def require_room(call: Call) -> None:
+    """ValueError for an output whose elements share memory (an expanded tensor): torch writes into none."""
+    for output in call.outputs:
+        if any(size > 1 and stride == 0 for size, stride in zip(output.shape, output.stride(), strict=True)):
+            raise ValueError(
+                f"an output of shape {list(output.shape)} and strides {list(output.stride())} has one place in memory "
+                "for several elements: give one with a place for each (`tensor.contiguous()`)"
+            )
 
 
 def run_staged(part: Part, collective: str, in_place: bool, rank: int, root: int, average: int, run: Run) -> None:

@@ -21,6 +21,11 @@ class Worker:
         self._lock = threading.Lock()
         self.is_closed = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was any job yet."""
+        return self._thread is not None
+
     def submit(self, job: Job) -> None:
         """Have a job done, which must not raise. RuntimeError once the worker is closed."""
         with self._lock:

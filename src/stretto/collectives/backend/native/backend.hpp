@@ -48,7 +48,7 @@ inline const char* name_of(const c10d::ReduceOp& reduction) {
 class StrettoBackend : public Backend {
  public:
   // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
-  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes), "cuda" (where no tensor shows it),
+  // "even sizes", "uneven sizes" (of an all-to-all that is given sizes or lists), "cuda" (where no tensor shows it),
   // "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
   // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None where this is none.
   StrettoBackend(
@@ -170,6 +170,12 @@ class StrettoBackend : public Backend {
     return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
   }
 
+  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    const char* note = is_even(sizes_of(outputs)) && is_even(sizes_of(inputs)) ? "even sizes" : "uneven sizes";
+    auto work = ask("alltoall", outputs, inputs, "", 0, opts.timeout, note);
+    return work ? work : inner_of(inputs)->alltoall(outputs, inputs, opts);
+  }
+
   // ------------------------------------------------------------------------ calls that are handed on and counted
 
   intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -195,11 +201,6 @@ class StrettoBackend : public Backend {
     return inner_of(outputs)->scatter(outputs, inputs, opts);
   }
 
-  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
-    tell("alltoall", inputs);
-    return inner_of(inputs)->alltoall(outputs, inputs, opts);
-  }
-
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     tell_of_some("send", tensors);
     return inner_of(tensors)->send(tensors, to, tag);
@@ -218,7 +219,8 @@ class StrettoBackend : public Backend {
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
     ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
-    return inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
+    auto work = inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
+    return on_gpu ? work : after_schedules(work);
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
@@ -270,11 +272,11 @@ class StrettoBackend : public Backend {
   }
 
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
-    inner(at::kCUDA)->registerOnCompletionHook(std::move(hook));
+    cuda_ ? cuda_->registerOnCompletionHook(std::move(hook)) : Backend::registerOnCompletionHook(std::move(hook));
   }
 
   void waitForPendingWorks() override {
-    inner(at::kCUDA)->waitForPendingWorks();
+    cuda_ ? cuda_->waitForPendingWorks() : Backend::waitForPendingWorks();
   }
 
   void enableCollectivesTiming() override {
@@ -343,6 +345,14 @@ class StrettoBackend : public Backend {
     return std::all_of(sizes.begin(), sizes.end(), [&sizes](int64_t size) { return size == sizes.front(); });
   }
 
+  static std::vector<int64_t> sizes_of(const Tensors& tensors) {
+    std::vector<int64_t> sizes;
+    for (const auto& tensor : tensors) {
+      sizes.push_back(tensor.numel());
+    }
+    return sizes;
+  }
+
   static const char* note_of_root(int64_t tensor) {
     return tensor == 0 ? "" : "root tensor";
   }
@@ -396,6 +406,12 @@ class StrettoBackend : public Backend {
   // What not all ranks of the group call.
   void tell_of_some(const char* operation, const Tensors& tensors) {
     consult(operation, tensors, tensors, "", 0, Milliseconds(0), "");
+  }
+
+  // gloo's barrier ends when the calls that it was given before have ended, and knows nothing of schedules.
+  intrusive_ptr<Work> after_schedules(const intrusive_ptr<Work>& barrier) {
+    py::gil_scoped_acquire gil;
+    return dispatch_.get().attr("after_schedules")(barrier).cast<intrusive_ptr<Work>>();
   }
 
   void close(double seconds) {

@@ -43,6 +43,7 @@ class ScheduledWork : public c10d::Work {
  public:
   ScheduledWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
       : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
+        operation_(operation),
         outputs_(std::move(outputs)) {}
 
   // By whoever runs the schedule, once, without the GIL.
@@ -72,7 +73,8 @@ class ScheduledWork : public c10d::Work {
       if (timeout == kNoTimeout) {
         cv_.wait(lock, [this] { return completed_; });
       } else if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
-        TORCH_CHECK_WITH(DistBackendError, false, "the schedule has not ended within ", timeout.count(), " ms");
+        TORCH_CHECK_WITH(
+            DistBackendError, false, operation_, ": the schedule has not ended within ", timeout.count(), " ms");
       }
       lock.unlock();
       await_future();
@@ -134,6 +136,7 @@ class ScheduledWork : public c10d::Work {
     }
   }
 
+  std::string operation_;
   std::vector<at::Tensor> outputs_;
   std::unique_ptr<Kept> error_;
   std::mutex future_mutex_;
