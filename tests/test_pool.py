@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -173,12 +174,19 @@ def test_hang(ranks, pool):
 """
 
 
+@pytest.fixture
+def short_path():
+    """Of a folder in which sockets have a place: a socket's whole name has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="st", dir="/tmp") as folder:
+        yield folder
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_pytest_leaves_no_process(ending, tmp_path):
+def test_an_interrupted_pytest_leaves_no_process(ending, tmp_path, short_path):
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED_TEST)
     command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "--rootdir", tmp_path, tmp_path]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": short_path}
     # What runs in the background of a shell ignores Ctrl-C, and its children with it.
     listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     child = subprocess.Popen(

@@ -22,9 +22,10 @@ def test_it_multiplies_what_it_gathers(interpret, ranks, dtype):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["all_gather_gemm", "all_to_all_gemm"])
-def test_it_runs_as_a_user_runs_it(name):
+def test_it_runs_as_a_user_runs_it(name, tmp_path):
     file = example.ROOT / "examples" / f"{name}.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", tmp_path, file]  # torchrun leaves its own behind
     ran = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=120
     )
