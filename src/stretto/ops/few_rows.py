@@ -29,7 +29,8 @@ from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 4
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
-_MOSTLY_BUSY = 0.7  # but not if so many programs have one each: memory is the limit, and joining takes longer
+MOSTLY_BUSY = 0.7
+"""Of the programs: if so many have one tile each, tiles are whole: memory is the limit, and joining takes longer."""
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
@@ -55,7 +56,7 @@ def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
     steps = divide_up(k, blocks.k)
     whole = divide_up(tile_count, blocks.programs)
     even = divide_up(tile_count * steps, blocks.programs)
-    is_whole = whole * steps <= _UNEVEN * even or _MOSTLY_BUSY * blocks.programs <= tile_count <= blocks.programs
+    is_whole = whole * steps <= _UNEVEN * even or MOSTLY_BUSY * blocks.programs <= tile_count <= blocks.programs
     share = whole * steps if is_whole or count_parts(blocks) > 1 else even
     return share, min(blocks.programs, divide_up(tile_count * steps, share))
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from stretto.ops.few_rows import MOSTLY_BUSY
 from stretto.ops.gemm import Blocks, divide_up, is_even, look_up_blocks
 from stretto.ops.shares import count_rounds
 
@@ -209,9 +210,6 @@ MOST_GATHERED_ROWS = 4
 
 NARROW_SPEED = 0.85
 """Of tiles of 128 columns, beside those of 256: they are taken where those leave too many programs without work."""
-
-MOSTLY_BUSY = 0.6
-"""Of the programs: where fewer have a tile of few rows, tiles are shared by steps over k."""
 
 _LEAST_STAGES = 3  # of loads on the way, where memory is the limit
 _PAYING_BYTES = 164 << 10  # in these, on a multiprocessor: with more, products of 64 rows take 1% longer
