@@ -417,7 +417,7 @@ def choose_by_different_stores(folders):
         del os.environ["STRETTO_CACHE"]
 
 
-def bench_dryly(folder, ablations):
+def bench_dryly(folder, ablations, dtype="bf16"):
     """The bench of operators in tiny shapes, its timing left out; rank 0's rows."""
     module = importlib.import_module("stretto.bench.operators_ablations" if ablations else "stretto.bench.operators")
     shapes = importlib.import_module("stretto.bench.operators")
@@ -432,10 +432,10 @@ def bench_dryly(folder, ablations):
         patch.setattr(module, "time_interleaved", time_nothing)
         patch.setattr(shapes, "CASES", {"flux": (64, 32)})
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
-        setting = shapes.Setting(cases=("flux",), ms=(16,), implementation="kernel")
+        setting = shapes.Setting(cases=("flux",), ms=(16,), implementation="kernel", dtype=dtype)
         module.measure_all(dist.get_world_size(), Path(folder), setting)
     dist.barrier()
-    name = "operator-ablations" if ablations else "operators"
+    name = "operator-ablations" if ablations else setting.file_name
     return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]
 
 

@@ -8,8 +8,9 @@ from stretto.bench.operators_plot import plot_ablations, plot_operators
 from stretto.ops import Blocks, Plan
 
 
-def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path):
-    rows = interpret(2, "bench_dryly", str(tmp_path), False)[0]
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret, tmp_path, dtype):
+    rows = interpret(2, "bench_dryly", str(tmp_path), False, dtype)[0]
     expected = [(name, mode) for name in OPERATORS for mode in ("graph", "eager")]
     assert [(row["operator"], row["mode"]) for row in rows] == expected
     for row in rows:
@@ -18,7 +19,8 @@ def test_every_operator_is_measured_beside_its_peers_and_says_what_ran(interpret
         # The fake times are 1 ms for the GEMM, 2 for GEMM + NCCL, then 3 for async-TP, and the last for Stretto.
         assert row["efficiency"] == pytest.approx(1 - (row["stretto"] - 1) / 1)
         assert (row["async_tp"] is None) == (row["operator"] == "reduce")
-    plot_operators(tmp_path / "operators.json", tmp_path / "operators.png")
+    file = tmp_path / ("operators.json" if dtype == "bf16" else "operators-fp8.json")
+    plot_operators(file, tmp_path / "operators.png")
     assert (tmp_path / "operators.png").stat().st_size > 10_000
 
 
@@ -53,8 +55,8 @@ def test_shapes_are_a_ranks_and_what_tma_takes():
         for world in (2, 3, 4):
             m, n, k = local_shape("gather", case, 512, world)
             assert local_shape("scatter", case, 512, world) == (m, k, n)
-            assert n % 8 == 0
-            assert k % 8 == 0
+            assert n % 16 == 0
+            assert k % 16 == 0
     assert Setting().rows_of("reduce", "llama-7b") == FEW_ROWS
     assert Setting().rows_of("gather", "attention-4096") == ()
     assert Setting(ms=(7,)).rows_of("scatter", "flux") == (7,)
@@ -67,6 +69,7 @@ def test_shapes_are_a_ranks_and_what_tma_takes():
         ({"operators": ("scan",)}, "there is no operator 'scan': there are gather, scatter, reduce"),
         ({"modes": ("lazy",)}, "there is no mode 'lazy'"),
         ({"implementation": "best"}, "there is no implementation 'best'"),
+        ({"dtype": "fp4"}, "there is no dtype 'fp4': there are bf16, fp8"),
     ],
 )
 def test_what_there_is_not_is_refused(options, words):

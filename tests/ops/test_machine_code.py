@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stretto.ops.copied_tiles import add_tiles, map_owners, multiply_tiles
 from stretto.ops.few_rows import gemm_exchange
 from stretto.ops.gather_gemm import all_gather_gemm, map_rows
-from stretto.ops.gemm import Blocks, count_parts, count_store_parts, describe_gemm, describe_rows, is_even
+from stretto.ops.gemm import FP8, Blocks, Scales, count_parts, count_store_parts, describe_gemm, describe_rows, is_even
 from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_lanes
 from stretto.ops.pieces import cut_pieces
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
@@ -46,8 +46,11 @@ WORDS = torch.empty(1, dtype=torch.int32)
 
 
 def matrices(rows, n, k, transposed, dtype):
+    """x, the weight, the bias, what the output is of, and the scales that fp8 has."""
     weight = torch.empty(k, n, dtype=dtype).t() if transposed else torch.empty(n, k, dtype=dtype)
-    return torch.empty(WORLD * rows, k, dtype=dtype), weight, torch.empty(n, dtype=dtype)
+    out_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    scales = Scales(torch.empty(WORLD * rows), torch.empty(n)) if dtype == FP8 else None
+    return torch.empty(WORLD * rows, k, dtype=dtype), weight, torch.empty(n, dtype=out_dtype), out_dtype, scales
 
 
 def inside(mode):
@@ -66,11 +69,12 @@ def gather_arguments(
     direction="push",
     shares=WHOLE,
 ):
-    gathered, weight, bias = matrices(rows, n, k, transposed, dtype)
+    gathered, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
     producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
     odd = not is_even(blocks)
-    gemm, a, b, c = describe_gemm(gathered, weight, torch.empty(WORLD * rows, n, dtype=dtype), blocks, in_parts=odd)
+    out = torch.empty(WORLD * rows, n, dtype=out_dtype)
+    gemm, a, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     x = torch.empty(rows, k, dtype=dtype)
     by_programs = transfer == "programs"
     mode = "local" if direction == "pull" else "broadcast"
@@ -91,8 +95,10 @@ def gather_arguments(
         bias,
         x,
         gathered,
+        None if scales is None else torch.empty(rows),
         rows,
         rows,
+        1 << 18,
         16,
         direct,
         moves,
@@ -103,10 +109,10 @@ def gather_arguments(
 def scatter_arguments(
     blocks=PUSHED, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, shares=WHOLE, by_tma=True, sums=None
 ):
-    x, weight, bias = matrices(rows, n, k, transposed, dtype)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, blocks.n, dtype=sums or dtype)
-    pushed, parts = None, count_store_parts(blocks, dtype.itemsize, (sums or dtype).itemsize)
+    x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
+    out, staging = torch.empty(rows, n, dtype=out_dtype), torch.empty(1, blocks.n, dtype=sums or out_dtype)
+    pushed, parts = None, count_store_parts(blocks, dtype.itemsize, staging.element_size())
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
@@ -117,11 +123,11 @@ def scatter_arguments(
 def copied_arguments(
     blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, kernel="tiles", sums=None
 ):
-    x, weight, bias = matrices(rows, n, k, transposed, dtype)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
     count = -(-rows // blocks.m) * -(-n // blocks.n)
-    out = torch.empty(rows, n, dtype=dtype)
-    stored = torch.empty(WORLD, count, blocks.m, blocks.n, dtype=sums or dtype)
+    out = torch.empty(rows, n, dtype=out_dtype)
+    stored = torch.empty(WORLD, count, blocks.m, blocks.n, dtype=sums or out_dtype)
     pieces = cut_pieces(count, 1 << 16, Plan(blocks=blocks))._replace(threads=32 * blocks.num_warps)
     target, parts = stored, count_store_parts(blocks, dtype.itemsize, stored.element_size())
     if by_tma and gemm.by_tma.value and parts:
@@ -139,10 +145,10 @@ def sums_arguments(blocks=WIDE, **sizes):
 def exchange_arguments(
     blocks=FEW_ROWS, rows=4, n=N, k=K, transposed=False, dtype=torch.bfloat16, form="one-shot", shares=False
 ):
-    x, weight, bias = matrices(rows, n, k, transposed, dtype)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, in_parts=True)
+    x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales, in_parts=True)
     rows = rows if form == "scatter" else WORLD * rows
-    out, staging = torch.empty(rows, n, dtype=dtype), torch.empty(1, dtype=torch.int32)
+    out, staging = torch.empty(rows, n, dtype=out_dtype), torch.empty(1, dtype=torch.int32)
     dealt = Shares(0, 16, 16, torch.empty(1) if shares else None, WORDS)
     return inside("p2p"), gemm, dealt, a, b, staging, out, bias, rows, 1 << 20, form, 256, n % 8 == 0
 
@@ -430,6 +436,22 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
         if name in LARGE:
             blocks = Plan(blocks=blocks).evened().blocks
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("m", [1, 64, 4096, 16384])
+def test_fp8_goes_to_tensor_cores_as_it_is_and_spills_nothing(name, m, tmp_path):
+    blocks = default_blocks(Call(OPERATORS[name], m, 12288, 12288, FP8, False, WORLD), Machine(132, True, True))
+    if name in LARGE:
+        blocks = Plan(blocks=blocks).evened().blocks
+    lines = to_ptx(name, blocks=blocks, dtype=FP8)
+    assert tma_loads(lines)
+    products = {match.group(1) for line in lines if (match := re.search(r"(?:wgmma|mma)\S*\.f32\.(\w+)\.", line))}
+    assert products == {"e4m3"}
+    assert find_spills(lines, tmp_path) == 0
+    kernel, arguments = KERNELS[name]
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    assert count_shared_bytes(kernel, arguments(blocks, dtype=FP8), options, "sm_90") + 1024 <= 228 << 10
 
 
 @pytest.mark.parametrize("name", LARGE)

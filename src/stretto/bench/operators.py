@@ -19,13 +19,16 @@ from torch import Tensor
 from stretto import ops
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import Effort, time_interleaved
+from stretto.bench.operators_peers import Runs, peers, world_name
 from stretto.bench.operators_plot import plot_operators
 from stretto.ops.choosing import choose, describe_call
+from stretto.ops.gemm import FP8
 from stretto.ops.tuning import Operands
 from stretto.parallel import Grid
 
 OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
 MODES = ("graph", "eager")
+DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
 CASES: Mapping[str, tuple[int, int]] = {
     "flux": (49152, 12288),
     "llama-7b": (11008, 4096),
@@ -67,7 +70,8 @@ COLUMNS = (
 class Setting:
     """What is measured; ms: rows of the whole, none for each case's own. ValueError for what there is not.
 
-    tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls.
+    tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls. dtype: of
+    operands; fp8 is scaled by rows and columns, its results are bf16, and its rows have a file of their own.
     """
 
     operators: tuple[str, ...] = tuple(OPERATORS)
@@ -76,6 +80,7 @@ class Setting:
     modes: tuple[str, ...] = MODES
     tunes: bool = False
     implementation: str = "auto"
+    dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         options = (
@@ -83,11 +88,17 @@ class Setting:
             ("case", self.cases, tuple(CASES)),
             ("mode", self.modes, MODES),
             ("implementation", (self.implementation,), ("auto", "kernel", "library")),
+            ("dtype", (self.dtype,), tuple(DTYPES)),
         )
         for what, given, known in options:
             for name in given:
                 if name not in known:
                     raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+
+    @property
+    def file_name(self) -> str:
+        """Of the results, without an extension."""
+        return "operators" if self.dtype == "bf16" else f"operators-{self.dtype}"
 
     def rows_of(self, operator: str, case: str) -> tuple[int, ...]:
         """The numbers of rows to measure."""
@@ -106,9 +117,9 @@ def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, A
     Returns all rows of the file.
     """
     run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
-    path = out / "operators.json"
+    path = out / f"{setting.file_name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    print_table(f"Operators, {ranks} ranks", COLUMNS, rows)
+    print_table(f"Operators, {setting.dtype}, {ranks} ranks", COLUMNS, rows)
     plot_operators(path, path.with_suffix(".png"))
     return rows
 
@@ -120,16 +131,18 @@ def measure_all(ranks: int, out: Path, setting: Setting) -> None:
     for name in setting.operators:
         for case in setting.cases:
             for m in setting.rows_of(name, case):
-                shape = local_shape(name, case, m, dist.get_world_size())
-                operands = Operands.make(OPERATORS[name], *shape, None, torch.bfloat16, device)
+                shape, dtype = local_shape(name, case, m, dist.get_world_size()), DTYPES[setting.dtype]
+                operands = Operands.make(OPERATORS[name], *shape, None, dtype, device)
                 if setting.tunes:
-                    ops.tune(OPERATORS[name], *shape, device=device)
+                    ops.tune(OPERATORS[name], *shape, dtype=dtype, device=device)
                 for mode in setting.modes:
                     row = {"operator": name, "case": case, "m": m, "n": shape[1], "k": shape[2], "mode": mode}
                     measured.append(row | _measure(operands, m, mode, setting.implementation))
                     if dist.get_rank() == 0:
                         _say(measured[-1])
-                        write_result(out, "operators", COLUMNS, _merge(out, measured), ranks=dist.get_world_size())
+                        rows = _merge(out / f"{setting.file_name}.json", measured)
+                        about = {"ranks": dist.get_world_size(), "dtype": setting.dtype}
+                        write_result(out, setting.file_name, COLUMNS, rows, **about)
                 del operands
                 torch.cuda.empty_cache()
 
@@ -137,13 +150,12 @@ def measure_all(ranks: int, out: Path, setting: Setting) -> None:
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
     """(m, n, k): rows of the whole, and a rank's weight; what is sharded is rounded down to what TMA takes."""
     sharded, whole = CASES[case]
-    part = sharded // world // 8 * 8
+    part = sharded // world // 16 * 16
     return (m, part, whole) if name == "gather" else (m, whole, part)
 
 
-def _merge(out: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _merge(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows of the file that were not measured again, and those that were, in the order of operators and cases."""
-    path = out / "operators.json"
     try:
         earlier = json.loads(path.read_text())["rows"]
     except (OSError, ValueError, KeyError):
@@ -158,7 +170,7 @@ def _merge(out: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 
 def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict[str, Any]:
-    runs: dict[str, Callable[[], Tensor]] = peers(operands, m)
+    runs: Runs = peers(operands, m)
     runs["stretto"] = partial(operands.call, implementation)
     error = _compare(operands, runs["stretto"], runs["nccl"])
     before = dict(ops.counts())
@@ -171,8 +183,8 @@ def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict
     )
     own = [(key, count) for key, count in ops.counts().items() if key[0] == operands.operator]
     ran = sorted(key[1] for key, count in own if count != before.get(key, 0))
-    call = describe_call(operands.operator, m, operands.x, operands.weights[0], _world_name())
-    plan = choose(call, operands.x, operands.weights[0], _world_name(), implementation)
+    call = describe_call(operands.operator, m, operands.x, operands.weights[0], world_name())
+    plan = choose(call, operands.x, operands.weights[0], world_name(), implementation)
     milliseconds = {name: timed.seconds * 1e3 for name, timed in found.items()}
     exposed = milliseconds["nccl"] - milliseconds["gemm"]
     async_tp = milliseconds.get("async_tp")
@@ -191,48 +203,6 @@ def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict
     }
 
 
-def peers(operands: Operands, m: int) -> dict[str, Callable[[], Tensor]]:
-    """What Stretto is compared with, by name: each returns its result."""
-    x, name, fused = operands.x, _world_name(), torch.ops.symm_mem
-    product = x.new_empty(m, operands.weights[0].shape[0])
-    whole = x
-    if operands.operator == "all_gather_matmul":
-        whole = x.new_empty(m, x.shape[1])
-        dist.all_gather_into_tensor(whole, x)
-
-    def gemm() -> Tensor:
-        return torch.mm(whole, operands.next_weight().t(), out=product)
-
-    match operands.operator:
-        case "all_gather_matmul":
-
-            def gather_and_multiply() -> Tensor:
-                dist.all_gather_into_tensor(whole, x)
-                return gemm()
-
-            def async_gather() -> Tensor:
-                return fused.fused_all_gather_matmul(x, [operands.next_weight().t()], 0, name)[1][0]
-
-            return {"gemm": gemm, "nccl": gather_and_multiply, "async_tp": async_gather}
-        case "matmul_reduce_scatter":
-            own = x.new_empty(m // dist.get_world_size(), product.shape[1])
-
-            def multiply_and_scatter() -> Tensor:
-                dist.reduce_scatter_tensor(own, gemm())
-                return own
-
-            def async_scatter() -> Tensor:
-                return fused.fused_matmul_reduce_scatter(x, operands.next_weight().t(), "sum", 0, name)
-
-            return {"gemm": gemm, "nccl": multiply_and_scatter, "async_tp": async_scatter}
-
-    def multiply_and_reduce() -> Tensor:
-        dist.all_reduce(gemm())
-        return product
-
-    return {"gemm": gemm, "nccl": multiply_and_reduce}
-
-
 def _compare(operands: Operands, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> float:
     """The relative error between two runs' results with the first weight."""
     results = []
@@ -240,11 +210,6 @@ def _compare(operands: Operands, one: Callable[[], Tensor], other: Callable[[], 
         operands.restart()
         results.append(run().float())
     return float((results[0] - results[1]).norm() / results[1].norm())
-
-
-def _world_name() -> str:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD.group_name
 
 
 def _say(row: Mapping[str, Any]) -> None:

@@ -34,7 +34,9 @@ COLUMNS = (
 
 
 def bench_operator_ablations(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
-    """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture."""
+    """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture. ValueError for fp8."""
+    if setting.dtype != "bf16":
+        raise ValueError(f"ablations are of bf16, not {setting.dtype}")
     run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     path = out / "operator-ablations.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]

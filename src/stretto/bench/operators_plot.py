@@ -31,7 +31,8 @@ def plot_operators(result: Path, picture: Path) -> None:
         times.set_title(f"{name}: Flux's shapes", fontsize=9)
         speed.set_title(f"{name}: how many times as fast as GEMM + NCCL", fontsize=9)
     machine = f"{data['machine']['devices']}, {data['date']}"
-    figure.suptitle(f"{data['ranks']} ranks, bf16, {mode}, {machine}", fontsize=10)
+    dtype = data.get("dtype", "bf16")
+    figure.suptitle(f"{data['ranks']} ranks, {dtype}, {mode}, {machine}", fontsize=10)
     figure.savefig(picture, dpi=110)
 
 

@@ -363,6 +363,7 @@ def ops(
     ms: Annotated[str | None, typer.Option(help="Rows of the whole, with commas (default: each case's own).")] = None,
     modes: Annotated[str, typer.Option(help="graph, eager, with commas.")] = "graph,eager",
     implementation: Annotated[str, typer.Option(help="Of Stretto's calls: auto, kernel, library.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of operands: bf16, or fp8 with a scale a row.")] = "bf16",
     tune: Annotated[
         bool, typer.Option(help="Measure each shape's plans first, and keep the times for runs on this machine.")
     ] = False,
@@ -386,6 +387,7 @@ def ops(
             modes=tuple(modes.split(",")),
             tunes=tune,
             implementation=implementation,
+            dtype=dtype,
         )
         bench = bench_operator_ablations if ablations else bench_operators
         rows = bench(_gpus(ranks), out, setting)

@@ -17,6 +17,12 @@ from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.mlp import mlp
 from stretto.ops.plans import Plan
+from stretto.ops.scaled import (
+    all_gather_scaled_matmul,
+    quantize_rows,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+)
 from stretto.ops.tuning import tune
 
 __all__ = [
@@ -26,6 +32,7 @@ __all__ = [
     "TableUpdate",
     "all_gather_matmul",
     "all_gather_matmul_gathered",
+    "all_gather_scaled_matmul",
     "check_indices",
     "counts",
     "embedding_all_to_all",
@@ -35,6 +42,9 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mlp",
+    "quantize_rows",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
     "tune",
     "tune_embedding",
 ]

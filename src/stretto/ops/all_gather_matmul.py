@@ -8,10 +8,10 @@ from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.eager import outside_autocast, shorten
-from stretto.ops.gather_gemm import launch
+from stretto.ops.gather_gemm import launch_gather
 from stretto.ops.gradients import differentiate_gather, save_gather
 from stretto.ops.plans import LIBRARY, Plan, name_implementation
-from stretto.ops.workspace import count_bytes, find_group, find_workspace
+from stretto.ops.workspace import find_group
 
 
 def all_gather_matmul(
@@ -113,13 +113,7 @@ def _run(
         return library.all_gather_matmul(x, weight, bias, group)
     if returns_gathered:  # a program cannot tell the host which slot it has gathered into
         plan = plan._replace(transfer="copies", direction="push")
-    out, size = x.new_empty(rows * world, n), count_bytes(rows * world, k, dtype=x.dtype)
-    if plan.transfer == "programs":
-        # Slots begin at multiples of a row, so that one descriptor has both.
-        workspace = find_workspace(group, x.device, size + k * x.element_size(), "slots")
-        launch(workspace, plan, x, weight, bias, out)
-        return out, x
-    workspace = find_workspace(group, x.device, size, "met")
+    out = x.new_empty(rows * world, n)
     returned = x.new_empty(rows * world, k) if returns_gathered else None
-    launch(workspace, plan, x, weight, bias, out, returned)
+    launch_gather(plan, x, weight, bias, out, group, returned=returned)
     return out, x if returned is None else returned

@@ -5,6 +5,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import find_own_rank
+from stretto.ops.gemm import FP8, Scales
+
+_FP8_GRAIN = 16  # elements that rows of fp8 are multiples of: 16 bytes, as TMA and torch's own products take them
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +32,72 @@ def require_operands(
 
     weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
     """
+    _require_matrices(operator, x, weight)
+    if x.dtype == FP8:
+        raise ValueError(
+            f"{operator} takes no fp8, whose operators have scales: all_gather_scaled_matmul, "
+            "scaled_matmul_reduce_scatter and scaled_matmul_all_reduce"
+        )
+    if x.dtype not in DTYPES and not (x.dtype == torch.float64 and implementation == "library"):
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        rest = ', or give implementation="library"' if x.dtype == torch.float64 else ""
+        raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias{rest}")
+    require_weight(operator, x, weight, bias)
+    _require_place(operator, x)
+
+
+def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """ValueError unless x [., k] and weight [n, k] are fp8 and contiguous, and bias [n] is of `dtype`, the output's."""
+    _require_matrices(operator, x, weight)
+    for name, one in (("x", x), ("weight", weight)):
+        if one.dtype != FP8:
+            raise ValueError(f"{operator}: {name} is of {FP8}, not {one.dtype}: see quantize_rows")
+    if dtype not in DTYPES:
+        raise ValueError(f"{operator} returns {', '.join(map(str, DTYPES))}, not {dtype}")
+    if x.shape[1] % _FP8_GRAIN:
+        raise ValueError(f"{operator}: k of fp8 operands is a multiple of {_FP8_GRAIN}, not {x.shape[1]}: pad both")
+    if not weight.is_contiguous():
+        raise ValueError(
+            f"{operator} takes a contiguous fp8 weight [n, k], not strides {weight.stride()}: tensor cores take fp8 in "
+            "rows of k alone"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"{operator}: x is on {x.device} and weight on {weight.device}: move one of them")
+    if bias is not None:
+        if bias.shape != weight.shape[:1] or bias.dtype != dtype or bias.device != x.device:
+            raise ValueError(
+                f"{operator}: a bias is [{weight.shape[0]}] of {dtype} on {x.device}, not {_say(bias)} of {bias.dtype} "
+                f"on {bias.device}"
+            )
+        if not bias.is_contiguous():
+            raise ValueError(
+                f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it"
+            )
+    _require_place(operator, x)
+
+
+def find_scales(operator: str, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Scales:
+    """The factors of x's rows [m] and of weight's rows [n]. ValueError unless there is one for each, or one for all."""
+    return Scales(
+        _find_factors(operator, "x_scale", x_scale, x), _find_factors(operator, "weight_scale", weight_scale, weight)
+    )
+
+
+def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Tensor:
+    rows = matrix.shape[0]
+    if scale.numel() not in (1, rows) or max(scale.shape, default=1) != scale.numel():
+        raise ValueError(
+            f"{operator}: {name} is one number, or one for each of {rows} rows, not {_say(scale)}: there are no scales "
+            "of smaller blocks"
+        )
+    if scale.dtype != torch.float32 or scale.device != matrix.device:
+        raise ValueError(
+            f"{operator}: {name} is of torch.float32 on {matrix.device}, not of {scale.dtype} on {scale.device}"
+        )
+    return scale.reshape(-1).expand(rows)
+
+
+def _require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
             f"{operator} takes x [rows, k] and weight [n, k], of two dims each, not {_say(x)} and {_say(weight)}: "
@@ -36,13 +105,11 @@ def require_operands(
         )
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"{operator}: x {_say(x)} and weight {_say(weight)} differ in k, their last dim")
-    if x.dtype not in DTYPES and not (x.dtype == torch.float64 and implementation == "library"):
-        names = ", ".join(str(dtype) for dtype in DTYPES)
-        rest = ', or give implementation="library"' if x.dtype == torch.float64 else ""
-        raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias{rest}")
+
+
+def _require_place(operator: str, x: Tensor) -> None:
     if not x.is_contiguous():
         raise ValueError(f"{operator} takes a contiguous x, not strides {x.stride()}: call contiguous() on it")
-    require_weight(operator, x, weight, bias)
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import (
+    Scales,
     count_store_parts,
     describe_gemm,
     describe_kind,
@@ -22,6 +23,7 @@ from stretto.ops.gemm import (
     divide_up,
     multiply_tile,
     order_tiles,
+    scale_tile,
     store_tile,
 )
 from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
@@ -46,10 +48,18 @@ def takes_copies(world: int) -> bool:
 
 
 def launch_copied(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype, group: str, world: int
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype,
+    group: str,
+    world: int,
+    scales: Scales | None = None,
 ) -> None:
     """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
-    call = _Call(plan, x, weight, bias, out, dtype, group, world)
+    call = _Call(plan, x, weight, bias, out, dtype, group, world, scales)
     channel, added = call.channel, 0
     try:
         with tiles.copy_engine(channel):
@@ -88,6 +98,7 @@ class _Call:
         dtype: torch.dtype,
         group: str,
         world: int,
+        scales: Scales | None,
     ) -> None:
         assert plan.blocks is not None
         self.plan, self.blocks, self.world = plan, plan.blocks, world
@@ -102,7 +113,7 @@ class _Call:
         self.pieces = cut_pieces(self.count, count_bytes(*sizes, dtype=dtype), plan)
         self.counters = workspace.arrivals
         self.stored = torch.empty(world * self.count, *sizes, dtype=dtype, device=x.device)
-        self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks)
+        self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks, scales=scales)
         parts = count_store_parts(self.blocks, x.element_size(), dtype.itemsize)
         self.target: Any = self.stored
         if self.gemm.by_tma.value and parts:
@@ -200,6 +211,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     for index in tl.range(tl.program_id(0), WORLD * count, programs, flatten=True):
         owner, _, row, column = locate_owned(rank, WORLD, gemm, rows, index, SHIFTED)
         total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
+        total = scale_tile(gemm, gemm.row_scales, total, owner * rows + row, column, gemm.m)
         before = index - programs
         is_early = (before >= 0) & (before + 2 * programs < WORLD * count)
         _count_tile(pieces, counters, gemm, before, is_early, count, own, WORLD)

@@ -16,12 +16,14 @@ from torch import Tensor
 from stretto import tiles
 from stretto.ops.gemm import (
     Blocks,
+    Scales,
     count_parts,
     count_processors,
     describe_gemm,
     describe_kind,
     divide_up,
     multiply_columns,
+    scale_tile,
     tile_width,
 )
 from stretto.ops.shares import Shares, multiply_part
@@ -70,6 +72,7 @@ def launch(
     bias: Tensor | None,
     out: Tensor,
     blocks: Blocks,
+    scales: Scales | None = None,
 ) -> None:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
     (m, k), n = x.shape, weight.shape[0]
@@ -80,9 +83,9 @@ def launch(
     if share % -(-k // blocks.k):
         places = divide_up(m, blocks.m) * divide_up(n, blocks.n) + programs
         sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
-    packets = count_packets(out.shape[0], n, x.dtype)
+    packets = count_packets(out.shape[0], n, out.dtype)
     chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, in_parts=True)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales, in_parts=True)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     arguments = (
@@ -98,7 +101,7 @@ def launch(
         workspace.words(1, torch.int32),
         form,
         chunk,
-        n * x.element_size() % (4 * _PACKET_BYTES) == 0,
+        n * out.element_size() % (4 * _PACKET_BYTES) == 0,
     )
     workspace.channel.launch(
         gemm_exchange,
@@ -207,6 +210,7 @@ def _send_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Put a tile's packets where they are added up, at place [this rank, row, pair of columns]."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
+    total = scale_tile(gemm, gemm.row_scales, total, row, column, gemm.m)
     if each == 2:
         low, high = tl.split(tl.reshape(total, (gemm.block_m, gemm.block_n // 2, 2)))
     else:

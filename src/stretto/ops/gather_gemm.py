@@ -5,12 +5,14 @@ Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink).
 
 from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import (
+    Scales,
     describe_gemm,
     describe_kind,
     describe_rows,
@@ -20,13 +22,21 @@ from stretto.ops.gemm import (
     multiply_columns,
     multiply_tile,
     order_tiles,
+    scale_tile,
     store_tile,
     tile_width,
 )
-from stretto.ops.moved_rows import copy_gathered, pull_rows, push_by_copies, push_rows
+from stretto.ops.moved_rows import (
+    copy_gathered,
+    count_gathered_bytes,
+    find_moved_scales,
+    pull_rows,
+    push_by_copies,
+    push_rows,
+)
 from stretto.ops.plans import Plan
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
-from stretto.ops.workspace import PEER_TILES, Workspace
+from stretto.ops.workspace import PEER_TILES, find_workspace
 
 _MOST_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
@@ -52,23 +62,29 @@ def map_rows(rows: int, world: int, plan: Plan, row_bytes: int) -> tuple[tiles.S
     return producer, tiles.whole_tiles(rows, world, plan.blocks.m, channels=pieces, channel_rows=channel_rows)
 
 
-def launch(
-    workspace: Workspace,
+def launch_gather(
     plan: Plan,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
+    group: str,
+    *,
+    scales: Scales | None = None,
     returned: Tensor | None = None,
 ) -> None:
     """Begin the call, have copy engines move rows if they are to, and launch the GEMM; `returned` gets the gathered x.
 
-    Rows of this rank are taken from x itself, if no tile has others too.
+    scales: of own rows of an fp8 x, which travel with them, and of the weight's. Rows of this rank are taken from x
+    itself, if no tile has others too.
     """
     by_programs = plan.transfer == "programs"
     plan = plan if by_programs else plan.evened()
-    blocks, block_channel, (rows, k) = plan.blocks, workspace.channel, x.shape
+    blocks, (rows, k), has_scales = plan.blocks, x.shape, scales is not None
     assert blocks is not None
+    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=by_programs, has_scales=has_scales)
+    workspace = find_workspace(group, x.device, size, "slots" if by_programs else "met")
+    block_channel = workspace.channel
     world = block_channel.world_size
     producer, consumer = map_rows(rows, world, plan, k * x.element_size())
     slot_rows = -(-workspace.slot_bytes // (k * x.element_size())) if by_programs else 0
@@ -76,7 +92,10 @@ def launch(
     offset = slot * workspace.slot_bytes
     gathered = block_channel.tensor((slot_rows + rows * world, k), x.dtype, offset=offset)
     odd = by_programs and not is_even(blocks)
-    gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks, in_parts=odd)
+    own_scales = None if scales is None else scales.rows.contiguous()
+    if scales is not None:
+        scales = Scales(find_moved_scales(block_channel, rows, k, offset), scales.columns)
+    gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     own = describe_rows(x, gemm)
     direct = plan.is_shifted and rows % blocks.m == 0 and own is not None and not odd
     column_tiles = -(-out.shape[1] // blocks.n)
@@ -95,8 +114,10 @@ def launch(
             # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and there is none free
             # once the kernel runs.
             tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
+            if scales is not None and own_scales is not None:
+                tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
         with tiles.copy_engine(block_channel):
-            push_by_copies(block_channel, producer, x, offset)
+            push_by_copies(block_channel, producer, x, own_scales, offset)
             if returned is not None:
                 copy_gathered(block_channel, producer, x, gathered, returned)
     try:
@@ -113,8 +134,10 @@ def launch(
             bias,
             x,
             gathered,
+            own_scales,
             rows,
             slot_rows,
+            workspace.words(1, torch.float32),
             min(plan.movers, programs),
             direct,
             plan.direction if by_programs else "",
@@ -122,7 +145,7 @@ def launch(
         )
         block_channel.launch(
             all_gather_gemm,
-            describe_kind(plan, x, weight, gemm, bias, out),
+            describe_kind(plan, x, weight, gemm, bias, out, own_scales),
             programs,
             arguments,
             num_warps=blocks.num_warps,
@@ -135,8 +158,8 @@ def launch(
 
 @triton.jit
 def all_gather_gemm(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, shares, own, gathered, weight, out, bias, x, landing, rows, slot_rows, movers,
-    DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
+    channel, producer, consumer, gemm, shares, own, gathered, weight, out, bias, x, landing, own_scales, rows,
+    slot_rows, slot_words, movers, DIRECT: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T + bias, tile after tile as the gathered rows come; persistent.
 
@@ -149,6 +172,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     loops over whole tiles are flattened, and a tile's stores and waits go on beside other tiles' products. They depend
     on copy engines, or on the launch's first programs on each rank, which run when any do, and wait for nothing (who
     pulls: for pieces that those have offered).
+    Scales of fp8 rows: own_scales [rows], which travel before their rows' signals, to gemm.row_scales.
     Reuse: by copies, `gathered` is one of two slots, in turn, and is written over only when all ranks have begun the
     call after the last one that used it. By programs it is both, by the call's number; every rank waits for every
     rank's rows, so see `call_slot`.
@@ -157,14 +181,18 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
     count = row_tiles * column_tiles
     base = 0
+    scales = gemm.row_scales
     if MOVES != "":
-        base = tiles.call_slot(channel) * slot_rows
+        slot = tiles.call_slot(channel)
+        base = slot * slot_rows
+        if scales is not None:
+            scales += slot.to(tl.int64) * slot_words
         if tl.program_id(0) < movers:
             place = landing + tl.cast(base, tl.int64) * gemm.k
             if MOVES == "push":
-                push_rows(channel, producer, gemm, x, place, movers, DIRECT)
+                push_rows(channel, producer, gemm, x, place, own_scales, scales, movers, DIRECT)
             else:
-                pull_rows(channel, producer, gemm, x, place, movers)
+                pull_rows(channel, producer, gemm, x, place, own_scales, scales, movers)
     direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
     direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
@@ -181,6 +209,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
             for tile in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
                 row, column = _locate(gemm, direct_tiles, tile)
                 total = multiply_tile(gemm, own, weight, row, column, 0)
+                total = scale_tile(gemm, own_scales, total, row, column, rows)
                 _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
         index = tl.program_id(0)
         index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
@@ -189,6 +218,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
                 ready = tiles.consumer_tile_poll(channel, consumer, row_tile)
                 total = multiply_tile(gemm, gathered, weight, row + ready, column, 0)
+                total = scale_tile(gemm, scales, total, row + ready, column, rows * channel.world)
                 _finish_tile(channel, gemm, out, bias, total, row, column, rows)
             tiles.finish_polls(channel, consumer)
         else:
@@ -196,7 +226,7 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
             for share in range(index, count_shares(shares, count), tl.num_programs(0)):
                 begin, end = find_share(gemm, shares, share, count)
                 _multiply_gathered(
-                    channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first,
+                    channel, producer, consumer, gemm, shares, gathered, scales, weight, out, bias, rows, base, first,
                     direct_tiles, begin, end
                 )  # fmt: skip
     else:  # programs that have moved rows come later, and do fewer
@@ -206,13 +236,14 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
                 row, column = _locate(gemm, direct_tiles, begin // count_steps(gemm, shares))
                 total, is_complete, begin = multiply_part(gemm, shares, own, weight, row, column, 0, begin, end)
                 if is_complete:
+                    total = scale_tile(gemm, own_scales, total, row, column, rows)
                     _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
                 if begin >= end:
                     begin, end = find_share(gemm, shares, tiles.claim(channel), count)
         while begin < end:
             begin = _multiply_gathered(
-                channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first, direct_tiles,
-                begin, end
+                channel, producer, consumer, gemm, shares, gathered, scales, weight, out, bias, rows, base, first,
+                direct_tiles, begin, end
             )  # fmt: skip
             if begin >= end:
                 begin, end = find_share(gemm, shares, tiles.claim(channel), count)
@@ -238,7 +269,22 @@ def _locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignor
 
 @triton.jit
 def _multiply_gathered(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, shares, gathered, weight, out, bias, rows, base, first, direct_tiles, begin, end
+    channel,
+    producer,
+    consumer,
+    gemm,
+    shares,
+    gathered,
+    scales,
+    weight,
+    out,
+    bias,
+    rows,
+    base,
+    first,
+    direct_tiles,
+    begin,
+    end,
 ):
     """A share's steps of one tile of all rows but the direct ones, once its rows are there; where its next one begins.
 
@@ -249,15 +295,19 @@ def _multiply_gathered(  # type: ignore[no-untyped-def]
     row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
     ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
     row_there = base + row + ready
+    count = rows * channel.world
     if gemm.parts == 1:
         total, is_complete, begin = multiply_part(gemm, shares, gathered, weight, row_there, column, 0, begin, end)
         if is_complete:
+            total = scale_tile(gemm, scales, total, row + ready, column, count)
             _finish_tile(channel, gemm, out, bias, total, row, column, rows)
     else:
         totals = multiply_columns(gemm, gathered, weight, row_there, column)
         begin = end  # such tiles are whole shares
         for part in tl.static_range(gemm.parts):
-            _finish_tile(channel, gemm, out, bias, totals[part], row, column + part * gemm.block_n, rows)
+            at = column + part * gemm.block_n
+            total = scale_tile(gemm, scales, totals[part], row + ready, at, count)
+            _finish_tile(channel, gemm, out, bias, total, row, at, rows)
     return begin
 
 

@@ -2,7 +2,8 @@
 
 C = A @ B.T with A [m, k] in rows of k elements, and B [n, k] (a linear's weight), or the transpose of a [k, n] that
 lies in rows (`transposed`: the input's gradient multiplies by the weight itself). Sums are fp32. Operands come by TMA
-where their layout allows, else by pointers. Nothing here waits or signals: operators do, around these functions.
+where their layout allows, else by pointers. Those of fp8 have factors, of rows and of columns (`scale_tile`). Nothing
+here waits or signals: operators do, around these functions.
 """
 
 import math
@@ -21,6 +22,9 @@ from stretto.tiles import kind_of
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 
+FP8 = torch.float8_e4m3fn
+"""The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
+
 
 class Blocks(NamedTuple):
     """Sizes of tiles, and how a kernel with them is launched.
@@ -38,6 +42,16 @@ class Blocks(NamedTuple):
     programs: int
 
 
+class Scales(NamedTuple):
+    """fp32 factors of an fp8 product: of A's rows [m], and of the weight's [n], which are C's columns.
+
+    Of any stride, so one factor of all rows is an expanded tensor.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
 class Gemm(NamedTuple):
     """What kernels are given of a product; one argument, made by `describe_gemm`.
 
@@ -45,7 +59,8 @@ class Gemm(NamedTuple):
 
     parts: a tile has so many times block_n columns. by_tma: operands are descriptors. transposed: see the module.
     stores_by_tma: so is the output, of out_parts columns of blocks a tile. grain: a power of two that divides rows'
-    lengths, which addresses are known to be multiples of.
+    lengths, which addresses are known to be multiples of. row_scales, column_scales: factors of fp8 operands, which lie
+    row_step and column_step apart (0: one for all), or None.
     """
 
     m: Any
@@ -62,6 +77,10 @@ class Gemm(NamedTuple):
     out_parts: Any
     precision: Any
     grain: Any
+    row_scales: Any
+    row_step: Any
+    column_scales: Any
+    column_step: Any
 
 
 class Operands(NamedTuple):
@@ -88,33 +107,48 @@ def count_parts(blocks: Blocks) -> int:
     return blocks.n // min(blocks.n & -blocks.n, 64 if blocks.m <= 64 else 128)
 
 
-def look_up_blocks(m: int, is_fp32: bool, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
+def look_up_blocks(m: int, itemsize: int, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
     """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
 
     As wide as fp32 sums fit into registers (128 x 256 with 8 warps) if such tiles fill the GPU, else narrower; as few
     rows as tensor cores take where m is small; less at once where addresses (no TMA) or sums without tensor cores
-    (fp32) take the registers, since larger tiles spill them.
+    (fp32) take the registers, since larger tiles spill them. itemsize: of operands, in bytes.
     """
     few = max(16, triton.next_power_of_2(min(m, 64)))
-    match is_fp32, by_tma, m <= 64, fills_gpu:
+    match itemsize == 4, by_tma, m <= 64, fills_gpu:
         case True, _, _, _:
-            return Blocks(few, 64, 32, 8, 4 if few == 16 else 8, 3, processors)
+            blocks = Blocks(few, 64, 32, 8, 4 if few == 16 else 8, 3, processors)
         case _, False, True, _:
-            return Blocks(few, 128, 64, 8, 4, 3, processors)
+            blocks = Blocks(few, 128, 64, 8, 4, 3, processors)
         case _, False, _, _:
-            return Blocks(128, 128, 32, 8, 8, 3, processors)
+            blocks = Blocks(128, 128, 32, 8, 8, 3, processors)
         case _, _, True, _:
-            return Blocks(few, 128, 128, 8, 4, 4, processors)
+            blocks = Blocks(few, 128, 128, 8, 4, 4, processors)
         case _, _, _, True:
-            return Blocks(128, 256, 64, 8, 8, 4, processors)
-    return Blocks(128, 128, 128, 8, 8, 3, processors)
+            blocks = Blocks(128, 256, 64, 8, 8, 4, processors)
+        case _:
+            blocks = Blocks(128, 128, 128, 8, 8, 3, processors)
+    return deepen(blocks, itemsize)
 
 
-def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks, *, in_parts: bool = False) -> Operands:
+def deepen(blocks: Blocks, itemsize: int) -> Blocks:
+    """Tiles for operands of 16 and more bits as those for fp8 are: with steps over k of as many bytes."""
+    return blocks._replace(k=2 * blocks.k) if itemsize == 1 else blocks
+
+
+def describe_gemm(
+    a: Tensor,
+    weight: Tensor,
+    out: Tensor | None,
+    blocks: Blocks,
+    *,
+    scales: Scales | None = None,
+    in_parts: bool = False,
+) -> Operands:
     """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
 
-    a and out are contiguous, and so is weight or its transpose. in_parts: whether a tile's columns are multiplied in
-    parts (`multiply_columns`), and need be no power of two.
+    a and out are contiguous, and so is weight or its transpose. scales: of fp8 operands. in_parts: whether a tile's
+    columns are multiplied in parts (`multiply_columns`), and need be no power of two.
     """
     (m, k), n = a.shape, weight.shape[0]
     parts = count_parts(blocks) if in_parts else 1
@@ -126,6 +160,13 @@ def describe_gemm(a: Tensor, weight: Tensor, out: Tensor | None, blocks: Blocks,
     stores_by_tma = out is not None and by_tma and takes_tma(out)
     exact = torch.get_float32_matmul_precision() == "highest"
     gemm = _describe(m, n, k, blocks, parts, by_tma, transposed, stores_by_tma, exact, a.element_size())
+    if scales is not None:
+        gemm = gemm._replace(
+            row_scales=scales.rows,
+            row_step=scales.rows.stride(0),
+            column_scales=scales.columns,
+            column_step=scales.columns.stride(0),
+        )
     if by_tma:
         a = describe_matrix(a, (blocks.m, blocks.k))
         b = describe_matrix(b, (blocks.k, blocks.n) if transposed else (blocks.n, blocks.k))
@@ -140,12 +181,13 @@ def describe_kind(plan: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Te
     tensors: others that the kernel is given as pointers; x and weight are, where TMA does not take them.
     """
     flags = gemm.by_tma.value, gemm.transposed.value, gemm.stores_by_tma.value, gemm.precision.value
+    scales = gemm.row_scales, gemm.row_step, gemm.column_scales, gemm.column_step
     return (
         plan,
         x.shape,
         weight.shape,
         flags,
-        *(kind_of(one) for one in (x, weight, *tensors)),
+        *(kind_of(one) for one in (x, weight, *scales, *tensors)),
     )
 
 
@@ -178,6 +220,10 @@ def _describe(
         out_parts=tl.constexpr(2 if blocks.n >= 128 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
         grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
+        row_scales=None,
+        row_step=0,
+        column_scales=None,
+        column_step=0,
     )
 
 
@@ -284,15 +330,26 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
         right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else k)
         for start in range(begin, end, gemm.block_k):
             inside = (rows < gemm.m - row) & (steps[None, :] < k - start)
-            x = tl.load(left + start + (rows * k + steps[None, :]), mask=inside, other=0)
+            x = _load(left + start + (rows * k + steps[None, :]), inside)
             inside = (columns < n - column) & (steps[:, None] < k - start)
             if gemm.transposed:
                 at = tl.cast(start, tl.int64) * n
-                y = tl.load(right + at + (steps[:, None] * n + columns), mask=inside, other=0)
+                y = _load(right + at + (steps[:, None] * n + columns), inside)
             else:
-                y = tl.load(right + start + (columns * k + steps[:, None]), mask=inside, other=0)
+                y = _load(right + start + (columns * k + steps[:, None]), inside)
             total = tl.dot(x, y, total, input_precision=gemm.precision)
     return total
+
+
+@triton.jit
+def _load(at, inside):  # type: ignore[no-untyped-def]
+    """What is inside, and zeros; of fp8, of which Triton makes none, by way of int8."""
+    dtype: tl.constexpr = at.dtype.element_ty
+    if dtype.is_fp8():
+        value = tl.load(at.to(tl.pointer_type(tl.int8), bitcast=True), mask=inside, other=0).to(dtype, bitcast=True)
+    else:
+        value = tl.load(at, mask=inside, other=0)
+    return value
 
 
 @triton.jit
@@ -351,6 +408,17 @@ def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
     """fp32 [1, BLOCK]: the bias of the columns from `column` on."""
     columns = column + tl.arange(0, BLOCK)
     return tl.load(bias + columns, mask=columns < n, other=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def scale_tile(gemm, row_scales, total, row, column, m):  # type: ignore[no-untyped-def]
+    """A tile of an fp8 product times its rows' and its columns' factors, of m rows and all columns; others as it is."""
+    if row_scales is not None:
+        rows = row + tl.arange(0, gemm.block_m)
+        columns = column + tl.arange(0, gemm.block_n)
+        total *= tl.load(row_scales + rows * gemm.row_step, mask=rows < m, other=0)[:, None]
+        total *= tl.load(gemm.column_scales + columns * gemm.column_step, mask=columns < gemm.n, other=0)[None, :]
+    return total
 
 
 @triton.jit

@@ -17,12 +17,14 @@ from stretto.ops.copied_tiles import launch_copied, takes_copies
 from stretto.ops.gemm import (
     Blocks,
     Gemm,
+    Scales,
     count_store_parts,
     describe_gemm,
     describe_kind,
     divide_up,
     multiply_tile,
     order_tiles,
+    scale_tile,
     store_tile,
 )
 from stretto.ops.partial_sums import load_rows, locate_owned, store_rows
@@ -40,28 +42,35 @@ def map_lanes(world: int, programs: int) -> tiles.StaticMapping:
 
 
 def launch_scatter(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dtype: torch.dtype, group: str
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype,
+    group: str,
+    scales: Scales | None = None,
 ) -> None:
     """The call, by packets, by copy engines, or by the kernel here, which is all of it or, of more than two slots hold,
     its second launch."""
     (rows, n), world = out.shape, find_group(group).size()
     if plan.exchange == "packets" and dtype == out.dtype:
         assert plan.blocks is not None
-        size = few_rows.count_bytes("scatter", x.shape[0], n, world, x.dtype)
+        size = few_rows.count_bytes("scatter", x.shape[0], n, world, dtype)
         workspace = find_workspace(group, x.device, size, "packets")
-        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, plan.blocks)
+        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, plan.blocks, scales)
         return
     plan = plan.evened()
     assert plan.blocks is not None
     blocks = plan.blocks
     if plan.transfer == "copies" and takes_copies(world):
-        launch_copied(plan, x, weight, bias, out, dtype, group, world)
+        launch_copied(plan, x, weight, bias, out, dtype, group, world, scales)
         return
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
     shares, units = cut_tiles(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
-    launch(workspace, plan, shares, units, x, weight, bias, out, dtype)
+    launch(workspace, plan, shares, units, x, weight, bias, out, dtype, scales)
 
 
 def launch(
@@ -74,6 +83,7 @@ def launch(
     bias: Tensor | None,
     out: Tensor,
     dtype: torch.dtype,
+    scales: Scales | None,
 ) -> None:
     """Begin the call and launch the kernel, on no more programs than there are shares: `units`."""
     blocks, block_channel = plan.blocks, workspace.channel
@@ -84,7 +94,7 @@ def launch(
         channel = block_channel.begin("matmul_reduce_scatter", lanes, lanes, "broadcast")
     else:
         channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
     staging = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
     gemm, pushed, origin = describe_push(block_channel, gemm, blocks, x.element_size(), staging)
     arguments = (
@@ -175,6 +185,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
                 total = multiply_tile(gemm, a, b, owner * rows + row, column, 0, begin, end)
                 part = begin // shares.steps
                 slot = tl.where(part == 0, slot, _part_slot(channel, shares, count, channel.rank, index, part))
+            total = scale_tile(gemm, gemm.row_scales, total, owner * rows + row, column, gemm.m)
             _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner)
         done = channel.rank * programs + lane
         tiles.producer_tile_notify(channel, lanes, done, "broadcast", after_tma=gemm.stores_by_tma)

@@ -7,8 +7,12 @@ own order, and rounds whenever it sends on.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
+from stretto.ops.gemm import Scales
 from stretto.ops.workspace import find_group
+
+_SCALED_GRAIN = 16  # torch's scaled products take columns that are multiples of this
 
 
 def all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
@@ -35,6 +39,58 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     """The sum, on all ranks."""
     total = all_reduce(x @ weight.t(), group)
+    return total if bias is None else total + bias
+
+
+def all_gather_scaled_matmul(
+    x: Tensor, weight: Tensor, scales: Scales, bias: Tensor | None, dtype: torch.dtype, group: str
+) -> Tensor:
+    """The product of fp8 operands."""
+    gathered = gather_rows(x.view(torch.uint8), group).view(x.dtype)  # not all backends know fp8
+    rows = gather_rows(scales.rows.contiguous(), group)
+    return multiply_scaled(gathered, weight, Scales(rows, scales.columns), dtype, bias)
+
+
+def scaled_matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    group: str,
+) -> Tensor:
+    """This rank's rows of the sum of fp8 operands' products."""
+    partial = multiply_scaled(x, weight, scales, sum_dtype)
+    total = scatter_sum(partial, group) if x.device.type == "cpu" else _reduce_scatter(partial, group)
+    return _add(total, None if bias is None else bias.to(sum_dtype)).to(dtype)
+
+
+def scaled_matmul_all_reduce(
+    x: Tensor, weight: Tensor, scales: Scales, bias: Tensor | None, dtype: torch.dtype, group: str
+) -> Tensor:
+    """The sum of fp8 operands' products, on all ranks."""
+    return _add(all_reduce(multiply_scaled(x, weight, scales, dtype), group), bias)
+
+
+def multiply_scaled(
+    x: Tensor, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T of fp8, times the factors of rows and columns, + bias: by torch's own where it can, else in fp32."""
+    rows, columns = scales
+    takes = x.is_cuda and dtype == torch.bfloat16 and weight.shape[0] % _SCALED_GRAIN == 0
+    if takes and torch.cuda.get_device_capability(x.device) >= (8, 9):
+        if rows.stride(0) == 0 and columns.stride(0) == 0:
+            kind, rows, columns = ScalingType.TensorWise, rows[:1], columns[:1]
+        else:
+            kind, rows, columns = ScalingType.RowWise, rows.contiguous()[:, None], columns.contiguous()[None, :]
+        weight = weight.t()
+        return scaled_mm(x, weight, rows, kind, columns, kind, bias=bias, output_dtype=dtype, use_fast_accum=True)
+    product = (x.float() @ weight.float().t()).mul_(rows[:, None]).mul_(columns)
+    return _add(product, bias).to(dtype)
+
+
+def _add(total: Tensor, bias: Tensor | None) -> Tensor:
     return total if bias is None else total + bias
 
 

@@ -8,6 +8,7 @@ from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.eager import outside_autocast, shorten
+from stretto.ops.gemm import Scales
 from stretto.ops.gemm_scatter import launch_scatter
 from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
 from stretto.ops.plans import LIBRARY, Plan, name_implementation
@@ -41,7 +42,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
     plan = recall(group, key)
     if plan is None:
         require_operands("matmul_all_reduce", x, weight, bias, implementation)
-    (m, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+    (m, k), n = x.shape, weight.shape[0]
     if plan is None:
         call = describe_call("matmul_all_reduce", m, x, weight, group)
         plan = choose(call, x, weight, group, implementation, key)
@@ -49,15 +50,29 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
         return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
     if plan == LIBRARY:
         return library.matmul_all_reduce(x, weight, bias, group)
+    return run_kernel(plan, x, weight, bias, x.dtype, group)
+
+
+def run_kernel(
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    group: str,
+    scales: Scales | None = None,
+) -> Tensor:
+    """The sum, of `dtype`, by a plan's kernel; scales: of fp8 operands."""
+    m, n, world = x.shape[0], weight.shape[0], find_group(group).size()
     assert plan.blocks is not None
     if plan.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
-        own = x.new_empty(m // world, n)
-        launch_scatter(plan, x, weight, bias, own, x.dtype, group)
+        own = x.new_empty(m // world, n, dtype=dtype)
+        launch_scatter(plan, x, weight, bias, own, dtype, group, scales)
         return library.gather_rows(own, group)
     form = "one-shot" if plan.shots == 1 else "two-shot"
-    out = x.new_empty(m, n)
-    workspace = find_workspace(group, x.device, few_rows.count_bytes(form, m, n, world, x.dtype), "packets")
-    few_rows.launch("matmul_all_reduce", form, workspace, x, weight, bias, out, plan.blocks)
+    out = x.new_empty(m, n, dtype=dtype)
+    workspace = find_workspace(group, x.device, few_rows.count_bytes(form, m, n, world, dtype), "packets")
+    few_rows.launch("matmul_all_reduce", form, workspace, x, weight, bias, out, plan.blocks, scales)
     return out
 
 

@@ -80,14 +80,15 @@ def _require(
 ) -> int:
     """This rank's number of rows. ValueError for what cannot be computed."""
     require_operands("matmul_reduce_scatter", x, weight, bias, implementation)
+    return require_rows("matmul_reduce_scatter", x, x.dtype, reduce_dtype, group)
+
+
+def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> int:
+    """This rank's number of x's rows. ValueError unless ranks divide them, and sums of `dtype` travel in a dtype."""
     world = find_group(group).size()
     if x.shape[0] % world:
         more = divide_up(x.shape[0], world) * world
-        raise ValueError(
-            f"matmul_reduce_scatter: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do"
-        )
-    if reduce_dtype not in (None, x.dtype, torch.float32):
-        raise ValueError(
-            f"matmul_reduce_scatter: partial sums of {x.dtype} travel in {x.dtype} or torch.float32, not {reduce_dtype}"
-        )
+        raise ValueError(f"{operator}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+    if reduce_dtype not in (None, dtype, torch.float32):
+        raise ValueError(f"{operator}: partial sums of {dtype} travel in {dtype} or torch.float32, not {reduce_dtype}")
     return x.shape[0] // world

@@ -1,24 +1,57 @@
 """Rows on their way to other ranks: by copy engines, or by programs of a GEMM's kernel before they multiply."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import divide_up
+from stretto.ops.workspace import count_bytes
 
+_ALIGNMENT = 128  # bytes that tensors in a workspace begin at multiples of
+_SCALES_AT_ONCE = tl.constexpr(256)
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
 
 
-def push_by_copies(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, offset: int) -> None:
+def count_gathered_bytes(rows: int, k: int, dtype: torch.dtype, *, by_programs: bool, has_scales: bool) -> int:
+    """The bytes of a slot for all ranks' rows, and, of fp8, their scales behind them.
+
+    By programs one row more: slots begin at multiples of a row, so that one descriptor has both.
+    """
+    if has_scales:
+        return _find_scales_start(rows, k) + count_bytes(rows, dtype=torch.float32)
+    return count_bytes(rows + by_programs, k, dtype=dtype)
+
+
+def _find_scales_start(rows: int, k: int) -> int:
+    """Where scales begin in a slot, in bytes: behind a row more than there are."""
+    return divide_up((rows + 1) * k, _ALIGNMENT) * _ALIGNMENT
+
+
+def find_moved_scales(
+    block_channel: tiles.BlockChannel, rows: int, k: int, offset: int, rank: int | None = None
+) -> Tensor:
+    """fp32 [world * rows]: the scales of all ranks' fp8 rows, in a rank's slot from `offset` on."""
+    count = rows * block_channel.world_size
+    return block_channel.tensor((count,), torch.float32, offset=offset + _find_scales_start(count, k), rank=rank)
+
+
+def push_by_copies(
+    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, scales: Tensor | None, offset: int
+) -> None:
     """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
 
-    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in.
+    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in; scales [rows]
+    of fp8 before the first.
     """
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
     for distance in range(1, world):
         peer = (rank - distance) % world
         there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
+        if scales is not None:
+            moved = find_moved_scales(block_channel, rows, k, offset, peer)
+            tiles.rank_copy_data(moved, scales, rows=slice(0, rows), to=rank * rows)
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
             part = slice(start, min(start + producer.channel_rows, rows))
             tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
@@ -42,7 +75,9 @@ def copy_gathered(
 
 
 @triton.jit
-def push_rows(channel, producer, gemm, x, landing, movers, DIRECT: tl.constexpr):  # type: ignore[no-untyped-def]
+def push_rows(  # type: ignore[no-untyped-def]
+    channel, producer, gemm, x, landing, scales, scales_landing, movers, DIRECT: tl.constexpr
+):
     """This program's pieces of x to all ranks: to the one before this first, to this one last, if tiles need it."""
     pieces = tiles.rank_tiles(producer)
     for job in range(tl.program_id(0), pieces * channel.world, movers):
@@ -50,35 +85,47 @@ def push_rows(channel, producer, gemm, x, landing, movers, DIRECT: tl.constexpr)
         tile = channel.rank * pieces + job % pieces
         if peer != channel.rank or not DIRECT:
             there = tiles.peer_pointer(channel, landing, peer)
-            _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, there, 0)
+            _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, there, 0, _MOVED_AT_ONCE)
+            if scales is not None:
+                there = tiles.peer_pointer(channel, scales_landing, peer)
+                _copy_rows(producer, 1, tile, scales, channel.rank * producer.rows, there, 0, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
 
 
 @triton.jit
-def pull_rows(channel, producer, gemm, x, landing, movers):  # type: ignore[no-untyped-def]
+def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing, movers):  # type: ignore[no-untyped-def]
     """Offer this program's pieces of x to the others, from their place in this rank's memory; then pull theirs."""
     pieces = tiles.rank_tiles(producer)
     for piece in range(tl.program_id(0), pieces, movers):
         tile = channel.rank * pieces + piece
-        _copy_rows(producer, gemm, tile, x, channel.rank * producer.rows, landing, 0)
+        _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, landing, 0, _MOVED_AT_ONCE)
+        if scales is not None:
+            first = channel.rank * producer.rows
+            _copy_rows(producer, 1, tile, scales, first, scales_landing, 0, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "local")
         tiles.peer_tile_notify(channel, piece, mode="broadcast")
     for job in range(tl.program_id(0), pieces * (channel.world - 1), movers):
         peer = (channel.rank + 1 + job // pieces) % channel.world
         tile = peer * pieces + job % pieces
         ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
-        _copy_rows(producer, gemm, tile, tiles.peer_pointer(channel, landing, peer), 0, landing, ready)
+        there = tiles.peer_pointer(channel, landing, peer)
+        _copy_rows(producer, gemm.k, tile, there, 0, landing, ready, _MOVED_AT_ONCE)
+        if scales is not None:
+            there = tiles.peer_pointer(channel, scales_landing, peer)
+            _copy_rows(producer, 1, tile, there, 0, scales_landing, ready, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "local")
 
 
 @triton.jit
-def _copy_rows(producer, gemm, tile, source, first, destination, ready):  # type: ignore[no-untyped-def]
+def _copy_rows(  # type: ignore[no-untyped-def]
+    producer, k, tile, source, first, destination, ready, AT_ONCE: tl.constexpr
+):
     """Copy a tile's rows of k elements; `source` begins with row `first`, `destination` with row 0."""
     low, high = tiles.tile_rows(producer, tile)
-    source += tl.cast(low - first, tl.int64) * gemm.k + ready
-    destination += tl.cast(low, tl.int64) * gemm.k
-    size = (high - low) * gemm.k
-    for start in range(0, size, _MOVED_AT_ONCE):
-        offsets = start + tl.arange(0, _MOVED_AT_ONCE)
+    source += tl.cast(low - first, tl.int64) * k + ready
+    destination += tl.cast(low, tl.int64) * k
+    size = (high - low) * k
+    for start in range(0, size, AT_ONCE):
+        offsets = start + tl.arange(0, AT_ONCE)
         value = tl.load(source + offsets, mask=offsets < size)
         tl.store(destination + offsets, value, mask=offsets < size)

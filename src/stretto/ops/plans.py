@@ -13,7 +13,7 @@ import torch
 import triton
 
 from stretto.ops.few_rows import MOSTLY_BUSY
-from stretto.ops.gemm import Blocks, divide_up, is_even, look_up_blocks
+from stretto.ops.gemm import Blocks, deepen, divide_up, is_even, look_up_blocks
 from stretto.ops.shares import count_rounds
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
@@ -171,14 +171,14 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
         return plan._replace(exchange="packets" if few else "tiles", transfer="programs" if few else "copies"), (
             "kernels are interpreted"
         )
-    if not machine.is_hopper or call.dtype.itemsize != 2 or not machine.by_tma:
-        return LIBRARY, "kernels are for 16-bit operands that TMA takes, on sm_90"
+    if not machine.is_hopper or call.dtype.itemsize > 2 or not machine.by_tma:
+        return LIBRARY, "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
     weight_bytes = call.n * call.k * call.dtype.itemsize
     match call.operator:
         case "matmul_all_reduce":
             if call.m > FEW_ROWS:
                 return LIBRARY, f"it has more than {FEW_ROWS} rows"
-            sums = call.m * call.n * call.dtype.itemsize
+            sums = call.m * call.n * max(2, call.dtype.itemsize)
             more = (call.world - 1) * sums - 2 * (call.world - 1) * sums // call.world
             plan = plan._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)
         case "matmul_reduce_scatter":
@@ -228,18 +228,18 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
     """Tile sizes where nothing was measured."""
     if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
         return Blocks(16 if call.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
-    is_fp32 = call.dtype == torch.float32
+    itemsize = call.dtype.itemsize
     shards = call.world if call.operator == "matmul_reduce_scatter" else 1
     m = call.m // shards
     if call.m <= FEW_ROWS:
-        blocks = few_row_blocks(call.m, call.n, is_fp32, machine.by_tma, machine.processors)
+        blocks = few_row_blocks(call.m, call.n, itemsize, machine.by_tma, machine.processors)
     else:
         wide, narrow = (
-            look_up_blocks(m, is_fp32, machine.by_tma, is_wide, machine.processors) for is_wide in (True, False)
+            look_up_blocks(m, itemsize, machine.by_tma, is_wide, machine.processors) for is_wide in (True, False)
         )
         narrow_takes = _estimate(call, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
-        if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and not is_fp32:
+        if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
         most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" else blocks.group_rows
         blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, count_grouped_rows(call) // blocks.m)))
@@ -263,19 +263,24 @@ def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
     return count_rounds(count, call.k, blocks) * blocks.m * blocks.n
 
 
-def few_row_blocks(m: int, n: int, is_fp32: bool, any_width: bool, processors: int) -> Blocks:
+def few_row_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: int) -> Blocks:
     """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads on the way as fit.
 
     any_width: whether columns need be no power of two.
     """
-    rows = max(16, triton.next_power_of_2(m))
-    if is_fp32:
+    rows = _round_few_rows(m, itemsize)
+    if itemsize == 4:
         return Blocks(rows, 32, 64, 1, 4, 3, processors)
     columns = (_find_width(rows, n, processors) if any_width else 0) or (64 if n >= 64 * processors * 0.9 else 32)
-    deep = _few_row_blocks(rows, columns, 256, processors)
-    if rows <= 32 and columns >= 96 and deep.k == 256:
-        return deep
-    return _few_row_blocks(rows, columns, 128, processors)
+    blocks = _few_row_blocks(rows, columns, 256, processors)
+    if rows > 32 or columns < 96 or blocks.k < 256:
+        blocks = _few_row_blocks(rows, columns, 128, processors)
+    return deepen(blocks, itemsize)
+
+
+def _round_few_rows(m: int, itemsize: int) -> int:
+    """Of a tile: what tensor cores take. Triton gives them fp8 as it is from 64 rows on, and converts it for fewer."""
+    return 64 if itemsize == 1 else max(16, triton.next_power_of_2(m))
 
 
 def _find_width(rows: int, n: int, processors: int) -> int:
@@ -338,12 +343,12 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
 
 def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
     if call.m <= FEW_ROWS:
-        rows = max(16, triton.next_power_of_2(call.m))
+        rows = _round_few_rows(call.m, call.dtype.itemsize)
         widths = dict.fromkeys((_find_width(rows, call.n, machine.processors) or 32, 32, 64, 128))
         for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
             blocks = _few_row_blocks(rows, columns, depth, machine.processors)
             if blocks.k == depth:
-                yield blocks
+                yield deepen(blocks, call.dtype.itemsize)
         return
     rows = count_grouped_rows(call)
     # Two programs of small tiles on a multiprocessor: one stores while the other multiplies.
@@ -356,4 +361,5 @@ def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
         (64, 256, 64, 4, 4, 1),
     ):
         for group in sorted({min(group, max(1, rows // m)) for group in (2, 4, 8)}, reverse=True):
-            yield Blocks(m, n, depth, group, warps, stages, share * machine.processors)
+            blocks = Blocks(m, n, depth, group, warps, stages, share * machine.processors)
+            yield deepen(blocks, call.dtype.itemsize)

@@ -13,9 +13,11 @@ from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
 from stretto.ops.checks import DTYPES, find_name
 from stretto.ops.choosing import describe_call, find_machine, forget_choices, machine_name, time_key
+from stretto.ops.gemm import FP8
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.plans import LIBRARY, Call, Machine, Plan, vary_blocks, vary_transfers
+from stretto.ops.scaled import all_gather_scaled_matmul, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
 from stretto.tuning import Store
 
 logger = logging.getLogger("stretto.ops")
@@ -24,6 +26,11 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
+}
+_SCALED: dict[str, Callable[..., Tensor]] = {
+    "all_gather_matmul": all_gather_scaled_matmul,
+    "matmul_reduce_scatter": scaled_matmul_reduce_scatter,
+    "matmul_all_reduce": scaled_matmul_all_reduce,
 }
 _COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that none is in a cache
 _MOST_WEIGHTS = 64
@@ -44,16 +51,17 @@ def tune(
     """Seconds of a call by each plan that was tried, on the slowest rank; kept in the store for later runs.
 
     All ranks of the group call it. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: as the transpose
-    of a contiguous [k, n]). First tiles are varied, then, with the best of them, how rows travel. From then on
-    calls with implementation="auto" take what was the fastest at the nearest m. ValueError for an operator that there
-    is not, sizes and dtypes that it does not take, and rows that the ranks do not divide.
+    of a contiguous [k, n]). dtype: of operands; of fp8 ones the operator of scaled products is measured. First tiles
+    are varied, then, with the best of them, how rows travel. From then on calls with implementation="auto" take what
+    was the fastest at the nearest m. ValueError for an operator that there is not, sizes and dtypes that it does not
+    take, and rows that the ranks do not divide.
     """
     if operator not in OPERATORS:
         raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
     if not all(isinstance(size, int) and size > 0 for size in (m, n, k)):
         raise ValueError(f"m, n and k are whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"kernels take {', '.join(map(str, DTYPES))}, not {dtype}")
+    if dtype not in (*DTYPES, FP8):
+        raise ValueError(f"kernels take {', '.join(map(str, (*DTYPES, FP8)))}, not {dtype}")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -70,11 +78,18 @@ def tune(
 
 
 class Operands:
-    """What an operator is called with, over and over: x, and weights in turn, of which none is in a cache."""
+    """What an operator is called with, over and over: x, and weights in turn, of which none is in a cache.
+
+    scales: of fp8, by which the product's numbers are of size 1: x's and a weight's, one a row.
+    """
 
     def __init__(self, operator: str, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         self.operator, self.x, self.weights, self.group = operator, x, weights, group
         self._turns = self._rotate()
+        self.scales: tuple[Tensor, Tensor] | None = None
+        if x.dtype == FP8:
+            n, k = weights[0].shape
+            self.scales = torch.ones(x.shape[0], device=x.device), torch.full((n,), k**-0.5, device=x.device)
 
     @classmethod
     def make(
@@ -96,7 +111,8 @@ class Operands:
         count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // (n * k * dtype.itemsize), _MOST_WEIGHTS))
         x = torch.randn(m // world if operator == "all_gather_matmul" else m, k, device=device).to(dtype)
         sizes = (k, n) if transposed else (n, k)
-        weights = [torch.randn(sizes, device=device).mul_(k**-0.5).to(dtype) for _ in range(count)]
+        factor = 1.0 if dtype == FP8 else k**-0.5
+        weights = [torch.randn(sizes, device=device).mul_(factor).to(dtype) for _ in range(count)]
         return cls(operator, x, [weight.t() if transposed else weight for weight in weights], group)
 
     def next_weight(self) -> Tensor:
@@ -109,7 +125,10 @@ class Operands:
 
     def call(self, implementation: str | Plan = "auto") -> Tensor:
         """Call the operator."""
-        return OPERATORS[self.operator](self.x, self.next_weight(), self.group, implementation=implementation)
+        operands = self.x, self.next_weight()
+        if self.scales is not None:
+            return _SCALED[self.operator](*operands, *self.scales, self.group, implementation=implementation)
+        return OPERATORS[self.operator](*operands, self.group, implementation=implementation)
 
     def _rotate(self) -> Iterator[Tensor]:
         while True:
