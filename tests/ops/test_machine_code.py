@@ -438,16 +438,16 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("m", [1, 64, 4096, 16384])
-def test_fp8_goes_to_tensor_cores_as_it_is_and_spills_nothing(name, m, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "m"),
+    [("exchange", 1), ("exchange", 20), ("exchange", 64), *((name, m) for name in LARGE for m in (512, 4096, 16384))],
+)
+def test_fp8_goes_to_tensor_cores_and_spills_nothing(name, m, tmp_path):
     blocks = default_blocks(Call(OPERATORS[name], m, 12288, 12288, FP8, False, WORLD), Machine(132, True, True))
-    if name in LARGE:
-        blocks = Plan(blocks=blocks).evened().blocks
     lines = to_ptx(name, blocks=blocks, dtype=FP8)
     assert tma_loads(lines)
     products = {match.group(1) for line in lines if (match := re.search(r"(?:wgmma|mma)\S*\.f32\.(\w+)\.", line))}
-    assert products == {"e4m3"}
+    assert products == {"e4m3" if blocks.m >= 64 else "f16"}  # fewer rows are no such instruction's
     assert find_spills(lines, tmp_path) == 0
     kernel, arguments = KERNELS[name]
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}

@@ -206,7 +206,8 @@ COOL_ROWS = 4096
 """Of a gather of more, tiles of 128 columns are faster, by two programs on a multiprocessor: power is the limit."""
 
 MOST_GATHERED_ROWS = 4
-"""Of tiles that are gone through together, where copy engines bring rows."""
+"""Of tiles that are gone through together, where copy engines bring rows; of fp8, which takes twice as much from the
+L2 cache in a time, as many as elsewhere."""
 
 NARROW_SPEED = 0.85
 """Of tiles of 128 columns, beside those of 256: they are taken where those leave too many programs without work."""
@@ -241,7 +242,7 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
-        most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" else blocks.group_rows
+        most = MOST_GATHERED_ROWS if call.operator == "all_gather_matmul" and itemsize > 1 else blocks.group_rows
         blocks = blocks._replace(group_rows=max(1, min(blocks.group_rows, most, count_grouped_rows(call) // blocks.m)))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
 
@@ -268,19 +269,18 @@ def few_row_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: i
 
     any_width: whether columns need be no power of two.
     """
-    rows = _round_few_rows(m, itemsize)
+    rows = max(16, triton.next_power_of_2(m))
     if itemsize == 4:
         return Blocks(rows, 32, 64, 1, 4, 3, processors)
-    columns = (_find_width(rows, n, processors) if any_width else 0) or (64 if n >= 64 * processors * 0.9 else 32)
+    columns = 64 if n >= 64 * processors * 0.9 else 32
+    # Fewer rows of fp8 than 64 are converted for tensor cores: all columns of a tile at once, as a power of two.
+    is_converted = itemsize == 1 and rows < 64
+    if any_width and not is_converted:
+        columns = _find_width(rows, n, processors) or columns
     blocks = _few_row_blocks(rows, columns, 256, processors)
-    if rows > 32 or columns < 96 or blocks.k < 256:
+    if not is_converted and (rows > 32 or columns < 96 or blocks.k < 256):
         blocks = _few_row_blocks(rows, columns, 128, processors)
     return deepen(blocks, itemsize)
-
-
-def _round_few_rows(m: int, itemsize: int) -> int:
-    """Of a tile: what tensor cores take. Triton gives them fp8 as it is from 64 rows on, and converts it for fewer."""
-    return 64 if itemsize == 1 else max(16, triton.next_power_of_2(m))
 
 
 def _find_width(rows: int, n: int, processors: int) -> int:
@@ -343,7 +343,7 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
 
 def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
     if call.m <= FEW_ROWS:
-        rows = _round_few_rows(call.m, call.dtype.itemsize)
+        rows = max(16, triton.next_power_of_2(call.m))
         widths = dict.fromkeys((_find_width(rows, call.n, machine.processors) or 32, 32, 64, 128))
         for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
             blocks = _few_row_blocks(rows, columns, depth, machine.processors)
