@@ -21,6 +21,7 @@ from stretto.ops.embedding import backward, forward, ring
 from stretto.ops.embedding.placement import Placement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.embedding.ways import Way
+from stretto.ops.gemm import FP8, Scales
 from stretto.ops.workspace import Workspace
 
 WORLD = 4
@@ -111,17 +112,19 @@ class Kind(NamedTuple):
     bias: torch.dtype | None
     is_odd: bool
     is_shifted: bool
+    scales: tuple[str, str]  # of fp8: of x and of the weight
 
 
 CHOICES: dict[str, list[Any]] = {
     "name": ["gather", "scatter", "copied", "few"],
     "transfer": ["copies", "programs"],
     "shape": [(64, 128, 128), (128, 128, 128), (66, 128, 65), (64, 1, 128)],  # rows of a rank, n, k
-    "dtype": [torch.bfloat16, torch.float32],
+    "dtype": [torch.bfloat16, torch.float32, FP8],
     "by_columns": [False, True],
     "bias": [None, torch.float32, torch.bfloat16],
     "is_odd": [False, True],  # nothing begins at a multiple of 16 bytes
     "is_shifted": [True, False],
+    "scales": [("row", "row"), ("row", "one"), ("one", "row"), ("odd", "row")],
 }
 
 
@@ -147,10 +150,21 @@ def make_call(kind: Kind) -> Any:
         numbers = torch.zeros(torch.Size(sizes).numel() + 1, dtype=kind.dtype)
         return numbers[1:].view(sizes) if kind.is_odd else numbers[:-1].view(sizes)
 
-    weight = make(k, n).t() if kind.by_columns else make(n, k)
+    weight = make(k, n).t() if kind.by_columns and kind.dtype != FP8 else make(n, k)
     bias = None if kind.bias is None else torch.zeros(n, dtype=kind.bias)
     plan = Plan(blocks=BLOCKS, transfer=kind.transfer, movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted)
-    return kind.name, plan, make(rows, k) if kind.name == "gather" else make(WORLD * rows, k), weight, bias
+    x = make(rows, k) if kind.name == "gather" else make(WORLD * rows, k)
+    scales = None
+    if kind.dtype == FP8:
+        scales = Scales(*(make_scale(one, size) for one, size in zip(kind.scales, (x.shape[0], n), strict=True)))
+    return kind.name, plan, x, weight, bias, scales
+
+
+def make_scale(kind: str, size: int) -> torch.Tensor:
+    """One a row, one for all, or one a row, but not at a multiple of 16 bytes."""
+    if kind == "one":
+        return torch.ones(1).expand(size)
+    return torch.ones(size + 1)[1:] if kind == "odd" else torch.ones(size)
 
 
 class LookUp(NamedTuple):
@@ -223,21 +237,21 @@ def run_look_up(kind: LookUp) -> None:
 
 
 def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
-    name, plan, x, weight, bias = call
-    n, dtype = weight.shape[0], x.dtype
+    name, plan, x, weight, bias, scales = call
+    n, dtype = weight.shape[0], torch.bfloat16 if x.dtype == FP8 else x.dtype
     out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
     match name:
         case "gather":
-            gather_gemm.launch(
-                workspaces["slots" if plan.transfer == "programs" else "met"], plan, x, weight, bias, out
-            )
+            gather_gemm.launch_gather(plan, x, weight, bias, out, "", scales=scales)
         case "few":
             blocks = plan.blocks._replace(m=16)
-            few_rows.launch("matmul_reduce_scatter", "scatter", workspaces["packets"], x, weight, bias, out, blocks)
+            workspace = workspaces["packets"]
+            few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks, scales)
         case "copied":
-            copied_tiles.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD)
+            copied_tiles.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD, scales)
         case "scatter":
-            gemm_scatter.launch_scatter(plan._replace(transfer="programs"), x, weight, bias, out, dtype, "")
+            plan = plan._replace(transfer="programs")
+            gemm_scatter.launch_scatter(plan, x, weight, bias, out, dtype, "", scales)
 
 
 def main(seed: int, calls: int) -> None:
@@ -247,7 +261,7 @@ def main(seed: int, calls: int) -> None:
     follow_launches()
     patch_embedding()
     workspaces = {purpose: make_workspace(purpose) for purpose in ("slots", "met", "packets", "copied")}
-    for module in (gemm_scatter, copied_tiles):
+    for module in (gather_gemm, gemm_scatter, copied_tiles):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
     gemm_scatter.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
     tiles.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs
