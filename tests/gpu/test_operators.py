@@ -15,6 +15,7 @@ import torch.distributed as dist
 from stretto import ops
 from stretto.memory import PeerError
 from stretto.ops import workspace
+from stretto.ops.gemm import FP8
 from stretto.parallel import Grid
 
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
@@ -57,6 +58,22 @@ PLANS: dict[str, list[str | ops.Plan]] = {
         "kernel",
         *(ops.Plan(exchange="packets", shots=shots, blocks=blocks) for shots in (1, 2) for blocks in (None, ODD)),
     ],
+}
+MOVES: dict[str, list[ops.Plan]] = {
+    "gather": [
+        ops.Plan(transfer="programs", movers=132),
+        ops.Plan(transfer="programs", direction="pull", movers=16),
+        ops.Plan(transfer="copies", piece_bytes=1 << 16),
+    ],
+    "scatter": [ops.Plan(transfer="programs"), ops.Plan(transfer="copies", piece_bytes=1 << 18)],
+    "reduce": [ops.Plan(exchange="packets", shots=shots) for shots in (1, 2)],
+}
+"""Ways for rows and sums of fp8."""
+
+SCALED = {
+    "gather": ops.all_gather_scaled_matmul,
+    "scatter": ops.scaled_matmul_reduce_scatter,
+    "reduce": ops.scaled_matmul_all_reduce,
 }
 OPERATORS = {
     "gather": ops.all_gather_matmul,
@@ -222,7 +239,9 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
     rows, n, k = rng.randint(1, most // 2), rng.randint(1, most), rng.randint(1, most)
     if rng.random() < 0.7:
         rows, n, k = rows + -rows % 8, n + -n % 8, k + -k % 8
-    rank, dtype = dist.get_rank(), rng.choice([torch.bfloat16, torch.float32])
+    rank, dtype = dist.get_rank(), rng.choice([torch.bfloat16, torch.float32, FP8])
+    if dtype == FP8:
+        return make_scaled_case(rng, device, rows, n, k + -k % 16)
     x, whole = torch.randn(rows, k, device=device).to(dtype), torch.randn(rows * RANKS, k, device=device).to(dtype)
     weight = (torch.randn(n, k, device=device) * (1 + rank)).to(dtype)
     made = []
@@ -247,6 +266,33 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
         far = error(out, product)
         assert far <= bound, (far, name, plan, rows, n, k, dtype)
         made.append((name, operand, out, run))
+    return made
+
+
+def make_scaled_case(
+    rng: random.Random, device: str, rows: int, n: int, k: int
+) -> list[tuple[str, torch.Tensor, torch.Tensor, Any]]:
+    """As `make_case`, of fp8: what is scaled from call to call are x's scales."""
+    rank, made = dist.get_rank(), []
+    x, whole, weight = (torch.randn(size, k, device=device).to(FP8) for size in (rows, rows * RANKS, n))
+    columns = torch.rand(n, device=device) * (1 + rank)
+    for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):
+        plan = "kernel" if device == "cpu" else rng.choice(["auto", "kernel", *MOVES[name]])
+        factors = torch.rand(operand.shape[0], device=device) + 0.1
+
+        def run(factors: torch.Tensor, name: str = name, plan: Any = plan, operand: torch.Tensor = operand) -> Any:
+            return SCALED[name](operand, weight, factors, columns, implementation=plan)
+
+        out = run(factors)
+        left = operand.double() * factors.double()[:, None]
+        product = (gather(left) if name == "gather" else left) @ (weight.double() * columns.double()[:, None]).T
+        if name == "scatter":
+            product = scatter(product)
+        elif name == "reduce":
+            dist.all_reduce(product)
+        far = error(out, product)
+        assert far <= 2 * ROUNDING[torch.bfloat16], (far, name, plan, rows, n, k)
+        made.append((name, factors, out, run))
     return made
 
 
