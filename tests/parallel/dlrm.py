@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.models import DLRM, DLRMConfig
 from stretto.optim import RowWiseAdagrad
 from stretto.parallel import Grid, ShardedTables, TablePlacement, TableSize, distribute_tables
-from stretto.parallel.replicated import ReplicatedGradients
+from stretto.parallel.bucketed_gradients import ReplicatedGradients
 
 # Six tables: a long one, one of a single row, and the one that is looked up most is not the longest.
 CONFIG = DLRMConfig(

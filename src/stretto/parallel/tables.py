@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.parallel.bucketed_gradients import ReplicatedGradients
 from stretto.parallel.grid import Grid
 from stretto.parallel.index_exchange import exchange_indices
 from stretto.parallel.meta import MetaInitializer
@@ -18,7 +19,6 @@ from stretto.parallel.pooled_exchange import (
     choose_operators,
     pool_and_exchange,
 )
-from stretto.parallel.replicated import ReplicatedGradients
 from stretto.parallel.table_placement import TablePlacement, TableSize, place_tables
 
 
