@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,20 @@ _NEAR = 1.5  # measured rows may be so many times as many, or as few
 _MOST_CHOICES = 4096
 
 
+class CallKey(NamedTuple):
+    """All that a call's checks and choice depend on, for `recall`: on a host that launches, microseconds count.
+
+    x, weight, bias: what of the tensors counts. options: of the call, which all ranks give alike.
+    """
+
+    operator: str
+    x: object
+    weight: object
+    bias: object
+    gpu: int | None
+    options: tuple[object, ...]
+
+
 @dataclass
 class _Group:
     """What a group's ranks have agreed on, and what its calls here ran as."""
@@ -39,7 +54,7 @@ class _Group:
     obstacle: str = ""
     times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     choices: dict[tuple[Call, Machine, str], tuple[Plan, str]] = field(default_factory=dict)
-    recalled: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    recalled: dict[CallKey, Plan] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
@@ -53,29 +68,27 @@ def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], i
     return dict(known.counts) if known is not None and known.group() is world else {}
 
 
-def identify(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> tuple[object, ...]:
-    """All that a call's checks and choice depend on, for `recall`: on a host that launches, microseconds count."""
+def identify(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> CallKey:
+    """A call's key."""
     current = torch.cuda.current_device() if x.is_cuda else None
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
     of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
     of_weight = weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % 16
-    return operator, of_x, of_weight, of_bias, current, options
+    return CallKey(operator, of_x, of_weight, of_bias, current, options)
 
 
-def recall(group: str, key: tuple[object, ...]) -> Plan | None:
+def recall(group: str, key: CallKey) -> Plan | None:
     """The plan of a call like one that was checked and chosen before, which is counted; None for a new one."""
     known = _groups.get(group)
     if known is None or known.group() is not find_group(group) or is_debugging():
         return None
     plan = known.recalled.get(key)
     if plan is not None:
-        known.counts[str(key[0]), plan.implementation] += 1
+        known.counts[key.operator, plan.implementation] += 1
     return plan
 
 
-def choose(
-    call: Call, x: Tensor, weight: Tensor, group: str, implementation: str, key: tuple[object, ...] | None = None
-) -> Plan:
+def choose(call: Call, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None) -> Plan:
     """The plan of this call, which is counted and, once for calls that are alike, said at debug level.
 
     implementation: "auto", "kernel", "library" or a plan's text. key: have `recall` give it from now on. ValueError for
@@ -83,7 +96,7 @@ def choose(
     Collective at the group's first call, and at the first of its kind.
     """
     known = _find(group, x.device)
-    of_bias, options = (key[3], key[-1]) if key else (None, (implementation,))  # as `identify` has them
+    of_bias, options = (key.bias, key.options) if key else (None, (implementation,))
     said = f"{call.name}{'' if of_bias is None else ' with a bias'} {options}"
     machine = find_machine(x, weight)
     machine = machine._replace(by_tma=require_agreement(said, machine.by_tma, group, x.device))
