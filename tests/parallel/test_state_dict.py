@@ -66,3 +66,17 @@ def test_a_plain_models_state_dict_is_loaded_part_by_part(ranks, sizes):
         assert from_plain
         assert from_own
         assert all("size mismatch for lookup.weight" in message for message in messages)
+
+
+def whole_sizes(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """What a model that reads its modules' sizes is told."""
+    model = parallelize(Fused(1), Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True))), roles=ROLES)
+    linears = {name: getattr(model, name) for name in ("qkv", "out", "head")}
+    embeddings = {name: getattr(model, name) for name in ("lookup", "places")}
+    told = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+    return told | {name: (one.num_embeddings, one.embedding_dim) for name, one in embeddings.items()}
+
+
+def test_modules_say_the_sizes_that_they_had(ranks):
+    expected = {"qkv": (8, 24), "out": (8, 8), "head": (8, 13), "lookup": (13, 8), "places": (5, 8)}
+    assert ranks(4).run(whole_sizes, (1, 2, 2, 1)) == [expected] * 4

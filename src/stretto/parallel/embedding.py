@@ -59,7 +59,21 @@ class _VocabularyLookup(torch.autograd.Function):
         return None, None, None, None, None, None, None
 
 
-class ParallelEmbedding(ShardedModule):
+class _WholeSizes:
+    """The sizes of an embedding's whole weight, by nn.Embedding's names: models read them in their own code."""
+
+    weight: nn.Parameter
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.weight.shape[1]
+
+
+class ParallelEmbedding(_WholeSizes, ShardedModule):
     """A token embedding [vocab, hidden]: each x rank looks up its part of the vocabulary, the sum over x has them all.
 
     ids [...] int64 -> [..., hidden / Y], or, with sequence sharding, [1, tokens / X, hidden / Y]. A vocabulary that x
@@ -96,7 +110,7 @@ class ParallelEmbedding(ShardedModule):
         return note_features(_VocabularyLookup.apply(ids, self.weight, *whose), "y")
 
 
-class ParallelPositions(ShardedModule):
+class ParallelPositions(_WholeSizes, ShardedModule):
     """A small embedding [positions, hidden], replicated but for its hidden features, which y splits.
 
     ids [...] int64 -> [..., hidden / Y]; with sequence sharding, ids are those of a sequence or of the whole batch, and

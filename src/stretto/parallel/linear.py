@@ -255,5 +255,15 @@ class ParallelLinear(ShardedModule):
                 f"{dtype}: leave autocast out, and call parallelize(..., dtype={torch.get_autocast_dtype(device)})"
             )
 
+    @property
+    def in_features(self) -> int:
+        """Of the whole input, as the linear had it: models read it in their own code."""
+        return self.weight.shape[0 if self.plan.is_transposed else 1]
+
+    @property
+    def out_features(self) -> int:
+        """Of the whole output."""
+        return self.weight.shape[1 if self.plan.is_transposed else 0]
+
     def extra_repr(self) -> str:
         return f"weight={tuple(self.weight.shape)} of which {tuple(local(self.weight).shape)} here"
