@@ -45,10 +45,10 @@ NVIDIA = ["sm_90", "sm_100"]
 WORDS = torch.empty(1, dtype=torch.int32)
 
 
-def matrices(rows, n, k, transposed, dtype):
+def matrices(rows, n, k, transposed, dtype, out_dtype=None):
     """x, the weight, the bias, what the output is of, and the scales that fp8 has."""
     weight = torch.empty(k, n, dtype=dtype).t() if transposed else torch.empty(n, k, dtype=dtype)
-    out_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    out_dtype = out_dtype or (torch.bfloat16 if dtype == FP8 else dtype)
     scales = Scales(torch.empty(WORLD * rows), torch.empty(n)) if dtype == FP8 else None
     return torch.empty(WORLD * rows, k, dtype=dtype), weight, torch.empty(n, dtype=out_dtype), out_dtype, scales
 
@@ -68,8 +68,9 @@ def gather_arguments(
     transfer="copies",
     direction="push",
     shares=WHOLE,
+    out_dtype=None,
 ):
-    gathered, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
+    gathered, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype, out_dtype)
     plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
     producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
     odd = not is_even(blocks)
@@ -452,6 +453,16 @@ def test_fp8_goes_to_tensor_cores_and_spills_nothing(name, m, tmp_path):
     kernel, arguments = KERNELS[name]
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     assert count_shared_bytes(kernel, arguments(blocks, dtype=FP8), options, "sm_90") + 1024 <= 228 << 10
+
+
+def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
+    call = Call("all_gather_matmul", 4096, 12288, 12288, FP8, False, WORLD)
+    for blocks in {plan.blocks._replace(group_rows=1) for plan in vary_blocks(call, Machine(132, True, True))}:
+        arguments = gather_arguments(blocks, dtype=FP8, out_dtype=torch.float32)
+        options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+        shared = count_shared_bytes(all_gather_gemm, arguments, options, "sm_90")
+        assert shared + 1024 <= (228 << 10) * 132 // blocks.programs, blocks
+        assert find_spills(compile_to_ptx(all_gather_gemm, arguments, **options), tmp_path) == 0, blocks
 
 
 @pytest.mark.parametrize("name", LARGE)

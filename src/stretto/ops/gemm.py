@@ -159,7 +159,8 @@ def describe_gemm(
     by_tma = takes_tma(a) and takes_tma(b)
     stores_by_tma = out is not None and by_tma and takes_tma(out)
     exact = torch.get_float32_matmul_precision() == "highest"
-    gemm = _describe(m, n, k, blocks, parts, by_tma, transposed, stores_by_tma, exact, a.element_size())
+    sizes = a.element_size(), 0 if out is None else out.element_size()
+    gemm = _describe(m, n, k, blocks, parts, by_tma, transposed, stores_by_tma, exact, *sizes)
     if scales is not None:
         gemm = gemm._replace(
             row_scales=scales.rows,
@@ -203,8 +204,11 @@ def _describe(
     stores_by_tma: bool,
     exact: bool,
     element_size: int,
+    out_size: int,
 ) -> Gemm:
-    # Two parts: a whole wide tile's store would take shared memory from the loads' stages.
+    # In parts: a whole wide tile's store would take shared memory from the loads' stages; of fp8, whose loads take as
+    # much as those of 16 bits, an fp32 one twice as much.
+    out_parts = 4 if out_size > 2 * element_size else 2
     return Gemm(
         m,
         n,
@@ -217,7 +221,7 @@ def _describe(
         by_tma=tl.constexpr(by_tma),
         transposed=tl.constexpr(transposed),
         stores_by_tma=tl.constexpr(stores_by_tma),
-        out_parts=tl.constexpr(2 if blocks.n >= 128 else 1),
+        out_parts=tl.constexpr(out_parts if blocks.n >= 128 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
         grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
         row_scales=None,
