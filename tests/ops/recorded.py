@@ -102,7 +102,7 @@ def make_workspace(purpose: str) -> Workspace:
 
 
 class Kind(NamedTuple):
-    """All that a GEMM's kernels may be compiled for."""
+    """All that a GEMM's kernels may be compiled for; the last two are fp8's."""
 
     name: str
     transfer: str
@@ -112,7 +112,8 @@ class Kind(NamedTuple):
     bias: torch.dtype | None
     is_odd: bool
     is_shifted: bool
-    scales: tuple[str, str]  # of fp8: of x and of the weight
+    out_dtype: torch.dtype
+    scale_steps: tuple[int, int]
 
 
 CHOICES: dict[str, list[Any]] = {
@@ -124,7 +125,8 @@ CHOICES: dict[str, list[Any]] = {
     "bias": [None, torch.float32, torch.bfloat16],
     "is_odd": [False, True],  # nothing begins at a multiple of 16 bytes
     "is_shifted": [True, False],
-    "scales": [("row", "row"), ("row", "one"), ("one", "row"), ("odd", "row")],
+    "out_dtype": [torch.bfloat16, torch.float32],
+    "scale_steps": [(1, 1), (0, 1), (1, 0), (3, 16)],  # between one row's factor and the next one's, and columns'
 }
 
 
@@ -146,25 +148,21 @@ def make_call(kind: Kind) -> Any:
     """The call, with new tensors."""
     rows, n, k = kind.shape
 
+    is_fp8 = kind.dtype == FP8
+
     def make(*sizes: int) -> torch.Tensor:
         numbers = torch.zeros(torch.Size(sizes).numel() + 1, dtype=kind.dtype)
         return numbers[1:].view(sizes) if kind.is_odd else numbers[:-1].view(sizes)
 
-    weight = make(k, n).t() if kind.by_columns and kind.dtype != FP8 else make(n, k)
+    def make_scale(size: int, step: int) -> torch.Tensor:
+        return torch.zeros(size * step + 2)[kind.is_odd :].as_strided((size,), (step,))
+
+    weight = make(k, n).t() if kind.by_columns and not is_fp8 else make(n, k)
     bias = None if kind.bias is None else torch.zeros(n, dtype=kind.bias)
     plan = Plan(blocks=BLOCKS, transfer=kind.transfer, movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted)
     x = make(rows, k) if kind.name == "gather" else make(WORLD * rows, k)
-    scales = None
-    if kind.dtype == FP8:
-        scales = Scales(*(make_scale(one, size) for one, size in zip(kind.scales, (x.shape[0], n), strict=True)))
-    return kind.name, plan, x, weight, bias, scales
-
-
-def make_scale(kind: str, size: int) -> torch.Tensor:
-    """One a row, one for all, or one a row, but not at a multiple of 16 bytes."""
-    if kind == "one":
-        return torch.ones(1).expand(size)
-    return torch.ones(size + 1)[1:] if kind == "odd" else torch.ones(size)
+    scales = Scales(*map(make_scale, (x.shape[0], n), kind.scale_steps)) if is_fp8 else None
+    return kind.name, plan, x, weight, bias, kind.out_dtype if is_fp8 else kind.dtype, scales
 
 
 class LookUp(NamedTuple):
@@ -237,16 +235,16 @@ def run_look_up(kind: LookUp) -> None:
 
 
 def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
-    name, plan, x, weight, bias, scales = call
-    n, dtype = weight.shape[0], torch.bfloat16 if x.dtype == FP8 else x.dtype
+    name, plan, x, weight, bias, dtype, scales = call
+    n = weight.shape[0]
     out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
     match name:
         case "gather":
             gather_gemm.launch_gather(plan, x, weight, bias, out, "", scales=scales)
         case "few":
             blocks = plan.blocks._replace(m=16)
-            workspace = workspaces["packets"]
-            few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, blocks, scales)
+            operator, workspace = "matmul_reduce_scatter", workspaces["packets"]
+            few_rows.launch(operator, "scatter", workspace, x, weight, bias, out, blocks, scales)
         case "copied":
             copied_tiles.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD, scales)
         case "scatter":
