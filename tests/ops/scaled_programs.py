@@ -100,6 +100,19 @@ def multiply_misaligned():
     return torch.equal(*results)
 
 
+def multiply_by_far_scales(path):
+    """Whether products are the same by scales that lie so far apart that 32 bits do not count the numbers between."""
+    x, weight = (random_of(at, 3, 32).to(FP8) for at in range(2))
+    near = make_scale(0, 3, "rows")
+    # A file without blocks for what was never written.
+    far = torch.from_file(path, shared=True, size=(1 << 31) + 1, dtype=torch.float32)[:: 1 << 30]
+    far.copy_(near)
+    return [
+        torch.equal(operator(x, weight, far, far, implementation="kernel"), operator(x, weight, near, near))
+        for operator in OPERATORS.values()
+    ]
+
+
 def compile_block():
     """(whether a compiled MLP has the eager one's numbers, how often its graph broke)."""
     from torch._dynamo.utils import counters
@@ -160,7 +173,7 @@ def find_empty():
 
     bias = torch.arange(3.0).bfloat16()
     return [
-        ops.all_gather_scaled_matmul(make(0, 32), make(3, 32), one, one, bias=bias).shape,
+        ops.all_gather_scaled_matmul(make(0, 32), make(3, 32), torch.ones(0, 1), one, bias=bias).shape,
         ops.scaled_matmul_all_reduce(make(2, 0), make(3, 0), one, one, bias=bias).tolist(),
         ops.scaled_matmul_reduce_scatter(make(4, 32), make(0, 32), one, one).shape,
     ]

@@ -92,6 +92,10 @@ def test_products_without_numbers_are_empty_or_the_bias(run):
         assert shapes == [(0, 3), [[0.0, 1.0, 2.0]] * 2, (2, 0)]
 
 
+def test_scales_that_are_gigabytes_apart_are_found(run, tmp_path):
+    assert run(1, "multiply_by_far_scales", str(tmp_path / "scales")) == [[True] * 3]
+
+
 def test_times_are_measured_and_the_fastest_plan_is_taken(run):
     for count, is_fastest in run(2, "tune_gather"):
         assert count > 2

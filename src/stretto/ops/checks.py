@@ -85,7 +85,7 @@ def find_scales(operator: str, x: Tensor, weight: Tensor, x_scale: Tensor, weigh
 
 def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Tensor:
     rows = matrix.shape[0]
-    if scale.numel() not in (1, rows) or max(scale.shape, default=1) != scale.numel():
+    if scale.numel() not in (1, rows) or sum(size != 1 for size in scale.shape) > 1:
         raise ValueError(
             f"{operator}: {name} is one number, or one for each of {rows} rows, not {_say(scale)}: there are no scales "
             "of smaller blocks"
@@ -94,7 +94,9 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
         raise ValueError(
             f"{operator}: {name} is of torch.float32 on {matrix.device}, not of {scale.dtype} on {scale.device}"
         )
-    return scale.reshape(-1).expand(rows)
+    factors = scale.reshape(-1).expand(rows)
+    # Kernels count the numbers between the first and the last one in 32 bits.
+    return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()
 
 
 def _require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
