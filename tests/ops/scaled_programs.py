@@ -1,9 +1,11 @@
 """What ranks run of fp8 operands, with interpreted kernels. Only they import this: see conftest."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.ops import programs
 from tests.ops.programs import BLOCKS, random_of
+from torch.autograd import forward_ad
 
 from stretto import ops
 from stretto.ops import choosing
@@ -130,6 +132,18 @@ def compile_block():
     counters.clear()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
     return torch.equal(compiled, block(x)), sum(counters["graph_break"].values())
+
+
+def differentiate_others():
+    """Whether a product is the same beside forward-mode derivatives of something else; its own are refused."""
+    x, weight = (random_of(at, 8, 32).to(FP8) for at in range(2))
+    scale, one = make_scale(1, 8, "rows"), torch.ones(())
+    plain = ops.all_gather_scaled_matmul(x, weight, scale, scale)
+    with forward_ad.dual_level():
+        product = ops.all_gather_scaled_matmul(x, weight, scale, scale) * forward_ad.make_dual(one, one)
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+            ops.all_gather_scaled_matmul(x, weight, forward_ad.make_dual(scale, scale), scale)
+        return all(torch.equal(each, plain) for each in forward_ad.unpack_dual(product))
 
 
 def find_errors():

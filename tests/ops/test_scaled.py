@@ -81,6 +81,10 @@ def test_a_compiled_block_is_the_eager_one_without_a_graph_break(run):
     assert run(2, "compile_block") == [(True, 0)] * 2
 
 
+def test_forward_mode_derivatives_are_refused_of_the_product_alone(run):
+    assert run(1, "differentiate_others") == [True]
+
+
 def test_wrong_input_is_refused_with_its_name(run):
     for messages in run(2, "find_errors"):
         assert {name: message for name, message in messages.items() if ERRORS[name] not in message} == {}

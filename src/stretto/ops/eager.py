@@ -45,8 +45,11 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
     No operator here has forward-mode derivatives, and torch says so of what it is told of.
     """
-    if forward_ad._current_level >= 0:
-        return True
+    return forward_ad._current_level >= 0 or needs_gradients(*tensors)
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether some of a call's tensors need gradients."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.ops import library
 from stretto.ops.checks import find_name, find_scales, require_scaled
 from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.eager import is_differentiated, is_traced, outside_autocast
+from stretto.ops.eager import is_traced, needs_gradients, outside_autocast, require_no_tangents
 from stretto.ops.gather_gemm import launch_gather
 from stretto.ops.gemm import FP8, Scales
 from stretto.ops.gemm_scatter import launch_scatter
@@ -231,8 +231,9 @@ def _shorten(name: str, run: Callable[..., Tensor]) -> tuple[Any, Callable[..., 
 
     def call(*inputs: Any) -> Tensor:
         tensors = inputs[:5]
-        if is_differentiated(*tensors):
+        if needs_gradients(*tensors):
             raise ValueError(f"{name} has no gradients: call it under torch.no_grad(), or detach its operands")
+        require_no_tangents(*tensors)
         result: Tensor = operator(*inputs) if is_traced(*tensors) else run(*inputs)
         return result
 
