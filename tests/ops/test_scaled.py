@@ -121,8 +121,15 @@ def test_rows_are_quantized_by_their_largest_number(dtype):
     assert (error <= torch.maximum(x.double().abs() / 16, scale.double()[:, None] * 2**-10)).all()
 
 
-def test_what_has_no_rows_or_is_of_integers_is_not_quantized():
-    for x in (torch.zeros(3), torch.zeros(3, 4, dtype=torch.int32)):
+def test_a_transposed_matrix_is_quantized_into_rows_as_operators_take_them():
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)).t()
+    for quantized, expected in zip(ops.quantize_rows(x), ops.quantize_rows(x.contiguous()), strict=True):
+        assert quantized.is_contiguous()
+        assert torch.equal(quantized.float(), expected.float())
+
+
+def test_what_has_no_rows_or_is_of_integers_or_fp8_is_not_quantized():
+    for x in (torch.zeros(3), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4).to(torch.float8_e4m3fn)):
         with pytest.raises(ValueError, match="quantize_rows takes"):
             ops.quantize_rows(x)
     assert ops.quantize_rows(torch.zeros(3, 0))[0].shape == (3, 0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import library
-from stretto.ops.checks import find_name, find_scales, require_scaled
+from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
 from stretto.ops.choosing import choose, describe_call, identify, recall
 from stretto.ops.eager import is_traced, needs_gradients, outside_autocast, require_no_tangents
 from stretto.ops.gather_gemm import launch_gather
@@ -24,20 +24,24 @@ from stretto.ops.plans import LIBRARY, Plan, name_implementation
 from stretto.ops.workspace import find_group
 
 _LEAST_DEPTH = 32  # of a step over k, in which tensor cores take fp8
+_QUANTIZED = (*DTYPES, torch.float64)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x in fp8 [., k], the factor of each row, fp32 [.]): the largest number of a row becomes 448, fp8's largest.
 
-    x: [., k] of any floating dtype. ValueError for others. A few passes over memory, one under torch.compile; a norm
-    before it may as well write fp8 itself.
+    x: [., k] of bf16, fp16, fp32 or fp64, in any strides; its fp8 is contiguous. ValueError for others. Products of a
+    row with an infinity or a NaN are NaN. A few passes over memory, one under torch.compile; a norm before it may as
+    well write fp8 itself.
     """
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"quantize_rows takes [rows, k] of a floating dtype, not {list(x.shape)} of {x.dtype}")
+    if x.dim() != 2 or x.dtype not in _QUANTIZED:
+        names = ", ".join(map(str, _QUANTIZED))
+        raise ValueError(f"quantize_rows takes [rows, k] of {names}, not {list(x.shape)} of {x.dtype}")
     largest = torch.finfo(FP8).max
     most = x.abs().amax(dim=1).float() if x.shape[1] else x.new_zeros(x.shape[0], dtype=torch.float32)
     scale = (most / largest).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
-    return (x.float() / scale[:, None]).clamp(-largest, largest).to(FP8), scale
+    quantized = (x.float() / scale[:, None]).clamp(-largest, largest)
+    return quantized.to(FP8, memory_format=torch.contiguous_format), scale
 
 
 def all_gather_scaled_matmul(
@@ -53,10 +57,10 @@ def all_gather_scaled_matmul(
 ) -> Tensor:
     """As `all_gather_matmul`, of fp8: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
-    x, weight: torch.float8_e4m3fn, contiguous; k is a multiple of 16. x_scale: fp32, one number, or one for each of x's
-    rows; they travel with the rows. weight_scale: the like for weight's rows, which are the output's columns. bias: [n]
-    of out_dtype, added after the scales. There are no gradients. ValueError for other input, PeerError for a rank that
-    does not come.
+    x, weight: torch.float8_e4m3fn, contiguous; k is a multiple of 16. x_scale: an fp32 tensor of one number, or of one
+    for each of x's rows; they travel with the rows. weight_scale: the like for weight's rows, which are the output's
+    columns. bias: [n] of out_dtype, added after the scales. There are no gradients. ValueError for other input,
+    PeerError for a rank that does not come.
     """
     how = name_implementation(implementation)
     return _gather(x, weight, x_scale, weight_scale, bias, find_name(group), out_dtype, how)
