@@ -168,6 +168,8 @@ def find_errors():
         "rows": lambda: scatter(x[:3], weight, one, one),
         "gradients": lambda: gather(x, weight, torch.ones((), requires_grad=True), one),
         "steps": lambda: gather(x, weight, one, one, implementation=PLANS["odd tiles"]),
+        "tuned k": lambda: ops.tune("matmul_all_reduce", 8, 8, 24, dtype=FP8, device="cpu"),
+        "tuned weight": lambda: ops.tune("matmul_all_reduce", 8, 8, 32, dtype=FP8, device="cpu", transposed=True),
     }
     messages = {}
     for name, call in calls.items():
@@ -193,8 +195,14 @@ def find_empty():
     ]
 
 
-def tune_gather():
-    """Whether a tuned call by itself takes the plan that was the fastest."""
+def tune_gather(folder):
+    """(how many plans were measured, whether a call by itself takes the fastest); folder: of the times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_CACHE", folder)
+        return _tune_gather()
+
+
+def _tune_gather():
     measured = ops.tune("all_gather_matmul", 16, 32, 32, dtype=FP8, device="cpu")
     x, weight, one = torch.zeros(8, 32).to(FP8), torch.zeros(32, 32).to(FP8), torch.ones(())
     call = choosing.describe_call("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)

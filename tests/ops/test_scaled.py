@@ -36,6 +36,8 @@ ERRORS = {
     "rows": "2 ranks do not divide x's 3 rows",
     "gradients": "has no gradients",
     "steps": "k of blocks for fp8 is 32 or more, not 16",
+    "tuned k": "scaled_matmul_all_reduce: k of fp8 operands is a multiple of 16, not 24",
+    "tuned weight": "scaled_matmul_all_reduce takes a contiguous fp8 weight [n, k], not strides (1, 8)",
 }
 
 
@@ -100,8 +102,8 @@ def test_scales_that_are_gigabytes_apart_are_found(run, tmp_path):
     assert run(1, "multiply_by_far_scales", str(tmp_path / "scales")) == [[True] * 3]
 
 
-def test_times_are_measured_and_the_fastest_plan_is_taken(run):
-    for count, is_fastest in run(2, "tune_gather"):
+def test_times_are_measured_and_the_fastest_plan_is_taken(run, tmp_path):
+    for count, is_fastest in run(2, "tune_gather", str(tmp_path)):
         assert count > 2
         assert is_fastest
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
-from stretto.ops.checks import DTYPES, find_name
+from stretto.ops.checks import DTYPES, find_name, require_scaled
 from stretto.ops.choosing import describe_call, find_machine, forget_choices, machine_name, time_key
 from stretto.ops.gemm import FP8
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
@@ -66,6 +66,8 @@ def tune(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     operands = Operands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
+    if dtype == FP8:  # what no plan takes would else be left out with the plans that do not run
+        require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
     call = describe_call(operator, m, operands.x, operands.weights[0], find_name(group))
     machine = find_machine(operands.x, operands.weights[0])
     measured = _search(call, machine, operands, group)
