@@ -57,6 +57,8 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
         x, whole = torch.randn(rows, k, device="cuda").to(FP8), torch.randn(rows * RANKS, k, device="cuda").to(FP8)
         weight = torch.randn(n, k, device="cuda").to(FP8)
         columns = torch.rand(n if rng.random() < 0.7 else 1, device="cuda") * (1 + rank)
+        if rng.random() < 0.3:
+            x, whole, weight, columns = (misalign(one) for one in (x, whole, weight, columns))
         few = whole[: rng.randint(1, min(64, whole.shape[0]))].contiguous()
         for name, operand in (("gather", x), ("scatter", whole), ("reduce", few)):
             factors = torch.rand(operand.shape[0] if rng.random() < 0.7 else 1, device="cuda") * (1 + rank)
@@ -82,6 +84,11 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
                 wrong.append((call, name, str(plan), rows, n, k, error(out, product), is_same))
     torch.cuda.synchronize()
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+
+
+def misalign(matrix: torch.Tensor) -> torch.Tensor:
+    """The same numbers where neither TMA nor torch's own products take them."""
+    return torch.cat([matrix.new_zeros(1), matrix.flatten()])[1:].view(matrix.shape)
 
 
 def replay(folder: Path) -> None:

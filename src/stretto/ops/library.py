@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from stretto.ops.gemm import Scales
 from stretto.ops.workspace import find_group
 
-_SCALED_GRAIN = 16  # torch's scaled products take columns that are multiples of this
+_SCALED_GRAIN = 16  # torch's scaled products take columns, and addresses in bytes, that are multiples of this
 
 
 def all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
@@ -78,16 +78,22 @@ def multiply_scaled(
 ) -> Tensor:
     """x @ weight.T of fp8, times the factors of rows and columns, + bias: by torch's own where it can, else in fp32."""
     rows, columns = scales
-    takes = x.is_cuda and dtype == torch.bfloat16 and weight.shape[0] % _SCALED_GRAIN == 0
-    if takes and torch.cuda.get_device_capability(x.device) >= (8, 9):
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    is_aligned = not any(size % _SCALED_GRAIN for size in (weight.shape[0], *(one.data_ptr() for one in tensors)))
+    if is_aligned and x.is_cuda and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9):
         if rows.stride(0) == 0 and columns.stride(0) == 0:
             kind, rows, columns = ScalingType.TensorWise, rows[:1], columns[:1]
         else:
-            kind, rows, columns = ScalingType.RowWise, rows.contiguous()[:, None], columns.contiguous()[None, :]
+            kind, rows, columns = ScalingType.RowWise, _align(rows)[:, None], _align(columns)[None, :]
         weight = weight.t()
         return scaled_mm(x, weight, rows, kind, columns, kind, bias=bias, output_dtype=dtype, use_fast_accum=True)
     product = (x.float() @ weight.float().t()).mul_(rows[:, None]).mul_(columns)
     return _add(product, bias).to(dtype)
+
+
+def _align(scales: Tensor) -> Tensor:
+    scales = scales.contiguous()
+    return scales.clone() if scales.data_ptr() % _SCALED_GRAIN else scales
 
 
 def _add(total: Tensor, bias: Tensor | None) -> Tensor:
