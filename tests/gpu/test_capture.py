@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.parallel import CapturedStep, Grid
+from stretto.models import GPT, GPTConfig
+from stretto.optim import AdamW
+from stretto.parallel import CapturedStep, Grid, parallelize
 from stretto.parallel.capture import REGISTERS
 
 RANKS = max((n for n in (2, 4) if n <= torch.cuda.device_count()), default=0)
@@ -47,3 +49,50 @@ def test_a_graph_whose_replays_would_hang_is_not_captured(run_ranks: Callable[..
     if RANKS == 0:
         pytest.skip("NCCL registers for peers, and there is one GPU at most")
     run_ranks(RANKS, capture_where_segments_grow)
+
+
+def train_captured(*, writes_copies: bool, shards_sequence: bool) -> list[float]:
+    """Losses of steps as a graph's replays, between which the weights are changed by hand, and of a last plain pass."""
+    grid = Grid(x=RANKS, device="cuda")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, hidden=256, heads=4, vocab=512, max_seq_len=64))
+    model = parallelize(model, grid, dtype=torch.bfloat16, shard_sequence=shards_sequence)
+    optimizer = AdamW(model.parameters(), lr=1e-2, writes_copies=writes_copies)
+    tokens = torch.arange(128, device=grid.device).view(2, 64) % 509
+
+    def train() -> tuple[Tensor, ...]:
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return (loss.detach(),)
+
+    step, losses = CapturedStep(train), []
+    for number in range(9):
+        losses.append(step()[0])
+        if number == 6:
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        losses.append(model(tokens, tokens))
+    copies = [weight.stretto_copy for weight in model.parameters() if hasattr(weight, "stretto_copy")]
+    assert len(copies) > 0
+    assert all((copy._kept is not None) == writes_copies for copy in copies)
+    results = [float(loss) for loss in losses]
+    step.close()
+    return results
+
+
+def compare_copies() -> None:
+    for shards_sequence in (False, True):
+        plain, written = (
+            train_captured(writes_copies=writes, shards_sequence=shards_sequence) for writes in (False, True)
+        )
+        assert written == plain
+
+
+def test_weights_that_the_optimizer_casts_are_those_that_a_forward_pass_would(
+    run_ranks: Callable[..., list[Any]],
+) -> None:
+    if RANKS == 0:
+        pytest.skip("weights are cut over two GPUs or more")
+    run_ranks(RANKS, compare_copies)

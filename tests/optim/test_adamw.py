@@ -84,12 +84,21 @@ KERNEL = """
 import torch
 from torch import nn
 import stretto.optim.adamw as adamw
+class Copy:
+    is_written = False
+    def open(self, parameter):
+        self.kept = torch.full_like(parameter, 7, dtype=torch.float16)  # the interpreter cuts bfloat16 off
+        return self.kept
+    def close(self, parameter):
+        self.is_written = torch.equal(self.kept, parameter.half())
 adamw._suits_kernel = lambda tensor: True
 torch.manual_seed({seed})
 for scale in (None, 0.3):
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((70, 65), (3,), (0,))]
     theirs = [nn.Parameter(one.detach().clone()) for one in ours]
-    one = adamw.AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+    one = adamw.AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, writes_copies=scale is not None)
+    for mine in ours[1:]:
+        mine.stretto_copy = Copy()
     other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
     for step in range(3):
         for mine, its in zip(ours, theirs):
@@ -97,6 +106,7 @@ for scale in (None, 0.3):
             its.grad = mine.grad * (scale or 1)
         one.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
         other.step()
+        assert all(mine.stretto_copy.is_written == one.writes_copies for mine in ours[1:])
     for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine, its, rtol=2e-6, atol=2e-6)
         for name in ("step", "exp_avg", "exp_avg_sq"):

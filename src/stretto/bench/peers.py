@@ -157,7 +157,7 @@ def _stretto_runs(
             name = f"Stretto {name_grid(sizes)}" + (", sequence sharded" if way else "")
             name += ", compiled" if is_compiled else ""
             options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls} | way
-            run = stretto_run(workload, grid, name, **options)
+            run = stretto_run(workload, grid, name, writes_copies=True, **options)
             runs += [run, captured(run)] if is_compiled and device.type == "cuda" else [run]
     return runs
 

@@ -235,10 +235,12 @@ def build_stretto(
     is_compiled: bool = False,
     tunes_matmuls: bool = False,
     shards_sequence: bool = False,
+    writes_copies: bool = False,
 ) -> Step:
     """A training step by `stretto.parallelize`. Raises ValueError where the grid cannot hold the model or the batch.
 
     `make_model` makes the model with its weights; by default they are made shard by shard, from its own seed.
+    writes_copies: see `stretto.optim.AdamW`.
     """
     tokens, targets = local_batch(workload, grid.coordinate("batch"), grid.size("batch"), grid.device)
     model = parallelize(
@@ -254,7 +256,7 @@ def build_stretto(
         checkpoint_activations(model)
     if is_compiled:
         compile_blocks(model)
-    optimizer = AdamW(model.parameters(), lr=workload.learning_rate)
+    optimizer = AdamW(model.parameters(), lr=workload.learning_rate, writes_copies=writes_copies)
 
     def step() -> Stepped:
         loss = model(tokens, targets)

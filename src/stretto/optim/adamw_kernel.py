@@ -18,6 +18,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     seconds,
     corrections,
     scale,
+    copies,
     numbers,
     beta1,
     rest1,
@@ -38,6 +39,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     parameter = tl.load(parameters + at, mask=there) * keep
     parameter -= step_size * first / (tl.sqrt(second) * root_scale + eps)
     tl.store(parameters + at, parameter, mask=there)
+    if copies is not None:
+        tl.store(copies + at, parameter.to(copies.dtype.element_ty), mask=there)
     tl.store(firsts + at, first, mask=there)
     tl.store(seconds + at, second, mask=there)
 
@@ -49,12 +52,13 @@ def launch(
     second: Tensor,
     corrections: Tensor,
     scale: Tensor | None,
+    copy: Tensor | None,
     options: Mapping[str, Any],
 ) -> None:
     """Update one parameter, fp32 and contiguous as are its gradient and both moments, all in place.
 
     corrections: fp32 [3], lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and 1 - lr x decay. scale: fp32, 0-dim, or None.
-    options: a group's betas and eps.
+    copy: gets the new parameter in its own dtype; contiguous, or None. options: a group's betas and eps.
     """
     numbers = parameter.numel()
     if not numbers:
@@ -67,6 +71,7 @@ def launch(
         second,
         corrections,
         corrections if scale is None else scale,
+        copy,
         numbers,
         beta1,
         1 - beta1,

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.parallel.compute_copies import Followed, following_copies, refresh_copies
+
 WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
 REGISTERS = "NCCL_GRAPH_REGISTER"
 """NCCL's switch: whether it registers the tensors that it meets in a graph, so that peers reach them directly."""
@@ -35,6 +37,7 @@ class CapturedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
+        self._copies: Followed = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's."""
@@ -58,6 +61,7 @@ class CapturedStep:
             self._graph.reset()
         self._graph = self._step = None
         self._inputs = self._outputs = ()
+        self._copies = []
 
     def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._remaining:
@@ -73,6 +77,7 @@ class CapturedStep:
                     f"the step was captured with {_describe(self._inputs)} and cannot run with {_describe(tensors)}"
                 )
             kept.copy_(given)
+        refresh_copies(self._copies)
         self._graph.replay()
         return tuple(output.clone() for output in self._outputs)
 
@@ -83,7 +88,10 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Other threads (NCCL's watchdog) may talk to the GPU meanwhile.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            following_copies() as self._copies,
+            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             self._outputs = self._step(*self._inputs)
         self._graph = graph
 

@@ -18,6 +18,7 @@ from stretto.parallel.communication import (
     start_gather_rows,
     start_scatter_rows,
 )
+from stretto.parallel.compute_copies import cast, keep_copy
 from stretto.parallel.gradients import GradientSum, is_asked_for
 from stretto.parallel.layout import local
 from stretto.parallel.matmul import MatmulTuner
@@ -54,10 +55,9 @@ class WeightShard:
 
     def gather(self, parameter: Tensor) -> Tensor:
         """The whole rows of a DTensor parameter."""
-        shard = local(parameter)
         if self.group.size() == 1:
-            return self.precision.cast(shard)
-        return self.gather_ahead.gather(self, shard, version_of(parameter), self._start)
+            return cast(parameter, self.precision.compute)
+        return self.gather_ahead.gather(self, local(parameter), version_of(parameter), self._start)
 
     def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Send the gradient of the whole rows on its way to the parameter; it arrives before `backward` returns."""
@@ -77,8 +77,10 @@ class WeightShard:
         """Whether other ranks have parts of the gradient."""
         return self.group.size() > 1 or self.gradients.is_summed(parameter)
 
-    def watch(self, parameter: Tensor, *, stays: bool) -> None:
+    def watch(self, parameter: nn.Parameter, *, stays: bool) -> None:
         """Gather this parameter ahead from now on. `stays`: its memory may be kept for as long as the model lives."""
+        if stays and self.group.size() == 1:
+            keep_copy(parameter, self.precision.compute)
         if self.ring is not None:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
         self.gather_ahead.register(self, lambda: (local(parameter), version_of(parameter), self._start))

@@ -110,12 +110,14 @@ class GatheringLinear(torch.autograd.Function):
         )
         ctx.save_for_backward(gathered, weight if plan.keep_gathered else None)
         ctx.mark_non_differentiable(gathered)
+        ctx.set_materialize_grads(False)  # torch would fill zeros of gathered's size
         return y, gathered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         plan, (gathered, weight) = ctx.plan, ctx.saved_tensors
+        assert gradient is not None  # the only output that has one
         gradient = gradient.contiguous()
         grad_x = None
         if ctx.needs_input_grad[0]:
