@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
+from stretto.ops import moved_rows
 from stretto.ops.gemm import (
     Scales,
     describe_gemm,
@@ -25,14 +26,6 @@ from stretto.ops.gemm import (
     scale_tile,
     store_tile,
     tile_width,
-)
-from stretto.ops.moved_rows import (
-    copy_gathered,
-    count_gathered_bytes,
-    find_moved_scales,
-    pull_rows,
-    push_by_copies,
-    push_rows,
 )
 from stretto.ops.plans import Plan
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
@@ -82,7 +75,7 @@ def launch_gather(
     plan = plan if by_programs else plan.evened()
     blocks, (rows, k), has_scales = plan.blocks, x.shape, scales is not None
     assert blocks is not None
-    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=by_programs, has_scales=has_scales)
+    size = moved_rows.count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=by_programs, has_scales=has_scales)
     workspace = find_workspace(group, x.device, size, "slots" if by_programs else "met")
     block_channel = workspace.channel
     world = block_channel.world_size
@@ -94,7 +87,7 @@ def launch_gather(
     odd = by_programs and not is_even(blocks)
     own_scales = None if scales is None else scales.rows.contiguous()
     if scales is not None:
-        scales = Scales(find_moved_scales(block_channel, rows, k, offset), scales.columns)
+        scales = Scales(moved_rows.find_moved_scales(block_channel, rows, k, offset), scales.columns)
     gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     own = describe_rows(x, gemm)
     direct = plan.is_shifted and rows % blocks.m == 0 and own is not None and not odd
@@ -117,32 +110,15 @@ def launch_gather(
             if scales is not None and own_scales is not None:
                 tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
         with tiles.copy_engine(block_channel):
-            push_by_copies(block_channel, producer, x, own_scales, offset)
+            moved_rows.push_by_copies(block_channel, producer, x, own_scales, offset)
             if returned is not None:
-                copy_gathered(block_channel, producer, x, gathered, returned)
+                moved_rows.copy_gathered(block_channel, producer, x, gathered, returned)
     try:
         arguments = (
-            channel,
-            producer,
-            consumer,
-            gemm,
-            shares,
-            own,
-            rows_there,
-            b,
-            c,
-            bias,
-            x,
-            gathered,
-            own_scales,
-            rows,
-            slot_rows,
-            workspace.words(1, torch.float32),
-            min(plan.movers, programs),
-            direct,
-            plan.direction if by_programs else "",
-            plan.is_shifted,
-        )
+            channel, producer, consumer, gemm, shares, own, rows_there, b, c, bias, x, gathered, own_scales, rows,
+            slot_rows, workspace.words(1, torch.float32), min(plan.movers, programs), direct,
+            plan.direction if by_programs else "", plan.is_shifted,
+        )  # fmt: skip
         block_channel.launch(
             all_gather_gemm,
             describe_kind(plan, x, weight, gemm, bias, out, own_scales),
@@ -190,9 +166,9 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
         if tl.program_id(0) < movers:
             place = landing + tl.cast(base, tl.int64) * gemm.k
             if MOVES == "push":
-                push_rows(channel, producer, gemm, x, place, own_scales, scales, movers, DIRECT)
+                moved_rows.push_rows(channel, producer, gemm, x, place, own_scales, scales, movers, DIRECT)
             else:
-                pull_rows(channel, producer, gemm, x, place, own_scales, scales, movers)
+                moved_rows.pull_rows(channel, producer, gemm, x, place, own_scales, scales, movers)
     direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
     direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's
@@ -269,23 +245,9 @@ def _locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignor
 
 @triton.jit
 def _multiply_gathered(  # type: ignore[no-untyped-def]
-    channel,
-    producer,
-    consumer,
-    gemm,
-    shares,
-    gathered,
-    scales,
-    weight,
-    out,
-    bias,
-    rows,
-    base,
-    first,
-    direct_tiles,
-    begin,
-    end,
-):
+    channel, producer, consumer, gemm, shares, gathered, scales, weight, out, bias, rows, base, first, direct_tiles,
+    begin, end,
+):  # fmt: skip
     """A share's steps of one tile of all rows but the direct ones, once its rows are there; where its next one begins.
 
     first: the row of tiles that comes first.
