@@ -1,5 +1,6 @@
 """Captured steps whose collectives are NCCL's, in memory that NCCL cannot register."""
 
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import cuda
+from stretto.memory.cuda import CudaMemory, allocated_bytes
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import CapturedStep, Grid, parallelize
@@ -88,6 +91,34 @@ def compare_copies() -> None:
             train_captured(writes_copies=writes, shards_sequence=shards_sequence) for writes in (False, True)
         )
         assert written == plain
+
+
+def free_while_capturing() -> None:
+    """Symmetric memory in a cycle, as workspaces of groups that are gone are, which a capture's garbage is."""
+    device = Grid(data=RANKS, device="cuda").device
+    x = torch.ones(4, device=device)
+    held = allocated_bytes(device)
+    memory: Any = CudaMemory.allocate(1 << 20, 1, None, 60.0)
+    memory.itself = memory
+    memory.buffer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = x + 1
+        del memory
+        gc.collect()
+    graph.replay()
+    assert y.eq(2).all()
+    assert len(cuda._postponed) == 1
+    CudaMemory.allocate(1 << 20, 1, None, 60.0).close()
+    assert not cuda._postponed
+    assert allocated_bytes(device) == held
+
+
+def test_memory_that_dies_while_a_graph_is_captured_is_freed_after_it(run_ranks: Callable[..., list[Any]]) -> None:
+    if RANKS == 0:
+        pytest.skip("symmetric memory takes two GPUs or more")
+    run_ranks(RANKS, free_while_capturing)
 
 
 def test_weights_that_the_optimizer_casts_are_those_that_a_forward_pass_would(

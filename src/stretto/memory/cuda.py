@@ -1,5 +1,6 @@
 """Symmetric memory between the GPUs of one machine, made by torch's symmetric memory."""
 
+import sys
 import time
 import weakref
 
@@ -13,6 +14,9 @@ from stretto.memory.waiting import MASK, PeerError, has_reached
 
 _ALIGNMENT = 128
 _alive: weakref.WeakSet["CudaMemory"] = weakref.WeakSet()
+_postponed: list[object] = []
+"""Memory that died while a CUDA graph was captured, where torch, which waits for the device before it frees any, would
+end the process."""
 
 
 class CudaMemory(SymmetricMemory):
@@ -53,6 +57,7 @@ class CudaMemory(SymmetricMemory):
             raise ValueError("symmetric memory on GPUs needs GPUs, and this process sees none")
         device = torch.device("cuda", torch.cuda.current_device())
         rank, world_size = find_own_rank(group)
+        _postponed.clear()
         storage = _try(_pad_bytes(world_size, signals) + max(size, 1), device)
         own = size, signals, what
         asked = [(own, "")] * world_size
@@ -101,6 +106,15 @@ class CudaMemory(SymmetricMemory):
         self._storage = None
         self._handle = None
         self._peers.clear()
+
+    def __del__(self) -> None:
+        # Whenever garbage is collected: workspaces of groups that are gone are part of cycles.
+        if sys.is_finalizing() or getattr(self, "_storage", None) is None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            _postponed.append((self._storage, self._handle, *self._peers.values()))
+        else:
+            _postponed.clear()
 
     def held_bytes(self) -> int:
         """The bytes that this rank's part takes; 0 once it was closed."""

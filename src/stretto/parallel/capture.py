@@ -1,7 +1,9 @@
 """A training step as one CUDA graph: with a small batch, the host takes longer to launch it than GPUs to run it."""
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,11 +91,25 @@ class CapturedStep:
         torch.cuda.synchronize()
         # Other threads (NCCL's watchdog) may talk to the GPU meanwhile.
         with (
+            _keeping_garbage(),
             following_copies() as self._copies,
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._outputs = self._step(*self._inputs)
         self._graph = graph
+
+
+@contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Collect it before, and none inside: what is freed may wait for the device, which no capture survives."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _require_replayable() -> None:
