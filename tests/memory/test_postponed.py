@@ -44,3 +44,16 @@ def test_closed_memory_has_nothing_to_keep(capture):
     del memory
     gc.collect()
     assert cuda._postponed == []
+
+
+def test_memory_that_is_closed_meanwhile_is_kept_too(capture):
+    storage = torch.zeros(3)
+    memory = make(storage)
+    capture["is_capturing"] = True
+    memory.close()
+    memory.close()
+    assert [kept[0] is storage for kept in cuda._postponed] == [True]
+    assert memory.held_bytes() == 0
+    capture["is_capturing"] = False
+    make(torch.zeros(2)).close()
+    assert cuda._postponed == []

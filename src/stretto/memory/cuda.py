@@ -15,8 +15,8 @@ from stretto.memory.waiting import MASK, PeerError, has_reached
 _ALIGNMENT = 128
 _alive: weakref.WeakSet["CudaMemory"] = weakref.WeakSet()
 _postponed: list[object] = []
-"""Memory that died while a CUDA graph was captured, where torch, which waits for the device before it frees any, would
-end the process."""
+"""Memory that was given back while a CUDA graph was captured, where torch, which waits for the device before it frees
+any, would end the process."""
 
 
 class CudaMemory(SymmetricMemory):
@@ -103,14 +103,19 @@ class CudaMemory(SymmetricMemory):
 
     def close(self) -> None:
         """See `SymmetricMemory.close`."""
+        if self._storage is not None:
+            self._postpone()
         self._storage = None
         self._handle = None
         self._peers.clear()
 
     def __del__(self) -> None:
         # Whenever garbage is collected: workspaces of groups that are gone are part of cycles.
-        if sys.is_finalizing() or getattr(self, "_storage", None) is None:
-            return
+        if not sys.is_finalizing() and getattr(self, "_storage", None) is not None:
+            self._postpone()
+
+    def _postpone(self) -> None:
+        """Keep the memory, which is to be freed, while a graph is captured; else free what was kept before."""
         if torch.cuda.is_current_stream_capturing():
             _postponed.append((self._storage, self._handle, *self._peers.values()))
         else:
