@@ -3,9 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, parallelize
@@ -115,6 +117,37 @@ def test_the_same_elements_are_dropped(ranks):
     (expected,) = ranks(1).run(losses_with_dropout, {}, False, False)
     for losses in ranks(4).run(all_losses_with_dropout):
         assert losses == pytest.approx([expected] * 3, rel=1e-9)
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, which has no gradient: not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def largest_gradients() -> tuple[float, float]:
+    """Of a linear that gathers tokens, behind which the gradient is cut off; and of the one before."""
+    grid = Grid(x=2)
+    torch.manual_seed(SEED)
+    model = parallelize(GPT(gpt(activation="gelu")), grid, shard_sequence=True)
+    linears = [module for name, module in model.named_modules() if name.endswith("qkv")]
+    linears[-1].register_forward_hook(lambda _module, _args, y: NoGradient.apply(y))
+    text = torch.randint(gpt().vocab, (BATCH, SEQ_LEN + 1))
+    model(text[:, :-1], text[:, 1:]).backward()
+    last, before = (float(linear.weight.grad.to_local().abs().max()) for linear in (linears[-1], linears[0]))
+    return last, before
+
+
+def test_an_output_without_a_gradient_has_zeros(ranks):
+    for last, before in ranks(2).run(largest_gradients):
+        assert last == 0
+        assert before > 0
 
 
 def refusals() -> list[str]:

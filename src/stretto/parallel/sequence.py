@@ -108,6 +108,7 @@ class GatheringLinear(torch.autograd.Function):
             bias is not None,
             plan.shard.version(weight),
         )
+        ctx.columns = y.shape[1]
         ctx.save_for_backward(gathered, weight if plan.keep_gathered else None)
         ctx.mark_non_differentiable(gathered)
         ctx.set_materialize_grads(False)  # torch would fill zeros of gathered's size
@@ -117,7 +118,8 @@ class GatheringLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         plan, (gathered, weight) = ctx.plan, ctx.saved_tensors
-        assert gradient is not None  # the only output that has one
+        if gradient is None:  # what took the output has none for it; other ranks' may, and they wait for this one
+            gradient = gathered.new_zeros(gathered.shape[0], ctx.columns)
         gradient = gradient.contiguous()
         grad_x = None
         if ctx.needs_input_grad[0]:
