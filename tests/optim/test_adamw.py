@@ -91,6 +91,9 @@ class Copy:
         return self.kept
     def close(self, parameter):
         self.is_written = torch.equal(self.kept, parameter.half())
+class Refusing:
+    def open(self, parameter):
+        return None
 adamw._suits_kernel = lambda tensor: True
 torch.manual_seed({seed})
 for scale in (None, 0.3):
@@ -99,6 +102,7 @@ for scale in (None, 0.3):
     one = adamw.AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, writes_copies=scale is not None)
     for mine in ours[1:]:
         mine.stretto_copy = Copy()
+    ours[0].stretto_copy = Refusing()
     other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
     for step in range(3):
         for mine, its in zip(ours, theirs):

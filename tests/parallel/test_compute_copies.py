@@ -1,14 +1,15 @@
 """Weights that an optimizer writes in the dtype that is computed in: found as they are, and never when they are old."""
 
 import copy
-from weakref import ref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel import Grid, parallelize
-from stretto.parallel.compute_copies import cast, refresh_copies
+from stretto.parallel import Grid, compute_copies, parallelize
+from stretto.parallel.compute_copies import cast, following_copies
 from stretto.parallel.layout import local
 from tests.parallel.training import Sizes
 
@@ -21,6 +22,14 @@ def write(parameter: Tensor) -> None:
         parameter.stretto_copy.close(parameter)
 
 
+@contextmanager
+def captured() -> Iterator[None]:
+    """Streams are said to be captured; unlike then, what is called is done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute_copies, "_is_captured", lambda _: True)
+        yield
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +40,14 @@ class Block(nn.Module):
         return self.down(self.up(x).relu())
 
 
+def build(sizes: Sizes) -> nn.Module:
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    return parallelize(Block(), grid, dtype=torch.bfloat16, roles={"up": "normal", "down": "swapped"})
+
+
 def made(sizes: Sizes) -> nn.Parameter:
     """A weight [16, 8] of a model on a grid, whose copy is written."""
-    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
-    roles = {"up": "normal", "down": "swapped"}
-    weight = parallelize(Block(), grid, dtype=torch.bfloat16, roles=roles).up.weight
+    weight = build(sizes).up.weight
     write(weight)
     return weight
 
@@ -65,21 +77,143 @@ def take_and_change(sizes: Sizes) -> None:
 def refresh(sizes: Sizes) -> None:
     """What a graph has taken is brought up to date where it lies."""
     weight = made(sizes)
-    kept = cast(weight, torch.bfloat16)
-    refresh_copies([(ref(weight), weight.stretto_copy)])
+    with captured(), following_copies() as found:
+        kept = cast(weight, torch.bfloat16)
+    found.refresh()
     assert kept is cast(weight, torch.bfloat16)
     weight.detach().fill_(2)
-    refresh_copies([(ref(weight), weight.stretto_copy)])
+    found.refresh()
     assert kept.eq(2).all()
     assert kept is cast(weight, torch.bfloat16)
     other = copy.deepcopy(weight.stretto_copy)
     assert other.open(weight) is not kept
 
 
+def step_by_torch(sizes: Sizes) -> None:
+    """Optimizers whose writes no version tells of."""
+    for options in ({"foreach": True}, {"fused": True}):
+        weight = made(sizes)
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], **options).step()
+        assert torch.equal(cast(weight, torch.bfloat16), local(weight).bfloat16())
+
+
+def evaluate_with_others(sizes: Sizes) -> None:
+    """Weights that are put in for an evaluation and taken out as no version tells of."""
+    model = build(sizes)
+    weights = [model.up.weight, model.down.weight]
+    for weight in weights:
+        write(weight)
+    x = torch.ones(2, 8)
+    before = model(x)
+    saved = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.data.zero_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(x), model.down.bias.to_local().bfloat16().expand(2, 8))
+    for weight, value in zip(weights, saved, strict=True):
+        weight.data.copy_(value)
+    assert torch.equal(model(x), before)
+
+
+def change_after_the_copy(sizes: Sizes) -> None:
+    """In a graph whose replays no version tells of."""
+    weight = made(sizes)
+    with captured(), following_copies() as found:
+        kept = cast(weight, torch.bfloat16)
+        write(weight)
+        weight.detach().clamp_(-0.1, 0.1)
+    for _ in range(2):
+        found.refresh()
+        assert torch.equal(kept, local(weight).bfloat16())
+        with torch.no_grad():
+            local(weight).data.mul_(-0.5)
+        found.note_replay()
+        assert torch.equal(cast(weight, torch.bfloat16), local(weight).bfloat16())
+
+
+def fail_to_capture(sizes: Sizes) -> None:
+    """What was to be written never is."""
+    weight = build(sizes).up.weight
+
+    def step() -> None:
+        weight.stretto_copy.open(weight).fill_(7)
+        weight.stretto_copy.close(weight)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), captured(), following_copies():
+        step()
+    assert torch.equal(cast(weight, torch.bfloat16), local(weight).bfloat16())
+
+
+def follow_nothing(sizes: Sizes) -> None:
+    """A graph that may be replayed at any time writes no copy, and one that was written before is not used again."""
+    weight, other = made(sizes), made(sizes)
+    with captured(), following_copies() as found:
+        kept = cast(weight, torch.bfloat16)
+    with captured():
+        assert weight.stretto_copy.open(weight) is None
+    assert weight.stretto_copy.open(weight) is None
+    found.refresh()
+    with torch.no_grad():
+        local(weight).data.zero_()
+    found.refresh()
+    assert kept.eq(0).all()
+    other.grad = torch.ones_like(other)
+    with captured():
+        torch.optim.SGD([other]).step()
+    assert other.stretto_copy.open(other) is None
+    with torch.no_grad():
+        local(other).data.zero_()  # a replay
+    assert cast(other, torch.bfloat16).eq(0).all()
+
+
+def replay_before_backward(sizes: Sizes) -> None:
+    """A plain pass keeps a copy that a graph then writes: the backward pass must not multiply with it."""
+    model = build(sizes)
+    with captured(), following_copies() as found:
+        for weight in (model.up.weight, model.down.weight):
+            write(weight)
+    loss = model(torch.ones(2, 8)).float().sum()
+    found.note_replay()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def convert(sizes: Sizes) -> None:
+    """A conversion puts other tensors in the parameters' place, and copies go on, in a graph's memory too."""
+    model = build(sizes)
+    write(model.up.weight)
+    with captured(), following_copies() as found:
+        kept = cast(model.up.weight, torch.bfloat16)
+    model.to("cpu")
+    model.double().float()
+    weight = model.up.weight
+    with torch.no_grad():
+        weight.fill_(3)
+    assert cast(weight, torch.bfloat16).eq(3).all()
+    found.refresh()
+    assert kept.eq(3).all()
+    write(weight)
+    assert cast(weight, torch.bfloat16) is kept
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 1, 1)])
-@pytest.mark.parametrize("check", [take_and_change, refresh])
+@pytest.mark.parametrize("check", [take_and_change, refresh, step_by_torch])
 def test_a_copy_is_the_parameters_as_it_is(ranks, sizes, check):
     ranks(sizes[1]).run(check, sizes)
+
+
+def test_an_evaluation_is_of_the_weights_as_they_are(ranks):
+    ranks(1).run(evaluate_with_others, (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "check", [change_after_the_copy, fail_to_capture, follow_nothing, replay_before_backward, convert]
+)
+def test_a_graph_and_its_copies_stay_together(ranks, check):
+    ranks(1).run(check, (1, 1, 1, 1))
 
 
 def train(sizes: Sizes, writes: bool, keeps: bool) -> tuple[list[float], int, str]:

@@ -17,7 +17,11 @@ class AdamW(torch.optim.AdamW):
 
     writes_copies: the kernel also writes the weights of a parallelized model's linears in the dtype that is computed
     in, which spares the next forward pass to cast them. They take memory between steps, too: 2 bytes a parameter of
-    bf16. Only of weights that z does not cut and that stay gathered for the backward pass (`parallelize`).
+    bf16. Only of weights that z does not cut and that stay gathered for the backward pass (`parallelize`), and not in
+    CUDA graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that
+    was changed is cast again if torch counts the change or an optimizer made it. Through `.data`, NumPy, a kernel of
+    one's own or torch._foreach functions of DTensors it is neither: call torch.autograd.graph.increment_version(weight)
+    then, or training goes on with the weight as it was until the next step.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class AdamW(torch.optim.AdamW):
             copied = None if copy is None else copy.open(parameter)
             launch(local(parameter), local(parameter.grad), first, second, corrections[number], scale, copied, group)
             torch.autograd.graph.increment_version(parameter)  # as torch's own ways of writing do
-            if copy is not None:
+            if copy is not None and copied is not None:
                 copy.close(parameter)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.parallel.compute_copies import Followed, following_copies, refresh_copies
+from stretto.parallel.compute_copies import FollowedCopies, following_copies
 
 WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
 REGISTERS = "NCCL_GRAPH_REGISTER"
@@ -39,7 +39,7 @@ class CapturedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
-        self._copies: Followed = []
+        self._copies = FollowedCopies()
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's."""
@@ -63,7 +63,7 @@ class CapturedStep:
             self._graph.reset()
         self._graph = self._step = None
         self._inputs = self._outputs = ()
-        self._copies = []
+        self._copies = FollowedCopies()
 
     def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._remaining:
@@ -79,8 +79,9 @@ class CapturedStep:
                     f"the step was captured with {_describe(self._inputs)} and cannot run with {_describe(tensors)}"
                 )
             kept.copy_(given)
-        refresh_copies(self._copies)
+        self._copies.refresh()
         self._graph.replay()
+        self._copies.note_replay()
         return tuple(output.clone() for output in self._outputs)
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
@@ -92,11 +93,11 @@ class CapturedStep:
         # Other threads (NCCL's watchdog) may talk to the GPU meanwhile.
         with (
             _keeping_garbage(),
-            following_copies() as self._copies,
+            following_copies() as copies,
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._outputs = self._step(*self._inputs)
-        self._graph = graph
+        self._graph, self._copies = graph, copies
 
 
 @contextmanager

@@ -6,44 +6,50 @@ writes the 2, and the next passes find it (`stretto.optim.AdamW` with writes_cop
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.parallel.layout import local
 from stretto.parallel.overlap import Version, version_of
-
-Followed = list[tuple["ref[Tensor]", "ComputeCopy"]]
-_followed: list[Followed] = []
 
 
 class ComputeCopy:
     """A parameter's shard in another dtype, for as long as the parameter is as it was when the copy was written.
 
     It hangs at the parameter, as `stretto_copy`. Who writes the parameter otherwise makes it stale, as its version
-    tells; it is then cast anew, until an optimizer writes it again.
+    tells, and any step of an optimizer of torch's; it is then cast anew, until an optimizer writes it again.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._kept: Tensor | None = None
         self._version: Version | None = None
+        self._is_outrun = False  # a graph that nobody follows changes the parameter whenever it is replayed
 
     def take(self, parameter: Tensor) -> Tensor:
         """The shard in the dtype; not to be written to."""
-        kept = self._kept
-        if kept is None or self._version != version_of(parameter):
+        if not self.is_current(parameter):
             return local(parameter).to(self.dtype)
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        if _is_captured(parameter):
             if not _followed:  # a graph that nobody follows may be replayed when the parameter was changed
                 return local(parameter).to(self.dtype)
-            _followed[-1].append((ref(parameter), self))
-        return kept
+            _followed[-1].taken[self] = parameter
+        assert self._kept is not None
+        return self._kept
 
-    def open(self, parameter: Tensor) -> Tensor:
-        """Where an optimizer writes all of the shard, in the pass in which it writes the parameter; `close` it then."""
+    def open(self, parameter: Tensor) -> Tensor | None:
+        """Where an optimizer writes all of the shard, in the pass in which it writes the parameter; `close` it then.
+
+        None where that is in a graph that nobody follows: nobody would know when it has been written.
+        """
+        _watch_optimizers()
+        self.expect_write(parameter)
+        if self._is_outrun:
+            return None
         shard = local(parameter)
         if self._kept is None or (self._kept.shape, self._kept.device) != (shard.shape, shard.device):
             self._kept = torch.empty_like(shard, dtype=self.dtype)
@@ -55,48 +61,134 @@ class ComputeCopy:
         torch.autograd.graph.increment_version(self._kept)  # an earlier pass that has kept it must not go on with it
         self._version = version_of(parameter)
 
+    def expect_write(self, parameter: Tensor) -> None:
+        """The parameter is about to be written, perhaps by what does not count versions."""
+        self.forget()
+        if _is_captured(parameter):
+            if _followed:
+                _followed[-1].written[self] = parameter
+            else:
+                self._is_outrun = True
+
+    def forget(self) -> None:
+        """It is stale, whatever the parameter's version."""
+        self._version = None
+
+    def is_current(self, parameter: Tensor) -> bool:
+        """Whether it is the parameter as it is."""
+        return self._version is not None and not self._is_outrun and self._version == version_of(parameter)
+
+    def move(self, parameter: Tensor) -> None:
+        """Hang at this one: a conversion (`.to`, `.double`) has put it in the place of the parameter it was at."""
+        self.forget()
+        parameter.stretto_copy = self  # type: ignore[attr-defined]
+
     def refresh(self, parameter: Tensor) -> None:
         """Cast the parameter into the copy if it was changed by others."""
-        if self._kept is not None and self._version != version_of(parameter):
+        if self._kept is not None and not self.is_current(parameter):
             self._kept.copy_(local(parameter))
             self._version = version_of(parameter)
 
+    def note_replay(self) -> None:
+        """A graph has written it, of which its version knows nothing."""
+        if self._kept is not None:
+            torch.autograd.graph.increment_version(self._kept)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return ComputeCopy, (self.dtype,)  # of a parameter that is copied, a copy is not this one's
+
+
+class FollowedCopies:
+    """The copies that a CUDA graph takes and those that it writes, with their parameters.
+
+    Whoever replays it calls `refresh` before and `note_replay` after.
+    """
+
+    def __init__(self) -> None:
+        self.taken: dict[ComputeCopy, Tensor] = {}
+        self.written: dict[ComputeCopy, Tensor] = {}
+        self._left_stale: list[ComputeCopy] = []
+
+    def end(self) -> None:
+        """The capture has ended. A replay leaves stale what is stale now: it changes parameters after their copies."""
+        both = self.taken | self.written
+        self._left_stale = [copy for copy, parameter in both.items() if not copy.is_current(parameter)]
+
+    def forget(self) -> None:
+        """The capture has failed: nothing of it was done."""
+        for copy in self.taken | self.written:
+            copy.forget()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast parameters that were changed outside of the graph, a checkpoint's for one, into what it reads."""
+        for copy, parameter in self.taken.items():
+            copy.refresh(parameter)
+
+    def note_replay(self) -> None:
+        """The graph was replayed: what the host knows of its copies follows."""
+        for copy in self.written:
+            copy.note_replay()
+        for copy in self._left_stale:
+            copy.forget()
+
+
+_followed: list[FollowedCopies] = []
 
 
 def keep_copy(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
     """Have an optimizer that can write a copy in the dtype; None, or the parameter's own: there is none."""
     if dtype not in (None, parameter.dtype):
         assert dtype is not None
-        parameter.stretto_copy = ComputeCopy(dtype)  # type: ignore[attr-defined]
+        ComputeCopy(dtype).move(parameter)
+
+
+def copy_of(parameter: Tensor) -> ComputeCopy | None:
+    """What `keep_copy` has hung there."""
+    copy: ComputeCopy | None = getattr(parameter, "stretto_copy", None)
+    return copy
 
 
 def cast(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The shard of a parameter in the dtype (None: its own): a copy that was kept, or a new one."""
-    copy = getattr(parameter, "stretto_copy", None)
+    copy = copy_of(parameter)
     if copy is not None and copy.dtype == dtype:
-        found: Tensor = copy.take(parameter)
-        return found
+        return copy.take(parameter)
     shard = local(parameter)
     return shard if dtype is None else shard.to(dtype)
 
 
 @contextmanager
-def following_copies() -> Iterator[Followed]:
-    """Inside, copies may be taken into a CUDA graph; whoever replays it calls `refresh_copies` before with these."""
-    found: Followed = []
+def following_copies() -> Iterator[FollowedCopies]:
+    """Inside, copies may be taken into a CUDA graph and written by it."""
+    found = FollowedCopies()
     _followed.append(found)
     try:
         yield found
+        found.end()
+    except BaseException:
+        found.forget()
+        raise
     finally:
-        _followed.pop()
+        _followed.remove(found)
 
 
-@torch.no_grad()
-def refresh_copies(found: Followed) -> None:
-    """Cast parameters that were changed outside of the graph, a checkpoint's for one, into the copies that it reads."""
-    for parameter, copy in found:
-        there = parameter()
-        if there is not None:
-            copy.refresh(there)
+def _is_captured(parameter: Tensor) -> bool:
+    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Have every optimizer's step say that it comes.
+
+    Versions do not tell of all: torch's fused kernels and, of DTensors, its _foreach functions leave them as they are.
+    """
+    register_optimizer_step_pre_hook(_expect_writes)
+
+
+def _expect_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            copy = copy_of(parameter)
+            if copy is not None:
+                copy.expect_write(parameter)

@@ -29,7 +29,7 @@ class _VocabularyLookup(torch.autograd.Function):
         group: Any,
         tokens: TokenShards | None,
     ) -> Tensor:
-        rows = weight.gather(parameter)
+        rows = weight.gather(parameter, is_recorded=bool(ctx.next_functions))
         ids = ids - first_row
         is_elsewhere = (ids < 0) | (ids >= weight.rows)
         ids = ids.masked_fill(is_elsewhere, 0)

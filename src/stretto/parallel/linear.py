@@ -53,10 +53,14 @@ class WeightShard:
     gradients: GradientSum
     ring: "ScatterRing | None" = None
 
-    def gather(self, parameter: Tensor) -> Tensor:
-        """The whole rows of a DTensor parameter."""
+    def gather(self, parameter: Tensor, *, is_recorded: bool = True) -> Tensor:
+        """The whole rows of a DTensor parameter. `is_recorded`: for a pass that has a backward pass, or is one.
+
+        Others cast the parameter itself: averaged weights are often put in for an evaluation, and taken out, through
+        `.data`, of which nothing would tell a copy that an optimizer has written.
+        """
         if self.group.size() == 1:
-            return cast(parameter, self.precision.compute)
+            return cast(parameter, self.precision.compute) if is_recorded else self.precision.cast(local(parameter))
         return self.gather_ahead.gather(self, local(parameter), version_of(parameter), self._start)
 
     def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -170,7 +174,7 @@ class _Linear3D(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        weight = plan.shard.gather(parameter)
+        weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
         sums_output = plan.output_group.size() > 1
         matrix = weight if plan.is_transposed else weight.t()
         # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.

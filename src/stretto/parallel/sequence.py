@@ -92,7 +92,7 @@ class GatheringLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gathered: Tensor | None, parameter: Tensor, bias: Tensor | None, plan: "LinearPlan"
     ) -> tuple[Tensor, Tensor]:
-        weight = plan.shard.gather(parameter)
+        weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
         matrix = weight.t() if plan.is_transposed else weight
         ctx.took_gathered = gathered is not None
         if gathered is None:
@@ -137,7 +137,7 @@ class ScatteringLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, plan: "LinearPlan") -> Tensor:
-        weight = plan.shard.gather(parameter)
+        weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
         matrix = weight.t() if plan.is_transposed else weight
         y = _multiply_and_scatter(x, matrix, plan.output_group, overlaps=plan.hides_all_reduce)
         if bias is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.parallel.compute_copies import copy_of
 from stretto.parallel.gradients import GradientSum
 from stretto.parallel.layout import layout_of, note_layout, shard_like
 
@@ -24,11 +25,15 @@ class ShardedModule(nn.Module):
         self.gradients = gradients
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        layouts = {name: layout_of(parameter) for name, parameter in self.named_parameters(recurse=False)}
+        noted = {
+            name: (layout_of(parameter), copy_of(parameter)) for name, parameter in self.named_parameters(recurse=False)
+        }
         super()._apply(fn, recurse)
-        for name, layout in layouts.items():
+        for name, (layout, copy) in noted.items():
             parameter = self.get_parameter(name)
             note_layout(parameter, layout)
+            if copy is not None:
+                copy.move(parameter)
             if self.gradients is not None:
                 self.gradients.restore_hooks(parameter)
         return self
