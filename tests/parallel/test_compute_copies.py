@@ -1,11 +1,13 @@
 """Weights that an optimizer writes in the dtype that is computed in: found as they are, and never when they are old."""
 
 import copy
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from stretto.parallel import Grid, compute_copies, parallelize
@@ -96,6 +98,21 @@ def step_by_torch(sizes: Sizes) -> None:
         weight.grad = torch.ones_like(weight)
         torch.optim.AdamW([weight], **options).step()
         assert torch.equal(cast(weight, torch.bfloat16), local(weight).bfloat16())
+
+
+def load_in_place(sizes: Sizes) -> None:
+    """A checkpoint that is read into what `state_dict` gave."""
+    model = build(sizes)
+    weight = model.up.weight
+    write(weight)
+    saved = {"model": model.state_dict()}
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(saved, checkpoint_id=folder, no_dist=True)
+        weight.detach().zero_()
+        write(weight)
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    assert weight.to_local().any()
+    assert torch.equal(cast(weight, torch.bfloat16), weight.to_local().bfloat16())
 
 
 def evaluate_with_others(sizes: Sizes) -> None:
@@ -205,8 +222,9 @@ def test_a_copy_is_the_parameters_as_it_is(ranks, sizes, check):
     ranks(sizes[1]).run(check, sizes)
 
 
-def test_an_evaluation_is_of_the_weights_as_they_are(ranks):
-    ranks(1).run(evaluate_with_others, (1, 1, 1, 1))
+@pytest.mark.parametrize("check", [evaluate_with_others, load_in_place])
+def test_weights_that_are_changed_behind_versions_are_found(ranks, check):
+    ranks(1).run(check, (1, 1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ class AdamW(torch.optim.AdamW):
     in, which spares the next forward pass to cast them. They take memory between steps, too: 2 bytes a parameter of
     bf16. Only of weights that z does not cut and that stay gathered for the backward pass (`parallelize`), and not in
     CUDA graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that
-    was changed is cast again if torch counts the change or an optimizer made it. Through `.data`, NumPy, a kernel of
-    one's own or torch._foreach functions of DTensors it is neither: call torch.autograd.graph.increment_version(weight)
-    then, or training goes on with the weight as it was until the next step.
+    was changed is cast again if torch counts the change or an optimizer made it. Through `.data`, the local tensor of a
+    detached DTensor, NumPy, a kernel of one's own or torch._foreach functions of DTensors it is neither: call
+    torch.autograd.graph.increment_version(weight) then, or training goes on with the old weight until the next step.
     """
 
     def __init__(

@@ -46,6 +46,14 @@ class ShardedModule(nn.Module):
             state_dict = {**state_dict, **whole}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
 
+    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._save_to_state_dict(*args, **options)
+        # What is handed out may be loaded into: torch.distributed.checkpoint does, and no version tells of it.
+        for parameter in self.parameters(recurse=False):
+            copy = copy_of(parameter)
+            if copy is not None:
+                copy.forget()
+
     def __getstate__(self) -> Any:
         _refuse_copy()
 
