@@ -4,7 +4,6 @@ y[i, j] = x_scale[i] * weight_scale[j] * (x @ weight.T)[i, j]. Tensor cores add 
 torch calls fast accumulation), which is beyond bf16's 8, and interpreted kernels in fp32.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from stretto.ops.matmul_reduce_scatter import require_rows
 from stretto.ops.plans import LIBRARY, Plan, name_implementation
 from stretto.ops.workspace import find_group
 
+_TENSORS = 5  # x, weight, their scales and bias, which come first
 _LEAST_DEPTH = 32  # of a step over k, in which tensor cores take fp8
 _QUANTIZED = (*DTYPES, torch.float64)
 
@@ -63,7 +63,8 @@ def all_gather_scaled_matmul(
     PeerError for a rank that does not come.
     """
     how = name_implementation(implementation)
-    return _gather(x, weight, x_scale, weight_scale, bias, find_name(group), out_dtype, how)
+    name = find_name(group)
+    return _call("all_gather_matmul", x, weight, x_scale, weight_scale, bias, name, out_dtype, None, how)
 
 
 def scaled_matmul_reduce_scatter(
@@ -83,7 +84,8 @@ def scaled_matmul_reduce_scatter(
     Or in fp32 with reduce_dtype=torch.float32. Operands, scales and errors: see `all_gather_scaled_matmul`.
     """
     how = name_implementation(implementation)
-    return _scatter(x, weight, x_scale, weight_scale, bias, find_name(group), out_dtype, reduce_dtype, how)
+    name = find_name(group)
+    return _call("matmul_reduce_scatter", x, weight, x_scale, weight_scale, bias, name, out_dtype, reduce_dtype, how)
 
 
 def scaled_matmul_all_reduce(
@@ -102,35 +104,21 @@ def scaled_matmul_all_reduce(
     Operands, scales and errors: see `all_gather_scaled_matmul`.
     """
     how = name_implementation(implementation)
-    return _reduce(x, weight, x_scale, weight_scale, bias, find_name(group), out_dtype, how)
+    name = find_name(group)
+    return _call("matmul_all_reduce", x, weight, x_scale, weight_scale, bias, name, out_dtype, None, how)
+
+
+_NAMES = {
+    "all_gather_matmul": "all_gather_scaled_matmul",
+    "matmul_reduce_scatter": "scaled_matmul_reduce_scatter",
+    "matmul_all_reduce": "scaled_matmul_all_reduce",
+}
+"""The operators of other dtypes, as which calls are counted and timed, and what they are called here."""
 
 
 @outside_autocast
-def _run_gather(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    plan, scales = _prepare(
-        "all_gather_matmul", x, weight, x_scale, weight_scale, bias, group, implementation, out_dtype
-    )
-    m, n = x.shape[0] * find_group(group).size(), weight.shape[0]
-    if 0 in (m, n, x.shape[1]):  # nothing to wait for
-        return _fill(x, (m, n), bias, out_dtype)
-    if plan == LIBRARY:
-        return library.all_gather_scaled_matmul(x, weight, scales, bias, out_dtype, group)
-    out = x.new_empty(m, n, dtype=out_dtype)
-    launch_gather(plan, x, weight, bias, out, group, scales=scales)
-    return out
-
-
-@outside_autocast
-def _run_scatter(
+def _run(
+    operator: str,
     x: Tensor,
     weight: Tensor,
     x_scale: Tensor,
@@ -141,60 +129,6 @@ def _run_scatter(
     reduce_dtype: torch.dtype | None,
     implementation: str,
 ) -> Tensor:
-    plan, scales = _prepare(
-        "matmul_reduce_scatter", x, weight, x_scale, weight_scale, bias, group, implementation, out_dtype, reduce_dtype
-    )
-    rows, sum_dtype = x.shape[0] // find_group(group).size(), reduce_dtype or out_dtype
-    if 0 in (rows, *weight.shape):  # nothing to wait for
-        return _fill(x, (rows, weight.shape[0]), bias, out_dtype)
-    if plan == LIBRARY:
-        return library.scaled_matmul_reduce_scatter(x, weight, scales, bias, out_dtype, sum_dtype, group)
-    out = x.new_empty(rows, weight.shape[0], dtype=out_dtype)
-    launch_scatter(plan, x, weight, bias, out, sum_dtype, group, scales)
-    return out
-
-
-@outside_autocast
-def _run_reduce(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    plan, scales = _prepare(
-        "matmul_all_reduce", x, weight, x_scale, weight_scale, bias, group, implementation, out_dtype
-    )
-    if 0 in (x.shape[0], *weight.shape):  # nothing to wait for
-        return _fill(x, (x.shape[0], weight.shape[0]), bias, out_dtype)
-    if plan == LIBRARY:
-        return library.scaled_matmul_all_reduce(x, weight, scales, bias, out_dtype, group)
-    return run_kernel(plan, x, weight, bias, out_dtype, group, scales)
-
-
-_NAMES = {
-    "all_gather_matmul": "all_gather_scaled_matmul",
-    "matmul_reduce_scatter": "scaled_matmul_reduce_scatter",
-    "matmul_all_reduce": "scaled_matmul_all_reduce",
-}
-
-
-def _prepare(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group: str,
-    implementation: str,
-    out_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None = None,
-) -> tuple[Plan, Scales]:
-    """What a call is done by, counted and timed as the operator of other dtypes; and its scales."""
     key = identify(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
     plan = recall(group, key)
     if plan is None:
@@ -205,7 +139,46 @@ def _prepare(
         plan = choose(describe_call(operator, m, x, weight, group), x, weight, group, implementation, key)
     if plan.blocks is not None and plan.blocks.k < _LEAST_DEPTH:
         raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {plan.blocks.k}")
-    return plan, scales
+    rows, n = _count_rows(operator, x, group), weight.shape[0]
+    if 0 in (rows, n, x.shape[1]):  # nothing to wait for
+        out = x.new_zeros(rows, n, dtype=out_dtype)
+        return out if bias is None else out + bias
+    if plan == LIBRARY:
+        return _run_library(operator, x, weight, scales, bias, group, out_dtype, reduce_dtype or out_dtype)
+    if operator == "matmul_all_reduce":
+        return run_kernel(plan, x, weight, bias, out_dtype, group, scales)
+    out = x.new_empty(rows, n, dtype=out_dtype)
+    if operator == "all_gather_matmul":
+        launch_gather(plan, x, weight, bias, out, group, scales=scales)
+    else:
+        launch_scatter(plan, x, weight, bias, out, reduce_dtype or out_dtype, group, scales)
+    return out
+
+
+def _run_library(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    group: str,
+    out_dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+) -> Tensor:
+    match operator:
+        case "all_gather_matmul":
+            return library.all_gather_scaled_matmul(x, weight, scales, bias, out_dtype, group)
+        case "matmul_reduce_scatter":
+            return library.scaled_matmul_reduce_scatter(x, weight, scales, bias, out_dtype, sum_dtype, group)
+    return library.scaled_matmul_all_reduce(x, weight, scales, bias, out_dtype, group)
+
+
+def _count_rows(operator: str, x: Tensor, group: str) -> int:
+    """Of the output on a rank."""
+    world = find_group(group).size()
+    return {"all_gather_matmul": x.shape[0] * world, "matmul_reduce_scatter": x.shape[0] // world}.get(
+        operator, x.shape[0]
+    )
 
 
 def _require(
@@ -215,58 +188,19 @@ def _require(
     bias: Tensor | None,
     group: str,
     out_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None,
 ) -> None:
-    name = _NAMES[operator]
-    require_scaled(name, x, weight, bias, out_dtype)
+    require_scaled(_NAMES[operator], x, weight, bias, out_dtype)
     if operator == "matmul_reduce_scatter":
-        require_rows(name, x, out_dtype, reduce_dtype, group)
+        require_rows(_NAMES[operator], x, out_dtype, reduce_dtype, group)
 
 
-def _fill(x: Tensor, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    zeros = x.new_zeros(shape, dtype=dtype)
-    return zeros if bias is None else zeros + bias
+_scaled_matmul = torch.library.custom_op("stretto::scaled_matmul", _run, mutates_args=())
 
 
-def _shorten(name: str, run: Callable[..., Tensor]) -> tuple[Any, Callable[..., Tensor]]:
-    """The operator of that name, and a function that goes past torch.library where torch only runs it."""
-    custom = torch.library.custom_op(f"stretto::{name}", run, mutates_args=())
-    operator = getattr(torch.ops.stretto, name)
-
-    def call(*inputs: Any) -> Tensor:
-        tensors = inputs[:5]
-        if needs_gradients(*tensors):
-            raise ValueError(f"{name} has no gradients: call it under torch.no_grad(), or detach its operands")
-        require_no_tangents(*tensors)
-        result: Tensor = operator(*inputs) if is_traced(*tensors) else run(*inputs)
-        return result
-
-    return custom, call
-
-
-_all_gather, _gather = _shorten("all_gather_scaled_matmul", _run_gather)
-_reduce_scatter, _scatter = _shorten("scaled_matmul_reduce_scatter", _run_scatter)
-_all_reduce, _reduce = _shorten("scaled_matmul_all_reduce", _run_reduce)
-
-
-@_all_gather.register_fake
+@_scaled_matmul.register_fake
 def _(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    _require("all_gather_matmul", x, weight, bias, group, out_dtype)
-    find_scales("all_gather_scaled_matmul", x, weight, x_scale, weight_scale)
-    return x.new_empty(x.shape[0] * find_group(group).size(), weight.shape[0], dtype=out_dtype)
-
-
-@_reduce_scatter.register_fake
-def _(
+    operator: str,
     x: Tensor,
     weight: Tensor,
     x_scale: Tensor,
@@ -277,22 +211,17 @@ def _(
     reduce_dtype: torch.dtype | None,
     implementation: str,
 ) -> Tensor:
-    _require("matmul_reduce_scatter", x, weight, bias, group, out_dtype, reduce_dtype)
-    find_scales("scaled_matmul_reduce_scatter", x, weight, x_scale, weight_scale)
-    return x.new_empty(x.shape[0] // find_group(group).size(), weight.shape[0], dtype=out_dtype)
+    _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
+    find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+    return x.new_empty(_count_rows(operator, x, group), weight.shape[0], dtype=out_dtype)
 
 
-@_all_reduce.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Tensor:
-    _require("matmul_all_reduce", x, weight, bias, group, out_dtype)
-    find_scales("scaled_matmul_all_reduce", x, weight, x_scale, weight_scale)
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+def _call(operator: str, *inputs: Any) -> Tensor:
+    """The operator, past torch.library where torch only runs it."""
+    tensors = inputs[:_TENSORS]
+    if needs_gradients(*tensors):
+        raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
+    require_no_tangents(*tensors)
+    run = torch.ops.stretto.scaled_matmul if is_traced(*tensors) else _run
+    result: Tensor = run(operator, *inputs)
+    return result
