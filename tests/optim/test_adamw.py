@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -64,6 +65,19 @@ def test_its_state_is_torchs():
         assert state[number].keys() == values.keys()
         for name, value in values.items():
             torch.testing.assert_close(state[number][name], value)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copied_optimizer_has_all_that_it_steps_with(duplicate, writes):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = duplicate(AdamW([parameter], lr=0.1, writes_copies=writes))
+    (mine,) = optimizer.param_groups[0]["params"]
+    mine.grad = torch.ones(3)
+    optimizer.step(scale=torch.ones(()))
+    assert (mine < 1).all()
+    assert vars(optimizer).keys() >= vars(AdamW([parameter])).keys() - vars(torch.optim.AdamW([parameter])).keys()
+    assert optimizer.writes_copies == writes
 
 
 def test_a_closure_goes_without_a_scale():

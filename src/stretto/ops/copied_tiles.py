@@ -58,7 +58,10 @@ def launch_copied(
     world: int,
     scales: Scales | None = None,
 ) -> None:
-    """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
+    """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`.
+
+    scales: of fp8 x and weight.
+    """
     call = _Call(plan, x, weight, bias, out, dtype, group, world, scales)
     channel, added = call.channel, 0
     try:

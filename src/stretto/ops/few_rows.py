@@ -74,7 +74,10 @@ def launch(
     blocks: Blocks,
     scales: Scales | None = None,
 ) -> None:
-    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
+    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
+
+    scales: of fp8 x and weight.
+    """
     (m, k), n = x.shape, weight.shape[0]
     if x.is_cuda:  # all programs must be resident: see the kernel
         blocks = blocks._replace(programs=min(blocks.programs, count_processors(x.device.index)))

@@ -41,6 +41,9 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["fused"] = is_cuda
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"writes_copies": self.writes_copies}  # of a copied or pickled optimizer
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
         """Update the parameters by their gradients times `scale` (0-dim, on the parameters' device; None: 1).
