@@ -119,6 +119,41 @@ def check_operations(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def exchange_among_some(folder: Path, before: str) -> None:
+    """Rank 0 alone sends itself a message, after something that all ranks did."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("stretto")
+    if before == "barrier":
+        torch.ones(1, device="cuda")
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(4, device="cuda"))
+        assert any("schedule" in ran for _, ran in counts()), counts()
+    if dist.get_rank() == 0:
+        sent, taken = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, taken, 0), dist.P2POp(dist.isend, sent, 0)]):
+            work.wait()
+        assert torch.equal(sent, taken)
+    dist.barrier()
+    (folder / f"some-{dist.get_rank()}").write_text("done")
+    dist.destroy_process_group()
+
+
+def profile_calls(folder: Path) -> None:
+    """What a profile of one all-reduce and of one all-gather shows of them."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("stretto")
+    x, gathered = torch.ones(64, device="cuda"), torch.ones(64 * dist.get_world_size(), device="cuda")
+    for _ in range(2):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(gathered, x)
+            torch.cuda.synchronize()
+    ranges = [(e.name, e.is_async, e.input_shapes) for e in profile.events() if e.name.startswith("stretto:")]
+    (folder / f"profile-{dist.get_rank()}.json").write_text(json.dumps(ranges))
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def two_gpus() -> None:
     if RANKS < 2:
@@ -144,3 +179,18 @@ def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp
         assert ran["allreduce schedule ring-all-reduce"] == 3
         for operation in ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"):
             assert any(key.startswith(f"{operation} schedule") for key in ran), (operation, ran)
+
+
+@pytest.mark.parametrize("before", ["barrier", "all-reduce"])
+def test_some_ranks_exchange_messages_once_all_have_come_together(tmp_path: Path, before: str) -> None:
+    run_watched(RANKS, exchange_among_some, tmp_path, before)
+    assert {path.name for path in tmp_path.glob("some-*")} == {f"some-{rank}" for rank in range(RANKS)}
+
+
+def test_profiles_show_schedules_by_the_names_of_their_operations(tmp_path: Path) -> None:
+    run_watched(RANKS, profile_calls, tmp_path)
+    for rank in range(RANKS):
+        found = json.loads((tmp_path / f"profile-{rank}.json").read_text())
+        # A range is shown on the host, and where its kernels ran.
+        assert {name for name, *_ in found} == {"stretto:all_reduce", "stretto:_all_gather_base"}, found
+        assert ["stretto:all_reduce", True, [[64]]] in found, found

@@ -22,6 +22,18 @@ COLLECTIVES = {
     "alltoall": "alltoall",
 }
 """The operations of c10d that a schedule can run, each with its collective's name in schedules."""
+OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
+"""What not all ranks of the group call, or not alike."""
+_TITLES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "_all_gather_base",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "alltoall_base": "all_to_all",
+    "alltoall": "all_to_all",
+}
+"""What c10d's backends call operations in profiles, where it is another name."""
 _PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
 # Several tensors are those of a rank's devices to c10d: an all-reduce adds them up too, a broadcast fills all alike.
 _OF_ONE_TENSOR = {"allreduce", "broadcast", "reduce"}
@@ -68,6 +80,11 @@ class Call:
     def collective(self) -> str | None:
         """The collective's name in schedules; None for what no schedule does."""
         return COLLECTIVES.get(self.operation)
+
+    @property
+    def title(self) -> str:
+        """The operation as c10d's backends show it in profiles."""
+        return _TITLES.get(self.operation, self.operation)
 
     @property
     def device_type(self) -> str:

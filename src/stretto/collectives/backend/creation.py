@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from stretto.collectives.backend.connecting import Connection
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.native import make_backend
 from stretto.collectives.backend.runner import Member
@@ -60,7 +61,11 @@ def _create(
     cpu.options.group_name = name
     cpu._set_sequence_number_for_group()
     cuda = _create_nccl(store, rank, size, timeout, name, ranks, options) if _has_gpus() else None
-    dispatcher = Dispatcher(Member(rank, size, name), {"cpu": "gloo"} | ({} if cuda is None else {"cuda": "nccl"}))
+    member = Member(rank, size, name)
+    if cuda is None:
+        dispatcher = Dispatcher(member, {"cpu": "gloo"})
+    else:
+        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, Connection(cuda, member))
     _dispatchers[name] = dispatcher
     milliseconds = round(timeout.total_seconds() * 1000)
     backend: Any = make_backend(rank, size, cpu, cuda, dispatcher, _split, milliseconds)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.native import profiled
 from stretto.collectives.backend.runner import Best, Member
 from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
@@ -64,8 +65,9 @@ class CudaRunner:
             kernel(input, output)
             return _own_output(kernel, self._member.rank, input) if output is None else output
 
-        for part in call.parts():
-            run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
+        with profiled(call.title, call.inputs):
+            for part in call.parts():
+                run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
         return _enqueued(call)
 
     def start_best(self, call: Call) -> Best:
@@ -86,8 +88,12 @@ class CudaRunner:
         buffers = _find_buffers(call.collective, given, taken, self._member.rank)
         if buffers is None:
             return _left("its output overlaps its input")
-        name, why = communicator.run_and_explain(call.collective, *buffers, call.reduction or "sum")
-        return _left(why) if name is None else Best(_enqueued(call), name, why)
+        kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
+        if kernel is None or name is None:
+            return _left(why)
+        with profiled(call.title, call.inputs):
+            kernel(*buffers)
+        return Best(_enqueued(call), name, why)
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """See `Runner`. The stream keeps the order."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stretto.collectives.backend.calls import Call, find_obstacle
 from stretto.collectives.backend.comparing import Comparison
+from stretto.collectives.backend.connecting import Connection
 from stretto.collectives.backend.counting import CallCounter
 from stretto.collectives.backend.installed import Installed
 from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 class Dispatcher:
     """One group's choices on this rank. The backend holds it, and it holds neither the backend nor the group.
 
-    inner: the name of the backend inside by device type ("gloo", "nccl").
+    inner: the name of the backend inside by device type ("gloo", "nccl"). connection: NCCL's, where there are GPUs.
     """
 
-    def __init__(self, member: Member, inner: dict[str, str]) -> None:
+    def __init__(self, member: Member, inner: dict[str, str], connection: Connection | None = None) -> None:
         self.member = member
         self.inner = inner
         self.counter = CallCounter(member.name)
         self.installed: tuple[Installed, ...] = ()
         self._runners: dict[str, Runner | None] = {}
+        self._connection = connection
         self._is_resting = False
         self._comparison = Comparison(member) if is_debugging() else None
         self.is_closed = False
@@ -55,11 +57,14 @@ class Dispatcher:
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
         if self._comparison is not None:
             self._comparison.require_same(call)
+        connection = self._connection if call.device_type == "cuda" else None
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None:
             best = self._start_best(call) if obstacle is None else None
             if best is not None and best.work is not None:
+                if connection is not None:
+                    connection.make(call.inputs[0].device)
                 self.counter.count(call, f"schedule {best.name}", best.why)
                 return best.work
             reason = why if best is None else f"{why}; {best.why}"
@@ -68,6 +73,8 @@ class Dispatcher:
         runner = self.runner(call.device_type)
         assert runner is not None
         work = runner.start(chosen.schedule, call)
+        if connection is not None:
+            connection.make(call.inputs[0].device)
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)
         return work
 
@@ -75,6 +82,12 @@ class Dispatcher:
         """A Work that ends with this barrier of the CPU's backend, and after the schedules that were begun before."""
         runner = self._runners.get("cpu")
         return barrier if runner is None or self._is_resting else runner.after_schedules(barrier)
+
+    def connect_where_ready(self) -> None:
+        """At a barrier of the CPU's backend, which its caller awaits: have NCCL connect where all ranks use GPUs."""
+        if self._connection is not None and not self._is_resting and not self.is_closed:
+            with self.resting():
+                self._connection.make_where_ready()
 
     def runner(self, device_type: str) -> Runner | None:
         """The group's runner for tensors on such devices, made at its first use; None where there is none."""

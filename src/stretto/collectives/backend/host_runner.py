@@ -77,7 +77,7 @@ class HostRunner:
 
     def start(self, schedule: Schedule, call: Call) -> "Work":
         """See `Runner`."""
-        work = make_work(self._member.rank, call.operation, call.outputs)
+        work = make_work(self._member.rank, call.title, call.outputs)
         prepared = self._prepared[id(schedule)]
 
         def job() -> None:

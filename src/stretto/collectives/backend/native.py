@@ -1,5 +1,6 @@
 """The classes that torch's C++ calls, for the torch at hand: compiled ones, or Python's where there is no compiler."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -40,13 +41,25 @@ def make_backend(
 
 
 def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
-    """A Work to be ended by `succeed()` or `fail(error)`."""
+    """A Work to be ended by `succeed()` or `fail(error)`; operation: as profiles are to show it."""
     module = _find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonWork
 
         return PythonWork(outputs)
     return module.ScheduledWork(rank, operation, list(outputs))
+
+
+def profiled(operation: str, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+    """A context that profiles show as a range `stretto:operation` with these tensors' shapes, as c10d shows its own."""
+    if not torch.autograd._profiler_enabled():
+        return _NO_RANGE
+    module = _find_extension()
+    name = f"stretto:{operation}"
+    return torch.profiler.record_function(name) if module is None else module.Range(name, list(tensors))
+
+
+_NO_RANGE = contextlib.nullcontext()
 
 
 @functools.cache

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Work
 
+from stretto.collectives.backend.calls import OF_SOME_RANKS
+
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
@@ -22,7 +24,6 @@ _REDUCTIONS = {
     dist.ReduceOp.MAX: "max",
 }
 _SECONDS_TO_END = 5.0
-_OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
 _alive: set["PythonBackend"] = set()
 """Until they are shut down: where torch puts a wrapper around one, it keeps no reference to the Python object, without
 which its methods would be gone."""
@@ -180,6 +181,8 @@ class PythonBackend(Backend):
         self._ask("barrier", (), (), note="cuda" if on_gpu else "")
         if on_gpu:
             return self._cuda.barrier(opts)
+        if self._cuda is not None and not opts.asyncOp:
+            self.dispatch.connect_where_ready()  # type: ignore[attr-defined]
         return self.dispatch.after_schedules(self._cpu.barrier(opts))  # type: ignore[attr-defined]
 
     def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:
@@ -215,7 +218,7 @@ class PythonBackend(Backend):
         root = getattr(opts, "rootRank", 0)
         note = note if getattr(opts, "rootTensor", 0) == 0 else "root tensor"
         note = "coalescing" if self._is_coalescing else note
-        self._sequence_number += operation not in _OF_SOME_RANKS
+        self._sequence_number += operation not in OF_SOME_RANKS
         return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
 
 

@@ -219,6 +219,9 @@ class StrettoBackend : public Backend {
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
     ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
+    if (cuda_ && !on_gpu && !opts.asyncOp) {
+      connect_where_ready();
+    }
     auto work = inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
     return on_gpu ? work : after_schedules(work);
   }
@@ -412,6 +415,12 @@ class StrettoBackend : public Backend {
   intrusive_ptr<Work> after_schedules(const intrusive_ptr<Work>& barrier) {
     py::gil_scoped_acquire gil;
     return dispatch_.get().attr("after_schedules")(barrier).cast<intrusive_ptr<Work>>();
+  }
+
+  // Whoever awaits a barrier awaits all ranks, so NCCL may connect.
+  void connect_where_ready() {
+    py::gil_scoped_acquire gil;
+    dispatch_.get().attr("connect_where_ready")();
   }
 
   void close(double seconds) {

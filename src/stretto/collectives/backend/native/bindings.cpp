@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.hpp"
+#include "range.hpp"
 
 namespace py = pybind11;
 
@@ -29,6 +30,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("outputs"))
       .def("succeed", &stretto::ScheduledWork::succeed, py::call_guard<py::gil_scoped_release>())
       .def("fail", &stretto::ScheduledWork::fail, py::arg("error"));
+  py::class_<stretto::Range>(module, "Range")
+      .def(py::init<std::string, const std::vector<at::Tensor>&>(), py::arg("name"), py::arg("tensors"))
+      .def("__enter__", [](stretto::Range&) {})
+      .def("__exit__", [](stretto::Range& self, const py::args&) { self.end(); });
   py::class_<stretto::StrettoBackend, c10d::Backend, c10::intrusive_ptr<stretto::StrettoBackend>>(
       module, "StrettoBackend")
       .def(

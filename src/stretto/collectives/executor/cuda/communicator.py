@@ -28,18 +28,14 @@ def machine_name(has_nvlink: bool) -> str:
     return f"{torch.cuda.get_device_name()}, {links}, torch {torch.__version__}, NCCL {nccl}"
 
 
-class Ran(NamedTuple):
-    """What a call ran as, None for what is left to the library, and why, for people."""
-
-    name: str | None
-    why: str
-
-
-class _Known(NamedTuple):
-    """What calls of one kind run by: a kernel, or None for the library."""
+class Found(NamedTuple):
+    """What calls of one kind run by: a kernel, called with (input, output), and its name, or None for what is left to
+    the library; and why, for people.
+    """
 
     kernel: Kernel | None
-    ran: Ran
+    name: str | None
+    why: str
 
 
 class CudaCommunicator:
@@ -64,7 +60,7 @@ class CudaCommunicator:
         self._group_name = "0" if group is None else group.group_name
         self._said = SaidOnce()
         self._kernels: dict[tuple[Way, str, str, bool], Kernel] = {}
-        self._calls: dict[tuple[object, ...], _Known] = {}
+        self._calls: dict[tuple[object, ...], Found] = {}
         try:
             self.table = table if isinstance(table, Table) else self._find_table(group, find_table_file(table))
         except ValueError:
@@ -78,15 +74,20 @@ class CudaCommunicator:
         Returns the name of the way, and says it with its reason at debug level, once for calls that are alike.
         ValueError for tensors of two dtypes, or that are not on this GPU.
         """
-        ran = self.run_and_explain(collective, input, output, reduction)
+        kernel, name, why = self.find(collective, input, output, reduction)
+        if kernel is not None:
+            kernel(input, output)
         if self._said.is_heard:
             larger = input if output is None or input.numel() >= output.numel() else output
             call = f"{collective} {reduction} of {larger.numel()} {_name(larger.dtype)} ({larger.nbytes} bytes)"
-            self._said.say(f"group {self._group_name}: {call} runs as {ran.name or 'the library'}: {ran.why}")
-        return ran.name
+            self._said.say(f"group {self._group_name}: {call} runs as {name or 'the library'}: {why}")
+        return name
 
-    def run_and_explain(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> Ran:
-        """As `run`, for callers that say themselves what ran."""
+    def find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> Found:
+        """What such a call runs by, for callers that run it, and say why, themselves; arguments and errors as of `run`.
+
+        Collective: a kernel that calls of this kind have not needed yet is compiled.
+        """
         for tensor in (input,) if output is None else (input, output):
             if tensor.dtype != input.dtype or tensor.device != self.workspace.device:
                 raise ValueError(
@@ -98,30 +99,27 @@ class CudaCommunicator:
         if known is None:
             known = self._find(collective, input, output, reduction)
             if known is None:
-                return Ran(None, "its kernel is not compiled yet, and cannot be while a graph is captured")
+                return Found(None, None, "its kernel is not compiled yet, and cannot be while a graph is captured")
             if len(self._calls) == MAX_PLANS:
                 self._calls.clear()
             self._calls[call] = known
-        if known.kernel is None:
-            return known.ran
-        if not input.is_contiguous() or not (output is None or output.is_contiguous()):
-            return Ran(None, "its tensors are not contiguous")
-        known.kernel(input, output)
-        return known.ran
+        if known.kernel is None or (input.is_contiguous() and (output is None or output.is_contiguous())):
+            return known
+        return Found(None, None, "its tensors are not contiguous")
 
-    def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> _Known | None:
+    def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> Found | None:
         """What such calls run by, or None where it cannot be said for good."""
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = _name(larger.dtype)
         if dtype not in ELEMENTS:
-            return _Known(None, Ran(None, f"Stretto's kernels have no {dtype}"))
+            return Found(None, None, f"Stretto's kernels have no {dtype}")
         if reduction not in OPERATIONS:
-            return _Known(None, Ran(None, f"Stretto's kernels have no reduction {reduction}"))
+            return Found(None, None, f"Stretto's kernels have no reduction {reduction}")
         if not larger.numel():
-            return _Known(None, Ran(None, "it has no elements"))
+            return Found(None, None, "it has no elements")
         way, why = self.table.choose(collective, dtype, larger.nbytes, self.world_size)
         if way == LIBRARY:
-            return _Known(None, Ran(None, why))
+            return Found(None, None, why)
         key = (way, dtype, reduction, output is None)
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -131,9 +129,9 @@ class CudaCommunicator:
                 try:
                     self.workspace.copy_area()
                 except ValueError as error:  # on all ranks, if on one: the library needs less
-                    return _Known(None, Ran(None, f"{way.name} has no memory: {error}"))
+                    return Found(None, None, f"{way.name} has no memory: {error}")
             kernel = self._kernels[key] = self.kernel(way, dtype, reduction, in_place=output is None)
-        return _Known(kernel, Ran(way.name, why))
+        return Found(kernel, way.name, why)
 
     def kernel(self, way: Way, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
         """The kernel of a way. ValueError for one that does not exist for this group."""

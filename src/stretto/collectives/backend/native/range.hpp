@@ -1,0 +1,38 @@
+// A call's range in profiles, as c10d's own backends show theirs: "stretto:all_reduce".
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/record_function.h>
+
+namespace stretto {
+
+class Range {
+ public:
+  Range(std::string name, const std::vector<at::Tensor>& tensors)
+      : name_(std::move(name)), function_(at::RecordScope::USER_SCOPE) {
+    if (!function_.isActive()) {
+      return;
+    }
+    function_._setAsync();  // streams run on after it has ended, as they do after c10d's
+    if (function_.needsInputs()) {
+      inputs_.assign(tensors.begin(), tensors.end());
+      function_.before(name_.c_str(), c10::ArrayRef<const c10::IValue>(inputs_.data(), inputs_.size()));
+    } else {
+      function_.before(name_.c_str());
+    }
+  }
+
+  void end() {
+    function_.end();
+  }
+
+ private:
+  std::string name_;
+  std::vector<c10::IValue> inputs_;
+  at::RecordFunction function_;
+};
+
+} // namespace stretto
