@@ -19,6 +19,7 @@ from tests.pool import Pool
 
 RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 GRIDS = {1: ["", ""], 2: ["grid.x=2", "grid.z=2"], 4: ["grid.x=2 grid.z=2", "grid.data=2 grid.y=2"]}
+UNCUT = {1: "", 2: "grid.x=2", 4: "grid.data=2 grid.y=2"}  # by z
 RUNS = {
     "whole": "train.checkpoint_every=3 {first}",
     "again": "train.resume=whole/checkpoints/step-00000003 {first}",
@@ -29,6 +30,11 @@ RUNS = {
 }
 RUNS["sequence"] = "train.shard_sequence=true {first}"
 RUNS["sequence graph"] = "train.cuda_graph=true " + RUNS["sequence"]
+RUNS["uncut"] = "train.dtype=bf16 train.checkpoint_every=3 {uncut}"
+RUNS["copies"] = "train.writes_copies=true " + RUNS["uncut"]
+RUNS["copies again"] = "train.resume=whole/checkpoints/step-00000003 " + RUNS["copies"]
+RUNS["uncut again"] = "train.resume=whole/checkpoints/step-00000003 " + RUNS["uncut"]
+RUNS["copies graph"] = "train.cuda_graph=true " + RUNS["copies"]
 RUNS["sgd graph"] = "train.cuda_graph=true " + RUNS["sgd"]
 
 
@@ -62,7 +68,11 @@ def train_all(folder: Path) -> None:
             "model": {"layers": 2, "hidden": 128, "heads": 8, "positions": "rotary"},
             "train": {"steps": 6, "batch": 16, "seq_len": 64, "lr": 1e-3},
         }
-        options = overrides.format(first=first, second=second).replace("whole/", f"{folder}/whole/").split()
+        options = (
+            overrides.format(first=first, second=second, uncut=UNCUT.get(RANKS))
+            .replace("whole/", f"{folder}/whole/")
+            .split()
+        )
         with mock.patch.object(GPTRun, "step", step_without_waiting):
             train(make_config(values, options), display="none")
 
@@ -104,6 +114,12 @@ def test_a_resumed_run_continues_on_another_grid(folder: Path) -> None:
 def test_a_captured_run_is_the_run_itself(folder: Path, name: str) -> None:
     captured = {"whole": "graph", "sgd": "sgd graph", "sequence": "sequence graph"}[name]
     assert losses(folder, captured) == pytest.approx(losses(folder, name), abs=1e-5)
+
+
+def test_weights_that_the_optimizer_has_cast_change_no_bit(folder: Path) -> None:
+    assert losses(folder, "copies") == losses(folder, "uncut")
+    assert losses(folder, "copies again") == losses(folder, "uncut again")
+    assert losses(folder, "copies graph") == pytest.approx(losses(folder, "uncut"), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["whole", "bf16", "sgd"])

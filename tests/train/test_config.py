@@ -156,10 +156,26 @@ def test_a_graph_is_refused_beside_what_it_cannot_hold(override: str, words: str
     assert words in refusal("train.cuda_graph=true", override)
 
 
-def test_a_graph_is_refused_on_a_cpu() -> None:
-    config = make_config(SMALLEST, ["train.cuda_graph=true", "device=cpu"])
-    with pytest.raises(ValueError, match=r"train\.cuda_graph is on, but this run's device is the CPU"):
+@pytest.mark.parametrize("option", ["cuda_graph", "writes_copies"])
+def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
+    config = make_config(SMALLEST, [f"train.{option}=true", "train.dtype=bf16", "device=cpu"])
+    with pytest.raises(ValueError, match=rf"train\.{option} is on, but this run's device is the CPU"):
         resolve_device(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.dtype=fp32", "train.dtype is 'fp32', in which the weights are kept"),
+        ("train.optimizer=sgd", "train.optimizer is 'sgd', and only adamw writes them"),
+        ("grid.z=2", "grid.z is 2, and there are copies only of weights that z does not cut"),
+        ("train.keep_gathered=false", "train.keep_gathered is off"),
+    ],
+)
+def test_copies_that_no_step_would_write_are_refused(override: str, words: str) -> None:
+    options = ["train.dtype=bf16", "train.writes_copies=true"]
+    assert f"train.writes_copies is on, but {words}" in refusal(*options, override)
+    make_config(SMALLEST, options)
 
 
 def test_a_batch_that_data_and_z_do_not_divide_names_the_nearest_that_they_do() -> None:

@@ -98,6 +98,31 @@ class ComputeCopy:
         return ComputeCopy, (self.dtype,)  # of a parameter that is copied, a copy is not this one's
 
 
+class CopyOfShard:
+    """A parameter's copy for an optimizer that has its shard alone, as a plain tensor that shares its memory."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter
+
+    def open(self, _: Tensor) -> Tensor | None:
+        """See `ComputeCopy`."""
+        return self._copy.open(self._parameter)
+
+    def close(self, _: Tensor) -> None:
+        """See `ComputeCopy`."""
+        self._copy.close(self._parameter)
+
+    def expect_write(self, _: Tensor) -> None:
+        """See `ComputeCopy`."""
+        self._copy.expect_write(self._parameter)
+
+    @property
+    def _copy(self) -> ComputeCopy:
+        copy = copy_of(self._parameter)
+        assert copy is not None
+        return copy
+
+
 class FollowedCopies:
     """The copies that a CUDA graph takes and those that it writes, with their parameters.
 
@@ -141,6 +166,12 @@ def keep_copy(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
     if dtype not in (None, parameter.dtype):
         assert dtype is not None
         ComputeCopy(dtype).move(parameter)
+
+
+def share_copy(parameter: Tensor, shard: Tensor) -> None:
+    """Have an optimizer of this shard write the parameter's copy, if it has one."""
+    if copy_of(parameter) is not None:
+        shard.stretto_copy = CopyOfShard(parameter)  # type: ignore[attr-defined]
 
 
 def copy_of(parameter: Tensor) -> ComputeCopy | None:

@@ -57,7 +57,7 @@ class GPTRun(Run):
         )
         if options.checkpoint_activations:
             checkpoint_activations(self.model)
-        self.optimizer = build_optimizer(self.model, options)
+        self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
         self._captured = CapturedStep(self._compute) if options.cuda_graph else None
 
     def resume(self, checkpoint: Path) -> int:

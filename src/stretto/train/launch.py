@@ -85,7 +85,7 @@ def check_started_ranks(config: JobConfig) -> None:
 def resolve_device(config: AnyConfig) -> AnyConfig:
     """The configuration with device "cuda" or "cpu" in place of "auto": cuda where there is a GPU for each rank.
 
-    Raises ValueError when cuda is asked for and there are too few GPUs, or a CUDA graph and there is no cuda.
+    Raises ValueError when cuda is asked for and there are too few GPUs, or what only cuda has where there is none.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     gpus = torch.cuda.device_count()
@@ -96,8 +96,10 @@ def resolve_device(config: AnyConfig) -> AnyConfig:
             f"{remedy} would do"
         )
     device = config.device if config.device != "auto" else "cuda" if gpus >= ranks_here else "cpu"
-    if isinstance(config, TrainConfig) and config.train.cuda_graph and device != "cuda":
-        raise ValueError("train.cuda_graph is on, but this run's device is the CPU; train.cuda_graph=false would do")
+    if isinstance(config, TrainConfig) and device != "cuda":
+        for name in ("cuda_graph", "writes_copies"):
+            if getattr(config.train, name):
+                raise ValueError(f"train.{name} is on, but this run's device is the CPU; train.{name}=false would do")
     return config.model_copy(update={"device": device})
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from stretto.optim import AdamW
+from stretto.parallel.compute_copies import share_copy
 from stretto.train.options import RunOptions
 
 
@@ -27,6 +28,8 @@ class ShardOptimizer:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # A shard shares its parameter's memory: what the optimizer writes, the model has.
         self._shards = {name: nn.Parameter(local_shard(p)) for name, p in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            share_copy(parameter, self._shards[name])
         groups = [
             {"params": [s for s in self._shards.values() if s.dim() >= 2], "weight_decay": weight_decay},
             {"params": [s for s in self._shards.values() if s.dim() < 2], "weight_decay": 0.0},
@@ -80,15 +83,18 @@ class ShardOptimizer:
         return torch.zeros((), dtype=dtype, device=shard.device if is_fused else "cpu")
 
 
-def build_optimizer(model: nn.Module, options: RunOptions) -> ShardOptimizer:
-    """The optimizer that a run's options name: AdamW, or SGD with momentum; fused kernels on a GPU."""
+def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: bool = False) -> ShardOptimizer:
+    """The optimizer that a run's options name: AdamW, or SGD with momentum; fused kernels on a GPU.
+
+    writes_copies: see AdamW.
+    """
     is_cuda = any(parameter.is_cuda for parameter in model.parameters())
 
     def make(groups: list[dict[str, Any]]) -> Optimizer:
         if options.optimizer == "sgd":
             return SGD(groups, lr=options.lr, momentum=options.momentum, fused=is_cuda)
         betas = (options.beta1, options.beta2)
-        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+        return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, writes_copies=writes_copies)
 
     return ShardOptimizer(model, make, weight_decay=options.weight_decay)
 

@@ -253,6 +253,9 @@ class RunConfig(RunOptions):
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph: faster where a step is so short that the host cannot keep up"
     )
+    writes_copies: bool = option(
+        False, "adamw on GPUs writes bf16 weights beside the fp32 ones, for the next step: 2 bytes more a parameter"
+    )
 
 
 class JobConfig(Section):
@@ -345,6 +348,7 @@ def _contradictions(config: TrainConfig) -> list[str]:
                 f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
             )
     problems += contradictions_of_run(run)
+    problems += _contradictions_of_copies(config)
     if run.cuda_graph and run.trace:
         problems.append(
             "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
@@ -363,6 +367,22 @@ def _contradictions(config: TrainConfig) -> list[str]:
     if isinstance(config.data.path, list) and not config.data.path:
         problems.append("data.path is [], but must name at least one file or folder")
     return problems
+
+
+def _contradictions_of_copies(config: TrainConfig) -> list[str]:
+    """A message for each reason why an optimizer would have no copies to write."""
+    grid, run = config.grid, config.train
+    reasons = {
+        f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype != "bf16",
+        f"train.optimizer is {run.optimizer!r}, and only adamw writes them": run.optimizer != "adamw",
+        f"grid.z is {grid.z}, and there are copies only of weights that z does not cut": grid.z > 1,
+        "train.keep_gathered is off, so that no weight stays from one pass to another": not run.keep_gathered,
+    }
+    return [
+        f"train.writes_copies is on, but {reason}; train.writes_copies=false would do"
+        for reason, is_so in reasons.items()
+        if run.writes_copies and is_so
+    ]
 
 
 def contradictions_of_run(run: RunOptions) -> list[str]:
