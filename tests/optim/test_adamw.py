@@ -119,11 +119,13 @@ for scale in (None, 0.3):
     ours[0].stretto_copy = Refusing()
     other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
     for step in range(3):
+        versions = [mine._version for mine in ours]
         for mine, its in zip(ours, theirs):
             mine.grad = torch.randn_like(mine)
             its.grad = mine.grad.double() * (scale or 1)
         one.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
         other.step()
+        assert all(mine._version > before for mine, before in zip(ours, versions))
         assert all(mine.stretto_copy.is_written == one.writes_copies for mine in ours[1:])
     for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine.double(), its, rtol=2e-6, atol=2e-6)

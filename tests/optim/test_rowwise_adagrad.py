@@ -1,5 +1,7 @@
 """Row-wise Adagrad: rows by the formula, sparse and dense alike."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -70,3 +72,18 @@ def test_sums_of_half_precision_tables_hold_what_squares_need(dtype: torch.dtype
     again.load_state_dict(optimizer.state_dict())
     assert again.sums(other).dtype == torch.float32
     assert torch.equal(again.sums(other), optimizer.sums(table))
+
+
+def test_a_resumed_optimizer_goes_on_as_the_first_would() -> None:
+    """Also where a table of the state has not been looked up yet."""
+    tables = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, 4, dtype=torch.bfloat16))]
+    others = [nn.Parameter(torch.ones_like(table)) for table in tables]
+    first, again = RowWiseAdagrad(tables, lr=LR, eps=EPS), RowWiseAdagrad(others, lr=9.0, eps=9.0)
+    tables[0].grad = torch.arange(12.0).view(3, 4)
+    first.step()
+    again.load_state_dict(copy.deepcopy(first.state_dict()))
+    others[0].data.copy_(tables[0])
+    for optimizer, (one, other) in ((first, tables), (again, others)):
+        one.grad, other.grad = torch.ones(3, 4), torch.ones(2, 4, dtype=torch.bfloat16)
+        optimizer.step()
+    assert all(torch.equal(table, other) for table, other in zip(tables, others, strict=True))

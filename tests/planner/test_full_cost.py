@@ -1,5 +1,6 @@
 """The full cost model: measured tables are used as they are, and overlap hides what it can."""
 
+import dataclasses
 import itertools
 import json
 
@@ -11,7 +12,7 @@ from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, NodeLink, Transfer
 from stretto.models import GPTConfig
 from stretto.parallel import linear
-from stretto.planner import cost, predict
+from stretto.planner import compute, cost, predict
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
 
@@ -118,6 +119,37 @@ def test_a_measured_collective_takes_the_time_that_was_measured_between_sizes_by
         2.5e-3 * 42,
         rel=0.01,  # 40 of the blocks, the embedding's and the head's; the loss's statistics are small
     )
+
+
+def test_a_collective_larger_than_all_that_were_measured_has_the_largest_ones_bandwidth():
+    sent = 2 * 3 / 4 * 16 * 1024 * 1024 * 2
+    measured = tuple(Transfer("all_reduce", 1, 4, int(size), size / 1e9) for size in (sent / 8, sent / 4))
+    plan = step(cluster(transfers=measured), {"x": 4}, overlaps=False)
+    # 1 GB/s: 40 sums of the blocks, the embedding's and the head's; the loss's statistics are small
+    assert plan.communication["all_reduce_x"] == pytest.approx(42 * sent / 1e9, rel=0.02)
+
+
+def test_a_head_of_its_own_is_summed_over_data_and_a_shared_one_once():
+    own, shared = (
+        predict(dataclasses.replace(CONFIG, tie_embeddings=tied), cluster(), grid={"data": 4}, batch=16, seq_len=1024)
+        for tied in (False, True)
+    )
+    table = 2 * 3 / 4 * 1024 * 1024 * 2 / 100e9  # vocabulary x hidden, of 2 bytes
+    extra = own.communication["all_reduce_data"] - shared.communication["all_reduce_data"]
+    assert extra == pytest.approx(table + 2 * 3 * 3e-6)  # six hops to start
+
+
+def test_the_loss_moves_some_fifty_bytes_a_logit():
+    def seconds(vocab: int, bandwidth: float) -> float:
+        machine = cluster(memory_bandwidth=bandwidth)
+        config = dataclasses.replace(CONFIG, vocab=vocab, layers=1)
+        return predict(config, machine, grid={}, batch=16, seq_len=1024).compute_time
+
+    # What a bandwidth of half costs a wider vocabulary: products take as long on both.
+    extra = [seconds(vocab, 0.5e12) - seconds(vocab, 1e12) for vocab in (2048, 4096)]
+    logits, rate = 2048 * 16 * 1024, 1e12 * compute.COPY_EFFICIENCY * compute.ELEMENT_WISE_EFFICIENCY
+    of_weights = 2048 * 1024 * 60 / rate  # cast, and updated
+    assert extra[1] - extra[0] == pytest.approx(logits * 52 / rate + of_weights, rel=0.05)
 
 
 def test_the_fastest_comes_first_and_others_say_what_they_lose_by():

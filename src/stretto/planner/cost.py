@@ -94,7 +94,7 @@ class _Step:
         grid, layers = choice.grid, workload.model.layers
         self.micro_batches = choice.micro_batches(workload)
         self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
-        element, gradient = workload.element, workload.gradient_element
+        element = workload.element
         tokens = workload.tokens / grid.data / self.micro_batches
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
         self.forward_passes = 2 if choice.checkpoint_activations else 1
@@ -105,9 +105,9 @@ class _Step:
             traffic = linear_traffic(linear, grid, tokens)
             self.all_gather += self.calls * self._collective("all_gather", "z", traffic.all_gather * element)
             self.reduce_scatter += self.calls * self._collective(
-                "reduce_scatter", "z", traffic.reduce_scatter * gradient
+                "reduce_scatter", "z", traffic.reduce_scatter * element
             )
-            self.data += layers * self._collective("all_reduce", "data", traffic.data * gradient)
+            self.data += layers * self._collective("all_reduce", "data", traffic.data * element)
             if choice.token_parts > 1:
                 self.sums += self._sharded_sums(place, linear, traffic)
             else:
@@ -200,9 +200,9 @@ class _Step:
         for number, table in enumerate(tables):
             of_table = (z - 1) / z * table
             gather += micro_batches * self._collective("all_gather", "z", of_table * element)
-            scatter += micro_batches * self._collective("reduce_scatter", "z", of_table * workload.gradient_element)
+            scatter += micro_batches * self._collective("reduce_scatter", "z", of_table * workload.element)
             if number == 0 or model.has_own_head:
-                of_shard = 2 * (data - 1) / data * table / z * workload.gradient_element
+                of_shard = 2 * (data - 1) / data * table / z * workload.element
                 over_data += self._collective("all_reduce", "data", of_shard)
         # What is looked up, and the gradient by what the head is given.
         half = (x - 1) / x * tokens * hidden * element

@@ -94,7 +94,7 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
     in_use = (2 if choice.overlaps else 1) * largest  # the next one is gathered ahead
     one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else in_use
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
-    ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.gradient_element if pushes else 0.0
+    ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if pushes else 0.0
     if choice.checkpoint_activations:
         activations, gathered = model.layers * own_input * tokens, in_use
     else:

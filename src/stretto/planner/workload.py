@@ -15,7 +15,7 @@ class Workload:
     """A training step: the model, the global batch in sequences, and the numbers' types.
 
     Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
-    (fp64 for fp64). `reduce_fp32`: weight gradients travel in fp32.
+    (fp64 for fp64).
     """
 
     model: Architecture
@@ -23,7 +23,6 @@ class Workload:
     seq_len: int
     dtype: Dtype = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    reduce_fp32: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len"):
@@ -37,18 +36,13 @@ class Workload:
 
     @property
     def element(self) -> int:
-        """Bytes of an activation, and of a weight on the wire."""
+        """Bytes of an activation, and of a weight or its gradient on the wire."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
     def master(self) -> int:
         """Bytes of a parameter, of its gradient, and of each number of optimizer state."""
         return max(4, self.element)
-
-    @property
-    def gradient_element(self) -> int:
-        """Bytes of a weight gradient on the wire."""
-        return max(4, self.element) if self.reduce_fp32 else self.element
 
     @property
     def tokens(self) -> int:
