@@ -146,6 +146,26 @@ def test_a_plan_that_does_not_fit_says_what_is_too_large_and_what_would_make_it_
     assert remedied[0].checkpoint_activations
 
 
+def test_states_that_do_not_fit_by_themselves_want_more_of_the_axes_that_cut_them():
+    def why(memory: float, **grid: int) -> str:
+        machine = stretto.Cluster(
+            name="small",
+            gpus_per_node=4,
+            gpu=stretto.cluster.GPU(name="small", memory=memory),
+            in_node=stretto.cluster.NodeLink(bandwidth=100e9),
+        )
+        return next(
+            plan.why
+            for plan in stretto.plan("gpt-5b", machine, gpus=4, batch=8, seq_len=2048)
+            if all(plan.grid[axis] == size for axis, size in grid.items())
+        )
+
+    # 5.06 billion parameters of 16 bytes: 81 GB, or 40.5 on each half. Nine tenths of the memory are used.
+    assert "try more of x, y and z" in why(24e9, data=2, z=2)
+    assert "more GPUs along x, y or z" in why(16e9, z=4)
+    assert "moving ranks from data to z" in why(45.5e9, data=2, z=2)
+
+
 def test_what_does_not_fit_is_planned_as_small_as_it_gets_and_advised_nothing_that_was_tried():
     plans = stretto.plan("gpt-20b", "dgx-h200", gpus=2, batch=1024, seq_len=2048)
     for plan in plans:

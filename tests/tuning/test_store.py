@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from stretto.tuning import Store
+from stretto.tuning.store import cache_folder, read_times
 
 
 def test_times_are_found_again_by_machine_and_key(tmp_path):
@@ -40,3 +41,66 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         Store(tmp_path / "file" / "times.json").add("a", {"product": [1.0]})
     assert "not kept" in caplog.text
+
+
+def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_path, caplog, monkeypatch):
+    store = Store(tmp_path / "times.json")
+    store.add("a", {"product": [1.0]})
+
+    def write_some(content, file):
+        file.write("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", write_some)
+    with caplog.at_level(logging.WARNING):
+        store.add("a", {"product": [2.0]})
+    assert "not kept" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert store.read("a") == {"product": (1.0,)}
+    assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
+
+
+def test_what_is_damaged_is_measured_again_with_a_word_of_why(tmp_path, caplog):
+    (tmp_path / "times.json").write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert Store(tmp_path / "times.json").read("a") == {}
+    assert "measured again" in caplog.text
+    assert Store(tmp_path / "none.json").read("a") == {}
+
+
+def test_a_file_that_somebody_names_is_read_whole(tmp_path):
+    Store(tmp_path / "times.json").add("a", {"product": [1.5, 2], "other": []})
+    Store(tmp_path / "times.json").add("b", {})
+    assert read_times(tmp_path / "times.json") == {"a": {"product": (1.5, 2), "other": ()}, "b": {}}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no file of measured times"),
+        ("[]", "holds no table"),
+        ('{"a": 3}', "'a' has no table"),
+        ('{"a": {"product": "fast"}}', "no seconds above 0 for 'product': fast"),
+        ('{"a": {"product": [0]}}', "no seconds above 0"),
+        ('{"a": {"product": [true]}}', "no seconds above 0"),
+        ('{"a": {"product": [Infinity]}}', "no seconds above 0"),
+        ('{"a": {"product": [NaN]}}', "no seconds above 0"),
+    ],
+)
+def test_a_file_that_somebody_names_and_holds_anything_else_is_refused(tmp_path, content, words):
+    file = tmp_path / "times.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=words) as error:
+        read_times(file)
+    assert str(file) in str(error.value)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_times(tmp_path / "none.json")
+
+
+def test_the_cache_lies_where_the_system_keeps_caches(tmp_path, monkeypatch):
+    monkeypatch.delenv("STRETTO_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "stretto"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "stretto"

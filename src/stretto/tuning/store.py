@@ -42,8 +42,13 @@ class Store:
             of_machine = everything.get(machine)
             merged = (of_machine if isinstance(of_machine, dict) else {}) | {k: list(v) for k, v in measured.items()}
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".writing", delete=False) as file:
-                json.dump(everything | {machine: merged}, file)
-            os.replace(file.name, self.path)
+                try:
+                    json.dump(everything | {machine: merged}, file)
+                    file.flush()
+                    os.replace(file.name, self.path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
         except OSError as error:
             logger.warning("measured times are not kept: %s: %s", self.path, error.strerror or error)
 
