@@ -7,7 +7,7 @@ import torch
 
 from stretto.collectives.algorithms import find
 from stretto.collectives.backend.calls import Call
-from stretto.collectives.backend.cuda_runner import CudaRunner
+from stretto.collectives.backend.cuda_runner import CudaRunner, _find_buffers
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.runner import Best, Member
 
@@ -83,3 +83,34 @@ def test_a_call_with_a_sparse_tensor_is_said_with_the_bytes_of_a_dense_one(caplo
     assert caplog.messages == [
         "group g: allreduce sum of 9 float32 (36 bytes) on cpu runs as gloo: a tensor is not dense"
     ]
+
+
+BOTH = torch.arange(8.0)
+
+
+@pytest.mark.parametrize(
+    ("collective", "given", "taken", "expected"),
+    [
+        ("allgather", BOTH[2:4], BOTH, "in place"),  # rank 1's part of 4
+        ("allgather", BOTH[:2], BOTH, None),  # another rank's
+        ("allgather", BOTH[2:4], torch.empty(8), "apart"),
+        ("allreduce", BOTH, BOTH, "in place"),
+        ("allreduce", BOTH[:4], BOTH[4:], "apart"),
+        ("allreduce", BOTH[4:], BOTH[:4], "apart"),
+        ("allreduce", BOTH[:4], BOTH[3:7], None),
+        ("allreduce", BOTH[3:7], BOTH[:4], None),
+        ("alltoall", BOTH, BOTH, None),
+        ("reducescatter", BOTH, BOTH[2:4], None),  # its input would be gone
+        ("reducescatter", BOTH, torch.empty(2), "apart"),
+    ],
+)
+def test_buffers_that_lie_in_each_other_are_told_from_those_that_overlap(collective, given, taken, expected):
+    match _find_buffers(collective, given, taken, rank=1):
+        case None:
+            assert expected is None
+        case both, None:
+            assert expected == "in place"
+            assert torch.equal(both, BOTH)
+        case found_given, found_taken:
+            assert expected == "apart"
+            assert (found_given.data_ptr(), found_taken.data_ptr()) == (given.data_ptr(), taken.data_ptr())
