@@ -33,10 +33,7 @@ class _VocabularyLookup(torch.autograd.Function):
         ids = ids - first_row
         is_elsewhere = (ids < 0) | (ids >= weight.rows)
         ids = ids.masked_fill(is_elsewhere, 0)
-        if weight.rows:
-            found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
-        else:
-            found = rows.new_zeros(*ids.shape, rows.shape[1])
+        found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
         ctx.weight, ctx.padding_row, ctx.parameter, ctx.tokens = weight, padding_row, parameter, tokens
         ctx.save_for_backward(ids, is_elsewhere)
         return all_reduce(found, group) if tokens is None else tokens.scatter_sum(found)
@@ -51,10 +48,7 @@ class _VocabularyLookup(torch.autograd.Function):
         if ctx.tokens is not None:
             gradient = ctx.tokens.gather_rows(gradient).view(*ids.shape, gradient.shape[-1])
         gradient = gradient.masked_fill(is_elsewhere.unsqueeze(-1), 0)
-        if weight.rows:
-            rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
-        else:
-            rows = gradient.new_zeros(0, gradient.shape[-1])
+        rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
         weight.deliver(ctx.parameter, rows)
         return None, None, None, None, None, None, None
 
