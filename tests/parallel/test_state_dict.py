@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from stretto.parallel import Grid, gather, parallelize
 from tests.parallel.training import Sizes
@@ -75,6 +76,18 @@ def whole_sizes(sizes: Sizes) -> dict[str, tuple[int, int]]:
     embeddings = {name: getattr(model, name) for name in ("lookup", "places")}
     told = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
     return told | {name: (one.num_embeddings, one.embedding_dim) for name, one in embeddings.items()}
+
+
+def sizes_of_transposed() -> tuple[int, int]:
+    """As above, of a linear that stores its weight [in, out]."""
+    block = nn.Sequential(Conv1D(24, 8))
+    model = parallelize(block, Grid(x=2, y=2), roles={"0": {"role": "normal", "segments": 3}})
+    assert model[0](torch.ones(2, 4)).shape == (2, 12)
+    return model[0].in_features, model[0].out_features
+
+
+def test_a_linear_stored_by_inputs_says_its_sizes_too(ranks):
+    assert ranks(4).run(sizes_of_transposed) == [(8, 24)] * 4
 
 
 def test_modules_say_the_sizes_that_they_had(ranks):
