@@ -5,15 +5,17 @@ import json
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
-from stretto.ops import choosing, copied_tiles, gather_gemm, gemm_scatter, plans, shares, workspace
+from stretto.ops import choosing, copied_tiles, gather_gemm, gemm, gemm_scatter, plans, shares, workspace
 from stretto.tuning import Store
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
@@ -153,6 +155,18 @@ def cancel(reduce_dtype, plan):
     x, how = torch.ones(4, 2).bfloat16(), find_plan(plan)
     out = ops.matmul_reduce_scatter(x, weight, reduce_dtype=reduce_dtype, implementation=how)
     return out.unique().tolist(), out.dtype
+
+
+def scatter_in_halves(transfer):
+    """Whether sums of small whole numbers are right where tiles are stored by pointers half by half, as large ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [(random_of(peer, 8, 67, dtype=torch.float32), random_of(9 + peer, 300, 67)) for peer in range(world)]
+    pairs = [tuple((4 * one).round().bfloat16() for one in pair) for pair in pairs]
+    plan = ops.Plan(blocks=ops.Blocks(16, 64, 32, 1, 4, 3, 2), transfer=transfer)
+    with mock.patch.object(gemm, "_CONVERTED_BYTES", tl.constexpr(1 << 10)):
+        out = ops.matmul_reduce_scatter(*pairs[rank], reduce_dtype=torch.float32, implementation=plan)
+    expected = sum(x.float() @ weight.float().T for x, weight in pairs).chunk(world)[rank]
+    return torch.equal(out, expected.bfloat16())
 
 
 def make_layer(shape, rows_of_x, dtype, needs):

@@ -278,6 +278,14 @@ def test_loops_over_whole_tiles_are_flattened_and_pipelined(name, blocks):
     assert sum(guarded for _, guarded, _ in loads) == (blocks.num_stages if name == "gather" else 0)
 
 
+@pytest.mark.parametrize("name", ["scatter", "copied"])
+def test_sums_in_fp32_fit_beside_the_loads_by_pointers_too(name):
+    blocks = WIDE._replace(num_stages=3)
+    kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks, k=K - 3, sums=torch.float32)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    assert count_shared_bytes(kernel, arguments, options, "sm_90") + 1024 <= 228 << 10
+
+
 @pytest.mark.parametrize("blocks", [WIDE, NARROW])
 @pytest.mark.parametrize("name", ["scatter", "copied"])
 def test_sums_in_fp32_of_16_bit_operands_are_stored_by_tma_beside_the_loads(name, blocks, tmp_path):

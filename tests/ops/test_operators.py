@@ -110,6 +110,11 @@ def test_the_library_does_the_same_and_says_so(interpret, dtype):
         assert ran == {("matmul_all_reduce", "library"): 3}
 
 
+@pytest.mark.parametrize("transfer", ["programs", "copies"])
+def test_tiles_that_are_stored_in_halves_are_whole(interpret, transfer):
+    assert interpret(2, "scatter_in_halves", transfer) == [True] * 2
+
+
 @pytest.mark.parametrize("plan", ["auto", "copies", "tiles"])
 @pytest.mark.parametrize(("reduce_dtype", "total"), [(None, 0.0), (torch.bfloat16, 0.0), (torch.float32, 1.0)])
 def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, total, plan):

@@ -21,6 +21,8 @@ from stretto.ops.gemm import (
     describe_kind,
     describe_matrix,
     divide_up,
+    goes_in_halves,
+    halve,
     multiply_tile,
     order_tiles,
     scale_tile,
@@ -221,10 +223,21 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         if gemm.stores_by_tma:
             store_tile(gemm, stored, total, index * gemm.block_m, 0, 0)
         else:
-            offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
             start = stored + tl.cast(index, tl.int64) * (gemm.block_m * gemm.block_n)
-            tl.store(start + offsets, total.to(stored.dtype.element_ty))
+            if goes_in_halves(gemm, stored.dtype.element_ty):
+                left, right = halve(total)
+                _store_columns(gemm, start, left)
+                _store_columns(gemm, start + gemm.block_n // 2, right)
+            else:
+                _store_columns(gemm, start, total)
         _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count, own, WORLD)
+
+
+@triton.jit
+def _store_columns(gemm, start, columns):  # type: ignore[no-untyped-def]
+    """Store some columns of a tile, the first of them at `start`."""
+    offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, columns.shape[1])[None, :]
+    tl.store(start + offsets, columns.to(start.dtype.element_ty))
 
 
 @triton.jit

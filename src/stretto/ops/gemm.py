@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stretto.tiles import kind_of
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+_CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to put a tile in order
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 
 FP8 = torch.float8_e4m3fn
@@ -389,6 +390,12 @@ def multiply_columns(gemm, a, b, row, column):  # type: ignore[no-untyped-def]
 @triton.jit
 def _append(parts, part):  # type: ignore[no-untyped-def]
     return parts + (part,)  # noqa: RUF005 - Triton takes no starred ones
+
+
+@triton.jit
+def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
+    """Whether pointers store a tile of this dtype half by half, so that it fits beside the loads' stages."""
+    return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
 
 
 @triton.jit

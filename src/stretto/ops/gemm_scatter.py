@@ -22,6 +22,8 @@ from stretto.ops.gemm import (
     describe_gemm,
     describe_kind,
     divide_up,
+    goes_in_halves,
+    halve,
     multiply_tile,
     order_tiles,
     scale_tile,
@@ -205,9 +207,20 @@ def _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner):  # t
         row = origin + tiles.peer_rows(channel, staging, gemm.block_n, owner) + slot * gemm.block_m
         store_tile(gemm, pushed, total, row, 0, 0)
     else:
-        offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, gemm.block_n)[None, :]
         start = staging + slot.to(tl.int64) * (gemm.block_m * gemm.block_n)
-        tiles.tile_push_data(channel, start, offsets, total.to(staging.dtype.element_ty), rank=owner)
+        if goes_in_halves(gemm, staging.dtype.element_ty):
+            left, right = halve(total)
+            _push_columns(channel, gemm, start, left, owner)
+            _push_columns(channel, gemm, start + gemm.block_n // 2, right, owner)
+        else:
+            _push_columns(channel, gemm, start, total, owner)
+
+
+@triton.jit
+def _push_columns(channel, gemm, start, columns, owner):  # type: ignore[no-untyped-def]
+    """Store some columns of a tile, the first of them at `start`, of its owner's staging."""
+    offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, columns.shape[1])[None, :]
+    tiles.tile_push_data(channel, start, offsets, columns.to(start.dtype.element_ty), rank=owner)
 
 
 @triton.jit
