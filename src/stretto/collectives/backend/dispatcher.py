@@ -57,14 +57,12 @@ class Dispatcher:
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
         if self._comparison is not None:
             self._comparison.require_same(call)
-        connection = self._connection if call.device_type == "cuda" else None
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None:
             best = self._start_best(call) if obstacle is None else None
             if best is not None and best.work is not None:
-                if connection is not None:
-                    connection.make(call.inputs[0].device)
+                self._connect(call)
                 self.counter.count(call, f"schedule {best.name}", best.why)
                 return best.work
             reason = why if best is None else f"{why}; {best.why}"
@@ -73,8 +71,7 @@ class Dispatcher:
         runner = self.runner(call.device_type)
         assert runner is not None
         work = runner.start(chosen.schedule, call)
-        if connection is not None:
-            connection.make(call.inputs[0].device)
+        self._connect(call)
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)
         return work
 
@@ -111,6 +108,11 @@ class Dispatcher:
         for runner in self._runners.values():
             if runner is not None:
                 runner.close(seconds)
+
+    def _connect(self, call: Call) -> None:
+        """A schedule runs the call, to which all ranks come: have NCCL connect, too, if it is on GPUs."""
+        if self._connection is not None and call.device_type == "cuda":
+            self._connection.make(call.inputs[0].device)
 
     def _start_best(self, call: Call) -> Best | None:
         """Have the device's runner choose, where nothing that was installed is for this call."""
