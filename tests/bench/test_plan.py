@@ -106,3 +106,18 @@ def test_every_grid_is_measured_or_says_why_not_and_kept_rows_are_not_measured_a
 
     bench_plan([PLANNED], file, tmp_path, again=True)
     assert len(calls) == 3
+
+
+def test_grids_with_sharded_tokens_are_predicted_on_demand_and_measured_where_they_were(ranks, tmp_path, monkeypatch):
+    start_on_pool(monkeypatch, plan, ranks)
+    file = tmp_path / "predictions.json"
+    without = write_predictions([PLANNED], Cluster.preset("dgx-h200"), file)["workloads"][0]["grids"]
+    written = write_predictions([PLANNED], Cluster.preset("dgx-h200"), file, shards_sequence=True)
+    predicted = {row["grid"]: row for row in written["workloads"][0]["grids"]}
+    assert set(predicted) - {row["grid"] for row in without} == {"x=2, sequence sharded"}
+    assert predicted["x=2, sequence sharded"]["predicted_gib"] < predicted["x=2"]["predicted_gib"]
+
+    rows = {row["grid"]: row for row in bench_plan([PLANNED], file, tmp_path)["rows"]}
+    assert set(rows) == {"data=2", "x=2", "y=2", "z=2", "x=2, sequence sharded"}
+    assert all(row["measured_milliseconds"] > 0 for row in rows.values())
+    assert rows["x=2, sequence sharded"]["loss"] == pytest.approx(rows["x=2"]["loss"], rel=1e-3)

@@ -5,7 +5,7 @@ it. Both take whole local batches (no accumulation), no checkpointing, weights k
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +47,25 @@ SUMMARY_COLUMNS = (
 
 
 @dataclass(frozen=True)
+class Way:
+    """A grid, and whether tokens are sharded over its x axis."""
+
+    sizes: Mapping[str, int]
+    shards_sequence: bool = False
+
+    @property
+    def name(self) -> str:
+        """What predictions and measurements of one workload are joined by."""
+        return name_grid(self.sizes) + (", sequence sharded" if self.shards_sequence else "")
+
+
+def ways_of(ranks: int, *, shards_sequence: bool = True) -> list[Way]:
+    """Every grid of the ranks, and with `shards_sequence` once more with sharded tokens where x > 1."""
+    shardings = (False, True) if shards_sequence else (False,)
+    return [Way(sizes, shards) for sizes in grids_of(ranks) for shards in (shardings if sizes["x"] > 1 else (False,))]
+
+
+@dataclass(frozen=True)
 class Planned:
     """A workload under a name: what predictions and measurements are joined by, together with the model's numbers."""
 
@@ -64,8 +83,12 @@ class Planned:
         )
 
 
-def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) -> dict[str, Any]:
+def write_predictions(
+    planned: Sequence[Planned], cluster: Cluster, file: Path, *, shards_sequence: bool = False
+) -> dict[str, Any]:
     """Predict every grid of each workload, and write `file`. Returns what is written.
+
+    shards_sequence: predict grids with x > 1 twice, also with sharded tokens; `bench_plan` measures what is predicted.
 
     Raises ValueError for a cluster that lacks a figure that is needed.
     """
@@ -78,7 +101,7 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
             {
                 "workload": one.key,
                 "model": asdict(one.workload.model),
-                "grids": [_predict(one, sizes, cluster) for sizes in grids_of(one.ranks)],
+                "grids": [_predict(one, way, cluster) for way in ways_of(one.ranks, shards_sequence=shards_sequence)],
             }
             for one in planned
         ],
@@ -88,12 +111,12 @@ def write_predictions(planned: Sequence[Planned], cluster: Cluster, file: Path) 
     return written
 
 
-def _predict(planned: Planned, sizes: dict[str, int], cluster: Cluster) -> dict[str, Any]:
+def _predict(planned: Planned, way: Way, cluster: Cluster) -> dict[str, Any]:
     work = planned.workload
-    row: dict[str, Any] = {"grid": name_grid(sizes)}
-    options = ASSUMED | {"dtype": work.dtype}
+    row: dict[str, Any] = {"grid": way.name}
+    options = ASSUMED | {"dtype": work.dtype, "shard_sequence": way.shards_sequence}
     try:
-        plan = predict(work.model, cluster, grid=sizes, batch=work.batch, seq_len=work.seq_len, **options)
+        plan = predict(work.model, cluster, grid=way.sizes, batch=work.batch, seq_len=work.seq_len, **options)
     except ValueError as error:
         return row | {"predicted_milliseconds": None, "predicted_gib": None, "reason": str(error)}
     return row | {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / 2**30}
@@ -166,9 +189,9 @@ def measure_grids(workload: Workload, ranks: int, predicted: list[dict[str, Any]
     world = Grid(data=ranks)  # joins the job
     reasons = {row["grid"]: _why_not(row, world.device) for row in predicted}
     runs = [
-        stretto_run(workload, make_grid(sizes), name_grid(sizes))
-        for sizes in grids_of(ranks)
-        if reasons[name_grid(sizes)] is None
+        stretto_run(workload, make_grid(way.sizes), way.name, shards_sequence=way.shards_sequence)
+        for way in ways_of(ranks)
+        if reasons.get(way.name, "not predicted") is None
     ]
     rows = [{"grid": grid, "reason": reason} for grid, reason in reasons.items() if reason is not None]
     for row in measure(runs, workload, world.device):

@@ -199,6 +199,9 @@ def plan(
     predictions: Annotated[Path, typer.Option(help="The file that --predict has written.")] = Path(
         "results/plan/predictions.json"
     ),
+    shard_sequence: Annotated[
+        bool, typer.Option("--shard-sequence", help="With --predict: grids with x > 1 with sharded tokens too.")
+    ] = False,
     again: Annotated[bool, typer.Option(help="Measure also what plan.json has already.")] = False,
     warm_up: WarmUp = 3,
     repeats: Repeats = 5,
@@ -218,6 +221,8 @@ def plan(
 
         if (predict is None) != (cluster is None):
             raise ValueError("--predict FILE and --cluster go together: predictions are made for a cluster")
+        if shard_sequence and predict is None:
+            raise ValueError("--shard-sequence goes with --predict: what the file predicts is measured")
         if dtype not in DTYPES:
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, not {dtype!r}")
         count, planned = _count(ranks), []
@@ -229,7 +234,7 @@ def plan(
                 work = Workload(config, batch, seq_len, warm_up, repeats, rounds, dtype=dtype)
                 planned.append(Planned(name, work, count))
         if predict is not None and cluster is not None:
-            result = write_predictions(planned, Cluster.find(cluster), predict)
+            result = write_predictions(planned, Cluster.find(cluster), predict, shards_sequence=shard_sequence)
             print(f"predictions written to {predict}", file=sys.stderr)
         else:
             result = bench_plan(planned, predictions, out, again=again)
