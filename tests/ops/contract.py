@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import ops
 from stretto.memory import PeerError
@@ -465,3 +466,28 @@ def choose_apart():
             call = choosing.describe_call("all_gather_matmul", 64, x, weight[:n], name)
             choosing.choose(call, x, weight[:n], name, "auto")
     return [machine.by_tma for machine in seen]
+
+
+def count_flops():
+    """What torch counts of each operator, forward and backward, is what it counts of the unfused layer's products."""
+    world, rows, n, k = dist.get_world_size(), 4, 6, 8
+    for operator in OPERATORS:
+        x, weight, bias = make_leaves(rows=rows, n=n, k=k)
+        whole = torch.randn(rows * world if "gather" in operator.__name__ else rows, k, requires_grad=True)
+        with FlopCounterMode(display=False) as expected:
+            functional.linear(whole, weight, bias).sum().backward()
+        x.grad = weight.grad = bias.grad = None
+        with FlopCounterMode(display=False) as counted:
+            multiply(operator, x, weight, bias=bias).sum().backward()
+        assert counted.get_total_flops() == expected.get_total_flops() > 0, operator.__name__
+
+    x, weight = (ops.quantize_rows(torch.randn(rows, 16))[0] for _ in range(2))
+    one = torch.ones(1)
+    for operator, times in (
+        (ops.all_gather_scaled_matmul, world),
+        (ops.scaled_matmul_reduce_scatter, 1),
+        (ops.scaled_matmul_all_reduce, 1),
+    ):
+        with FlopCounterMode(display=False) as counted:
+            operator(x, weight, one, one)
+        assert counted.get_total_flops() == times * 2 * rows * rows * 16, operator.__name__

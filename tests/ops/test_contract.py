@@ -112,3 +112,7 @@ def test_ranks_operands_may_be_aligned_apart(run, plan):
 def test_one_ranks_alignment_is_no_choice_of_its_own(run):
     """Taken by TMA on all ranks, and not so at the first call of a kind; later calls of a kind are as its first."""
     assert run(2, "choose_apart") == [[True, False]] * 2
+
+
+def test_flops_are_counted_as_the_unfused_layers(run):
+    run(2, "count_flops")

@@ -1,8 +1,11 @@
 """All-gather + GEMM as an operator; `gather_gemm` has its kernel."""
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
@@ -89,6 +92,11 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation
 
 for _operator in (_all_gather_matmul, _all_gather_matmul_gathered):
     _operator.register_autograd(differentiate_gather, setup_context=save_gather)
+
+
+@register_flop_formula([torch.ops.stretto.all_gather_matmul, torch.ops.stretto.all_gather_matmul_gathered])
+def _(x: torch.Size, weight: torch.Size, bias: object, group: str, *_: object, **__: object) -> int:
+    return 2 * x[0] * find_group(group).size() * prod(weight)
 
 
 @outside_autocast

@@ -1,8 +1,11 @@
 """GEMM + all-reduce, for decoding: few rows, one launch, the same bits on all ranks."""
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from stretto.ops import few_rows, library
 from stretto.ops.checks import find_name, require_operands
@@ -87,3 +90,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation
 
 
 _matmul_all_reduce.register_autograd(differentiate_all_reduce, setup_context=save_all_reduce)
+
+
+@register_flop_formula(torch.ops.stretto.matmul_all_reduce)
+def _(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x[0] * prod(weight)

@@ -1,8 +1,11 @@
 """GEMM + reduce-scatter as an operator; `gemm_scatter` has its kernel."""
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from stretto.ops import library
 from stretto.ops.checks import find_name, require_operands
@@ -73,6 +76,11 @@ def _(
 
 
 _matmul_reduce_scatter.register_autograd(differentiate_scatter, setup_context=save_scatter)
+
+
+@register_flop_formula(torch.ops.stretto.matmul_reduce_scatter)
+def _(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x[0] * prod(weight)
 
 
 def _require(

@@ -4,11 +4,13 @@ y[i, j] = x_scale[i] * weight_scale[j] * (x @ weight.T)[i, j]. Tensor cores add 
 torch calls fast accumulation), which is beyond bf16's 8, and interpreted kernels in fp32.
 """
 
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from stretto.ops import library
 from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
@@ -214,6 +216,12 @@ def _(
     _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
     find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
     return x.new_empty(_count_rows(operator, x, group), weight.shape[0], dtype=out_dtype)
+
+
+@register_flop_formula(torch.ops.stretto.scaled_matmul)
+def _(operator: str, x: torch.Size, weight: torch.Size, *_: object, out_shape: torch.Size, **__: object) -> int:
+    rows = out_shape[0] if operator == "all_gather_matmul" else x[0]
+    return 2 * rows * prod(weight)
 
 
 def _call(operator: str, *inputs: Any) -> Tensor:
