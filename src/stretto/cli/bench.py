@@ -166,7 +166,7 @@ def overlap(
     out: Out = Path("results/overlap"),
     as_json: Json = False,
 ) -> None:
-    """What each overlap is worth: none, then all-reduce, reduce-scatter, all-gather and data's buckets added."""
+    """What each is worth: no overlap, then all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
     with refusing_bad_input(as_json=as_json):
         from stretto.bench.overlap import bench_overlap
         from stretto.bench.peers import model_config

@@ -244,7 +244,7 @@ def Reduce(ranks: int, chunks: int = 1, root: int = 0, in_place: bool = True) ->
 
 
 def AllToNext(ranks: int, chunks: int = 1) -> Collective:
-    """Rank r + 1's output is rank r's input of `chunks` chunks; the last rank sends nothing (section 7.4)."""
+    """Rank r + 1's output is rank r's input of `chunks` chunks; the last rank sends nothing (MSCCLang, section 7.4)."""
     return Collective(
         "alltonext",
         ranks,

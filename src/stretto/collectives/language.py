@@ -327,17 +327,17 @@ def _traced(what: str) -> Trace:
 
 
 def chunk(rank: int, buffer: Buffer | str, index: int, count: int = 1) -> Reference:
-    """A reference to `count` chunks that "in", "out" or "scratch" of `rank` holds now, from `index` on (table 1).
+    """A reference to `count` chunks that "in", "out" or "scratch" of `rank` holds now, from `index` on.
 
-    ProgramError for chunks that are not there or hold nothing yet.
+    ProgramError for chunks that are not there or hold nothing yet. MSCCLang, table 1.
     """
     return _traced("chunk()").chunk(rank, buffer, index, count)
 
 
 def parallelize(instances: int):  # type: ignore[no-untyped-def]  # a context manager, as contextlib types it
-    """What runs inside is done by `instances` copies of each operation, each on a part of the data (section 5.1).
+    """What runs inside is done by `instances` copies of each operation, each on a part of the data.
 
     A copy or reduce of `count` chunks becomes `instances` of them on count / instances chunks each, on channels of
-    their own. ProgramError for a count that is not from 1 to 256.
+    their own. ProgramError for a count that is not from 1 to 256. MSCCLang, section 5.1.
     """
     return _traced("parallelize()").parallel(instances)

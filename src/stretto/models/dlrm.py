@@ -82,8 +82,9 @@ class DotInteraction(nn.Module):
 class DLRM(nn.Module):
     """A deep learning recommendation model.
 
-    `model(dense, indices, offsets)`: dense [batch, config.dense], the bags as `EmbeddingTables` takes them; returns
-    logits [batch]. `model(..., labels=labels)`, 0 or 1 each, returns the mean binary cross-entropy, or the sum over
+    `model(dense, indices, offsets)`: dense [batch, config.dense]; indices [total], int32 or int64, all bags of the
+    first table first; offsets [tables x batch + 1], where each bag begins, which may lie on the CPU. Returns logits
+    [batch]. `model(..., labels=labels)`, 0 or 1 each, returns the mean binary cross-entropy, or the sum over
     `num_samples` where that is given: a rank divides its part by the whole batch's count.
     """
 

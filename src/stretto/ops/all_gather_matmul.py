@@ -33,7 +33,7 @@ def all_gather_matmul(
     gathered x, which is kept for it, or, with saves_gathered=False, gathered again in the backward pass.
     implementation: "auto" (what was measured to be the fastest, or a default), "kernel" (ours, or it raises), "library"
     (an all-gather, then a GEMM) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
-    for a rank that does not come.
+    for a rank that does not come. Flux, sections 3.3 and 4.
     """
     name, how = find_name(group), name_implementation(implementation)
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:

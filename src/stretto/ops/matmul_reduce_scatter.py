@@ -35,7 +35,7 @@ def matmul_reduce_scatter(
     an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (what was measured to be
     the fastest, or a default), "kernel" (ours, or it raises), "library" (a GEMM, then a reduce-scatter) or a `Plan`.
     ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
-    for a rank that does not come.
+    for a rank that does not come. Flux, sections 3.2 and 4.
     """
     how = name_implementation(implementation)
     return _call(x, weight, bias, find_name(group), reduce_dtype, how)

@@ -44,10 +44,10 @@ def mlp(
 
     up: [hidden / world, k], this rank's part of the first weight; down: [n, hidden / world], of the second. gate, of
     up's shape: the hidden is activation(gather(x) @ gate.T) * (gather(x) @ up.T), as in LLaMA; x is gathered once, and
-    where there are gradients both weights are joined into one (a copy). activation: one of `ACTIVATIONS`. Biases:
-    [hidden / world] and, of the second product, [n], added once. saves_gathered, implementation, dtypes and errors: as
-    of `all_gather_matmul` and `matmul_reduce_scatter`. ValueError for an activation that there is not, and for a gate
-    of another shape.
+    where there are gradients both weights are joined into one (a copy). activation: "gelu", "gelu-tanh",
+    "silu", "relu" or "relu-squared". Biases: [hidden / world] and, of the second product, [n], added once.
+    saves_gathered, implementation, dtypes and errors: as of `all_gather_matmul` and `matmul_reduce_scatter`.
+    ValueError for an activation that there is not, and for a gate of another shape.
     """
     _require(x, up, down, gate, activation, {"up": up_bias, "gate": gate_bias, "down": down_bias})
     act = ACTIVATIONS[activation]

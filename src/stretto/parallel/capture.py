@@ -23,6 +23,7 @@ class CapturedStep:
     `step` takes tensors and returns a tuple of tensors, does the same work whatever is in them, never waits for the
     GPU, and holds every number that changes from step to step in a tensor, the learning rate too. Every call is a step,
     those before the graph and the one that captures it included. All ranks call it equally often.
+    warm_up: how many calls run as they are before one is captured. ValueError where there is no GPU,
     RuntimeError where segments of the allocator may grow and NCCL was not told (`NCCL_GRAPH_REGISTER`): it would hang.
 
     Results are the caller's: the next call does not change them. `close` it, or drop it, before the process group is

@@ -23,6 +23,8 @@ class Grid:
     Attributes: `mesh`, the DeviceMesh with dims named data, y, x, z; `parameter_mesh`, its part without dims of size 1,
     on which parameters are; `device`, this rank's torch.device; `sizes`, a mapping from axis to size.
 
+    device: this rank's (default: of the process group that is there, else a GPU where torch sees one, else the CPU).
+
     Raises ValueError when the sizes do not multiply to the number of ranks.
     """
 
