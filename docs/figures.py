@@ -127,7 +127,36 @@ def draw_lanes(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def draw_channels(path: Path) -> None:
+    """Tiles that two ranks push, the channels that they signal, and the tiles that wait for these."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    parts = (  # place, width, title, (first row, number of rows, label) of each box
+        (0, 3, "shard_tiles(48, 2, 16): they signal", [(16 * tile, 16, f"tile {tile}") for tile in range(6)]),
+        (5, 2.4, "channels", [(0, 32, "0"), (32, 16, "1"), (48, 32, "2"), (80, 16, "3")]),
+        (9.4, 3, "whole_tiles(48, 2, 32): they wait", [(32 * tile, 32, f"tile {tile}") for tile in range(3)]),
+    )
+    for left, width, title, boxes in parts:
+        for low, rows, label in boxes:
+            box = Rectangle((left, -low - rows + 1.5), width, rows - 3)
+            box.set(facecolor="#9ecae1" if low + rows <= 48 else "#fdae6b" if low >= 48 else "#d9d9d9")
+            axes.add_patch(box)
+            axes.text(left + width / 2, -low - rows / 2, label, ha="center", va="center", fontsize=9)
+        axes.text(left + width / 2, 5, title, ha="center", fontsize=9)
+    arrow = {"arrowstyle": "->", "color": "#636363"}
+    for tile, channel in enumerate((16, 16, 40, 64, 64, 88)):
+        axes.annotate("", (4.9, -channel), (3.1, -16 * tile - 8), arrowprops=arrow)
+    for channel, tile in ((16, 0), (40, 1), (64, 1), (64, 2), (88, 2)):
+        axes.annotate("", (9.3, -32 * tile - 16), (7.5, -channel), arrowprops=arrow)
+    for rank in range(2):
+        axes.text(-0.3, -48 * rank - 24, f"rows of\nrank {rank}", ha="right", va="center", fontsize=9)
+    axes.set(xlim=(-2, 12.6), ylim=(-97, 12), xticks=[], yticks=[])
+    axes.set_frame_on(False)
+    figure.savefig(path, dpi=120)
+
+
 if __name__ == "__main__":
     draw_grid(Path(__file__).parent / "grid.png")
     draw_two_level(Path(__file__).parent / "two-level.png")
     draw_lanes(Path(__file__).parent / "lanes.png")
+    draw_channels(Path(__file__).parent / "channels.png")
