@@ -2,11 +2,10 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import torch
-import triton
 import triton.language as tl
+from triton.backends.nvidia.compiler import get_ptxas
 
 from stretto import tiles
 from stretto.tiles.compile_only import compile_kernel
@@ -44,7 +43,7 @@ def count_registers(lines, folder):
 
 def _assemble(lines, folder):
     """What ptxas says."""
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    assembler = get_ptxas(90).path  # Triton has several, and which it takes for an architecture depends on its version
     source = folder / "kernel.ptx"
     source.write_text("\n".join(lines))
     command = [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
