@@ -502,3 +502,26 @@ def fall_behind(name, plan, calls):
             if not error(out, expected) < 1e-5:
                 wrong.append(call)
     return wrong
+
+
+class _Unlaunchable:
+    """A kernel that takes more than the GPU has, which its launch says."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("out of resources")
+
+
+def call_after_a_failed_launch(operator, plan):
+    """Whether a call is what it was after one whose kernel could be launched on no rank."""
+    module, kernel = {
+        ("all_gather_matmul", "copies"): (gather_gemm, "all_gather_gemm"),
+        ("all_gather_matmul", "pushes"): (gather_gemm, "all_gather_gemm"),
+        ("matmul_reduce_scatter", "copies"): (copied_tiles, "multiply_tiles"),
+        ("matmul_reduce_scatter", "tiles"): (gemm_scatter, "gemm_reduce_scatter"),
+    }[operator, plan]
+    rank, call = dist.get_rank(), getattr(ops, operator)
+    x, weight = random_of(rank, 40, 32), random_of(10 + rank, 24, 32)
+    before = call(x, weight, implementation=find_plan(plan))
+    with mock.patch.object(module, kernel, _Unlaunchable()), pytest.raises(RuntimeError, match="out of resources"):
+        call(x, weight, implementation=find_plan(plan))
+    return torch.equal(before, call(x, weight, implementation=find_plan(plan)))

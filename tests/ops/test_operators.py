@@ -207,3 +207,16 @@ def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret,
 )
 def test_who_is_a_call_behind_has_what_its_call_was_sent(interpret, name, plan):
     assert interpret(2, "fall_behind", name, plan, 5) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("operator", "plan"),
+    [
+        ("all_gather_matmul", "copies"),
+        ("all_gather_matmul", "pushes"),
+        ("matmul_reduce_scatter", "copies"),
+        ("matmul_reduce_scatter", "tiles"),
+    ],
+)
+def test_a_kernel_that_cannot_be_launched_costs_its_own_call_alone(interpret, operator, plan):
+    assert interpret(2, "call_after_a_failed_launch", operator, plan) == [True] * 2

@@ -127,6 +127,10 @@ def launch_gather(
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
+    except BaseException:
+        if not by_programs:  # the kernel would have told of own rows, which the call has been begun with
+            moved_rows.tell_own_rows(block_channel, producer)
+        raise
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         if not by_programs:
             tiles.join_copies(block_channel)

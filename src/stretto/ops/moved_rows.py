@@ -58,6 +58,13 @@ def push_by_copies(
             tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
 
 
+def tell_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
+    """Signal own rows here in place of a kernel that could not be launched, or the next call would wait for it too."""
+    first = block_channel.rank * producer.channels.value
+    for index in range(first, first + producer.channels.value):
+        tiles.rank_notify(block_channel, index, block_channel.rank)
+
+
 def copy_gathered(
     block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
 ) -> None:
