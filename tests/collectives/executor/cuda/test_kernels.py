@@ -3,6 +3,7 @@
 import random
 import re
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from tests.collectives.executor.cuda import emulated
 from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, run_all
 
 from stretto.collectives.algorithms import ALGORITHMS
+from stretto.collectives.executor.cuda import interpreter
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant, write_source
@@ -276,6 +278,35 @@ def test_a_call_without_elements_does_not_count_as_one(folder):
     kernels = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", "LL128"), True)
     kernels[0](torch.zeros(0, dtype=torch.int16))  # nobody is waited for, so the mailboxes' halves must not turn
     assert workspaces[0].state[0] == 0
+
+
+def test_what_a_graph_reads_of_an_interpreted_call_outlives_calls_of_other_sizes(folder, monkeypatch):
+    made, stock = [], torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda table: made.append(stock(table)) or made[-1])
+    workspaces = make_workspaces(2, folder)
+    variant, sizes, rng = Variant("int32", "sum", "LL"), (8, 300), random.Random(SEED)
+    kernels = make(InterpretedSchedule, "ring-all-reduce", {"ranks": 2}, workspaces, variant, True)
+
+    def call(elements):
+        check(kernels, torch.int32, "sum", True, elements, 0, rng)
+
+    for elements in sizes:
+        call(elements)
+    tables = [weakref.ref(table) for table in made]
+    made.clear()
+    for workspace in workspaces:
+        workspace.is_capturing = True
+    for elements in sizes:
+        call(elements)
+    with pytest.raises(RuntimeError, match="call once before"):
+        call(9)
+    for workspace in workspaces:
+        workspace.is_capturing = False
+    for elements in range(1000, 1000 + interpreter._MOST_SIZES + 1):  # more than are kept
+        for kernel in kernels:
+            kernel._find_sized((elements, None))
+    made.clear()
+    assert all(table() is not None for table in tables)
 
 
 def test_a_schedule_for_other_ranks_is_refused(folder):

@@ -1,6 +1,7 @@
 """The interpreter of schedules on GPUs: any that was verified, thread block by thread block and step by step."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ PARAMETERS = (
     "connections",
 )
 _MAX_COUNT = 1 << 32
+_MOST_SIZES = 256  # whose tables are kept
 _FOR_MESSAGE, _FOR_SLOT = 0, 1  # as primitives.cu has them
 _BUFFERS = {Buffer.IN: 0, Buffer.OUT: 1, Buffer.SCRATCH: 2}
 _STEP_ROW = np.dtype([(name, "i4") for name in ("kind", "source", "destination", "size", "block", "step")])
@@ -44,6 +46,19 @@ def write_interpreter(world_size: int, rank: int, variant: Variant) -> str:
     }
     lines = [f"#define {name} {value}" for name, value in macros.items()]
     return "\n".join([*lines, read_sources("ptx.cu", "primitives.cu", "interpreter.cu")])
+
+
+class _Sized(NamedTuple):
+    """What calls of one size launch with.
+
+    parameters: of the kernel. tables: the memory that these name. scratch_bytes: what it needs besides. copies: of
+    `_find_copies`.
+    """
+
+    parameters: tuple[tuple[str, int], ...]
+    tables: tuple[Tensor, Tensor]
+    scratch_bytes: int
+    copies: tuple[tuple[int, int, int], ...]
 
 
 class InterpretedSchedule:
@@ -94,22 +109,30 @@ class InterpretedSchedule:
         }
         for name, value in fixed.items():
             self._function.set(name, value)
-        self._last: tuple[int | None, int | None] | None = None
+        self._sized: dict[tuple[int | None, int | None], _Sized] = {}
+        self._current: _Sized | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=workspace.device)
+        self._of_graphs: dict[int, Tensor] = {}  # by address: what replays of CUDA graphs read and write
         self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
 
-        ValueError for sizes that do not fit, PeerError if an earlier call was given up.
+        ValueError for sizes that do not fit, PeerError if an earlier call was given up, RuntimeError for sizes that
+        are new while a CUDA graph is captured.
         """
         self.workspace.check()
         self.workspace.follow_stream()
-        sizes = find_sizes(self.collective, input, output)
-        if sizes != self._last:
-            self._resize(*sizes)
+        sized = self._find_sized(find_sizes(self.collective, input, output))
+        if sized is not self._current:
+            for name, value in (*sized.parameters, ("scratch", self._scratch.data_ptr())):
+                self._function.set(name, value)
+            self._current = sized
+        if self.workspace.is_capturing:
+            self._of_graphs |= {memory.data_ptr(): memory for memory in (*sized.tables, self._scratch)}
         self._function.set("input", input.data_ptr())
         self._function.set("output", input.data_ptr() if output is None else output.data_ptr())
-        for source, target, elements in self._copies:
+        for source, target, elements in sized.copies:
             (input if output is None else output)[target : target + elements] = input[source : source + elements]
         self._function.launch(max(self._blocks, 1), self.threads, is_cooperative=True)
 
@@ -127,7 +150,29 @@ class InterpretedSchedule:
                 awaited = f"its own thread block {step.waits_for[0]} to end step {step.waits_for[1]}"
         return f"{awaited} (step {level}, {step.type.value}, channel {waiting.channel})"
 
-    def _resize(self, input_elements: int | None, output_elements: int | None) -> None:
+    def _find_sized(self, sizes: tuple[int | None, int | None]) -> _Sized:
+        """What calls of these sizes launch with: made once, and kept, as is the largest scratch memory of all."""
+        sized = self._sized.get(sizes)
+        if sized is not None:
+            return sized
+        if self.workspace.is_capturing:
+            raise RuntimeError(
+                f"{self.name} has no tables for tensors of this size yet, and none can be made while a graph is "
+                "captured: call once before"
+            )
+        sized = self._prepare(*sizes)
+        if len(self._sized) == _MOST_SIZES:
+            for old in self._sized.values():
+                _free_in_order(*old.tables)
+            self._sized.clear()
+        if sized.scratch_bytes > self._scratch.numel():
+            _free_in_order(self._scratch)
+            self._scratch = torch.empty(sized.scratch_bytes, dtype=torch.uint8, device=self.workspace.device)
+            self._current = None
+        self._sized[sizes] = sized
+        return sized
+
+    def _prepare(self, input_elements: int | None, output_elements: int | None) -> _Sized:
         variant = self.variant
         reduction = "sum" if variant.reduction == "avg" else variant.reduction
         plan = make_plan(
@@ -140,7 +185,6 @@ class InterpretedSchedule:
             tile_bytes=self._tile_bytes,
             slots=None,
         )
-        self._plan = plan
         itemsize = self._dtype.itemsize
         chunk_bytes = plan.layout.chunk_elements * itemsize
         # All tiles but the last have the same bytes, a multiple of 480.
@@ -159,15 +203,11 @@ class InterpretedSchedule:
             raise ValueError(
                 f"{self.name} does {longest} steps on {tiles} tiles of {tile_bytes} bytes: take larger tiles"
             )
-        self._copies = list(self._find_copies(plan))
-        rows, blocks = self._tables(plan, starts)
-        self._rows = torch.from_numpy(rows.view(np.uint8)).to(self.workspace.device)
-        self._block_rows = torch.from_numpy(blocks.view(np.uint8)).to(self.workspace.device)
+        rows, blocks = (
+            torch.from_numpy(table.view(np.uint8)).to(self.workspace.device) for table in self._tables(plan, starts)
+        )
         scratch = self.schedule.ranks[self.workspace.rank].scratch_chunks * max(chunk_bytes, 1)
-        aligned = -(-scratch // 16) * 16 + 16
-        self._scratch = torch.empty(aligned, dtype=torch.uint8, device=self.workspace.device)
-        values = {
-            "scratch": self._scratch.data_ptr(),
+        parameters = {
             "block_bytes": plan.layout.block_elements * itemsize,
             "chunk_bytes": chunk_bytes,
             "tile_bytes": tile_bytes,
@@ -175,13 +215,12 @@ class InterpretedSchedule:
             "tiles": tiles,
             "block_chunks": plan.layout.block_chunks,
             "slots": plan.slots,
-            "blocks": self._block_rows.data_ptr(),
-            "steps": self._rows.data_ptr(),
+            "blocks": blocks.data_ptr(),
+            "steps": rows.data_ptr(),
             "connections": len(plan.connections),
         }
-        for name, value in values.items():
-            self._function.set(name, value)
-        self._last = input_elements, output_elements
+        copies = tuple(self._find_copies(plan))
+        return _Sized(tuple(parameters.items()), (rows, blocks), -(-scratch // 16) * 16 + 16, copies)
 
     def _lay_out(self, plan: Plan, tile_slot_bytes: int) -> tuple[dict[tuple[int, int, int], tuple[int, int]], int]:
         """Where each connection's slots begin at its receiver and how large one is, and the bytes that a rank needs."""
@@ -269,6 +308,16 @@ class InterpretedSchedule:
     def _place(self, plan: Plan, buffer: Buffer, chunk: int) -> int:
         shared, index = plan.collective.place(self.workspace.rank, buffer, chunk)
         return _BUFFERS[shared] << 28 | index
+
+
+def _free_in_order(*memories: Tensor) -> None:
+    """Have torch give memory to others only after all calls so far, which the current stream has followed.
+
+    It may have been made on another stream, which knows nothing of these calls.
+    """
+    for memory in memories:
+        if memory.is_cuda:
+            memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 def _find_completing_steps(schedule: Schedule, collective: Collective) -> frozenset[tuple[int, int, int]]:
