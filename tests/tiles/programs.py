@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.memory import PeerError
-from stretto.tiles.signals import LATE
+from stretto.tiles.signals import LATE, USED
 
 assert tiles.INTERPRETED.value, "tests.tiles.programs is for processes that interpret their kernels"
 
@@ -354,6 +354,20 @@ def take_turns(slots):
             everyones[rank].fill_(float("nan"))
             time.sleep(pauses.choice([0, 0, 0.02]))
     return wrong
+
+
+def use_a_slot_again(calls):
+    """Calls in a slot that no call of so many before has used; PeerError for one that waits in vain."""
+    with make_channel(timeout=2.0) as channel:
+        mapping = map_gather(20, channel.world_size)
+        channel.begin("first", *mapping, "broadcast", slot=1)
+        epoch = (calls + 2**31) % 2**32 - 2**31  # as int32
+        channel._state[0] = channel._state[USED.value] = epoch
+        channel.signal_words(channel.rank)[-channel.world_size :] = epoch
+        dist.barrier()
+        for slot in (1, 0, 1):
+            channel.begin("again", *mapping, "broadcast", slot=slot)
+        channel.check()
 
 
 def run_ahead():

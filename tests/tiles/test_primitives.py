@@ -47,6 +47,11 @@ def test_slots_are_written_over_only_when_all_have_read_them(interpret, slots):
     assert interpret(3, "take_turns", slots) == [[]] * 3
 
 
+@pytest.mark.parametrize("calls", [100, 2**30, 2**31 + 10, 2**32 - 1])
+def test_a_slot_may_lie_idle_for_any_number_of_calls(interpret, calls):
+    interpret(2, "use_a_slot_again", calls)
+
+
 def test_who_is_ahead_by_a_call_waits_for_nobody(interpret):
     assert interpret(2, "run_ahead") == [True] * 2
 

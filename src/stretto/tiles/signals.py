@@ -52,6 +52,10 @@ OF_PACKETS = tl.constexpr(5)
 # A wait's zero times this: Triton then knows it for a multiple of 16, and loads through it by 16 bytes, as without it.
 _ALIGNED = tl.constexpr(16)
 
+# Who uses a slot that was last used longer ago waits for this call before its own: after 2^31 calls the number of the
+# last use would be one that is to come.
+_LONG_AGO = tl.constexpr(1 << 20)
+
 # Looking at a clock costs more than looking at a signal; an interpreted look pauses anyhow.
 LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
@@ -477,7 +481,8 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
     epoch = (tl.load(channel.state + EPOCH).to(tl.int64) + 1).to(tl.int32)
     awaited = epoch
     if slot is not None:
-        awaited = (tl.load(channel.state + USED + slot).to(tl.int64) + 1).to(tl.int32)
+        since = (epoch.to(tl.int64) - tl.load(channel.state + USED + slot) - 1) & 0xFFFFFFFF
+        awaited = (epoch.to(tl.int64) - tl.minimum(since, _LONG_AGO)).to(tl.int32)
     advance_targets(channel, producer, counts, BLOCK)
     tl.debug_barrier()
     tl.store(channel.state + EPOCH, epoch)
