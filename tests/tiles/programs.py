@@ -208,6 +208,19 @@ def use_peers(calls):
         return [(sum_around(channel, 2 * call), exchange(channel, 2 * call + 1)) for call in range(calls)]
 
 
+def use_peers_after(calls):
+    """Whether what peers exchange is waited for when no call of so many before has notified their tiles."""
+    with make_channel() as channel:
+        number = (calls + 2**31) % 2**32 - 2**31  # as int32
+        words = channel.signal_words(channel.rank)
+        words[: channel.world_size * channel.channels] = number
+        words[-channel.world_size :] = number
+        channel._state.fill_(number)
+        channel._state[1] = 0  # it is not broken
+        dist.barrier()
+        return [exchange(channel, call, pause=0.2 if call == channel.rank else 0.0) for call in range(2)]
+
+
 def route(mode, calls):
     """Tiles of uneven size go where tables say that are made anew for each call; what was not right."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -56,6 +56,9 @@ _ALIGNED = tl.constexpr(16)
 # last use would be one that is to come.
 _LONG_AGO = tl.constexpr(1 << 20)
 
+# A peer's slot that shows a call so far ahead shows an old one, of before the numbers came around.
+_FAR_AHEAD = tl.constexpr(1 << 20)
+
 # Looking at a clock costs more than looking at a signal; an interpreted look pauses anyhow.
 LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
@@ -345,9 +348,16 @@ def await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.co
 
 
 @triton.jit
-def _is_before(seen, target):  # type: ignore[no-untyped-def]
-    """Whether a counter has not come to its target, also around 2^32."""
-    return (seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0
+def _is_before(seen, target, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a counter has not come to its target, also around 2^32.
+
+    A tile between peers may not have been notified for 2^31 calls, while all others are counted in each.
+    """
+    ahead = (seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32)
+    is_before = ahead < 0
+    if kind == OF_PEER:
+        is_before = is_before | (ahead > _FAR_AHEAD)
+    return is_before
 
 
 @triton.jit
@@ -357,10 +367,10 @@ def _await(channel, word, target, kind: tl.constexpr, tile, index, peer, before_
     seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
     began = tl.cast(0, tl.int64)
     looks = 0
-    waits = _is_before(seen, target)
+    waits = _is_before(seen, target, kind)
     while waits:
         seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
-        waits = _is_before(seen, target)
+        waits = _is_before(seen, target, kind)
         looks += 1
         if waits & (looks % LOOKS_A_TIME == 0):
             began, waits = watch_clock(channel, began, looks, kind, tile, index, peer, seen, target)
