@@ -167,10 +167,9 @@ def _run_programs_concurrently() -> None:
             _program.launch.look(int(pointer.data.flat[0]))
         return seen
 
-    def create_masked_load(
-        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
-    ) -> Any:
-        found = stock_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+    def create_masked_load(self: Any, ptrs: Any, *options: Any) -> Any:
+        found = stock_load(self, ptrs, *options)
+        *_, is_volatile = options  # before it, what caches are to do: one argument or two, as Triton's version has it
         if is_volatile and _program.launch:
             _program.launch.look(int(ptrs.data.flat[0]))
         return found
