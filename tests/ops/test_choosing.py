@@ -5,7 +5,7 @@ import torch
 from tests.ops import uninterpreted
 
 from stretto.ops import Plan
-from stretto.ops.few_rows import share_steps
+from stretto.ops.few_rows import count_bytes, share_steps
 from stretto.ops.plans import (
     LIBRARY,
     Call,
@@ -118,3 +118,9 @@ def test_on_cpus_that_do_not_interpret_the_library_runs_and_says_so(ranks):
     for results, warned in ranks(2).run(uninterpreted.run_without_kernels):
         assert results == {(operator, "library"): 1 for operator in OPERATORS}
         assert "operators run by the library, unfused" in warned
+
+
+def test_more_packets_than_32_bits_count_are_refused():
+    assert count_bytes("one-shot", 1 << 18, 4096, 4, torch.float32) == 4 * 4 * 4096 << 18
+    with pytest.raises(ValueError, match='give implementation="library", or fewer rows'):
+        count_bytes("one-shot", 1 << 19, 4096, 4, torch.float32)

@@ -1,6 +1,8 @@
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
 import itertools
+import mmap
+import os
 import random
 import re
 import time
@@ -8,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 from tests.tiles import example, kernels
 from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -381,6 +384,24 @@ def use_a_slot_again(calls):
         for slot in (1, 0, 1):
             channel.begin("again", *mapping, "broadcast", slot=slot)
         channel.check()
+
+
+def sum_packets_of_large_products():
+    """Three ranks' packets, 2^30 apart, in memory of which the machine has but what is touched."""
+    world, stride = 3, 1 << 30
+    size = 4 * (world - 1) * stride + 4096
+    descriptor = os.memfd_create("packets")
+    os.ftruncate(descriptor, size)
+    packets = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.int32)
+    os.close(descriptor)
+    out = torch.zeros(16)
+    for rank in range(world):
+        packets[rank * stride :][:16] = random_of(rank, 16).view(torch.int32)
+    with make_channel() as channel:
+        device = channel.describe("large", inside=True)._replace(world=tl.constexpr(world))
+        kernels.sum_packets_apart[(1,)](device, packets, out, stride)
+    assert torch.equal(out, random_of(0, 16) + random_of(1, 16) + random_of(2, 16))
+    assert not any(packets[rank * stride :][:16].any() for rank in range(world))
 
 
 def run_ahead():

@@ -57,6 +57,10 @@ def test_a_tile_between_peers_may_lie_idle_for_many_calls(interpret, calls):
     assert interpret(2, "use_peers_after", calls) == [[True, True]] * 2
 
 
+def test_packets_may_lie_further_apart_than_32_bits_count(interpret):
+    interpret(1, "sum_packets_of_large_products")
+
+
 def test_who_is_ahead_by_a_call_waits_for_nobody(interpret):
     assert interpret(2, "run_ahead") == [True] * 2
 

@@ -30,6 +30,7 @@ from stretto.ops.shares import Shares, multiply_part
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 4
+_MOST_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
 MOSTLY_BUSY = 0.7
 """Of the programs: if so many have one tile each, tiles are whole: memory is the limit, and joining takes longer."""
@@ -41,8 +42,13 @@ def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
 
 
 def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> int:
-    """The bytes of a slot for the packets of a call; m: of the whole x."""
+    """The bytes of a slot for the packets of a call; m: of the whole x. ValueError for more than the kernel counts."""
     packets = count_packets(m, n, dtype)
+    if packets > _MOST_PACKETS:
+        raise ValueError(
+            f"a product of {m} x {n} {dtype} makes {packets} packets, and a kernel counts up to {_MOST_PACKETS}: give "
+            'implementation="library", or fewer rows at a time'
+        )
     match form:
         case "one-shot":
             return world * packets * _PACKET_BYTES
@@ -150,7 +156,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
     _multiply_share(channel, gemm, shares, a, b, slot, rows, pairs, dtype, FORM, CHUNK, FOURS)
     chunks = tl.cdiv(size, CHUNK)
-    sums = slot + channel.world * size
+    sums = slot + tl.cast(size, tl.int64) * channel.world
     first = channel.rank if FORM == "two-shot" else 0
     stride: tl.constexpr = channel.world if FORM == "two-shot" else 1
     for chunk in range(first + tl.program_id(0) * stride, chunks, tl.num_programs(0) * stride):
@@ -223,7 +229,7 @@ def _send_tile(  # type: ignore[no-untyped-def]
     at = row + tl.arange(0, gemm.block_m)[:, None]
     pair = column // each + tl.arange(0, gemm.block_n // each)[None, :]
     inside = (at < gemm.m) & (pair < pairs)
-    own = slot + channel.rank * rows * pairs
+    own = slot + tl.cast(channel.rank, tl.int64) * (rows * pairs)
     if FORM == "one-shot":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world

@@ -106,6 +106,7 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
     Rank r's are at pointer + r * stride + offsets. dtype: of the numbers; those of 16 bits come in twos, and of one of
     32 bits both results are the same. All ranks' packets are looked at in one go, until all are there.
     """
+    stride = tl.cast(stride, tl.int64)  # of all ranks' packets there may be 2^31 and more
     low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
     began = tl.cast(0, tl.int64)
     looks = 0
