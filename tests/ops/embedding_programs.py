@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -103,6 +104,12 @@ def differentiate(first, calls):
             if not all(torch.equal(one, other) for one, other in zip(before, grads, strict=True)):
                 wrong.append((seed, "other bits"))
     return wrong
+
+
+def differentiate_by_64_bits(first, calls):
+    """As `differentiate`, with places in the gradient as there are more than 32 bits count."""
+    with mock.patch.object(backward, "_MOST_BY_32_BITS", -1):
+        return differentiate(first, calls)
 
 
 def touched_rows(case, place):

@@ -23,6 +23,11 @@ def test_gradients_dense_and_sparse_are_the_unfused_ones(interpret, ranks, calls
     assert interpret(ranks, "differentiate", SEED, calls, module=MODULE) == [[]] * ranks
 
 
+def test_gradients_of_more_numbers_than_32_bits_count_are_found_by_64(interpret):
+    print("seed", SEED)
+    assert interpret(2, "differentiate_by_64_bits", SEED, 2, module=MODULE) == [[]] * 2
+
+
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 0.0), ("adagrad", 1e-5)])
 def test_the_fused_update_is_the_unfused_one(interpret, optimizer, bound):
     print("seed", SEED)

@@ -42,6 +42,7 @@ from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
+_MOST_BY_32_BITS = 1 << 31  # places in a gradient
 _KEYS = Way(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
 
@@ -236,7 +237,9 @@ def sort_lookups(
     rows = bases[-1]
     # The keys' largest number is that of a lookup without a row.
     keys = torch.full((total,), rows, dtype=torch.int32 if rows < 2**31 - 1 else torch.int64, device=device)
-    places = torch.zeros(total, dtype=torch.int32, device=device)
+    quanta = staging.shape[1] // QUANTUM.value
+    by_32_bits = placement.batch * quanta <= _MOST_BY_32_BITS
+    places = torch.zeros(total, dtype=torch.int32 if by_32_bits else torch.int64, device=device)
     is_scaled = lookups.weights is not None or lookups.mode == "mean"
     scales = torch.empty(total, dtype=torch.float32, device=device) if is_scaled else None
     groups = len(lookups.dims) * -(-placement.batch // _KEYS.bags)
@@ -246,9 +249,8 @@ def sort_lookups(
     given = lookups.indices, lookups.offsets, lookups.weights
     tensors = *given, first_rows, keys, places, scales
     pooling = describe_pooling(_KEYS, lookups.mode, True)
-    quanta = staging.shape[1] // QUANTUM.value
     # Of memory that is allocated here torch begins all at the same multiple: kernels differ in its dtypes only.
-    sizes = way, keys.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
+    sizes = way, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
     _launches[device](
         find_keys,
         (lookups.mode, find_kind(lookup), tiles.kind_of(world), sizes, *map(tiles.kind_of, given)),
@@ -264,7 +266,9 @@ def sort_lookups(
     sums = counts.cumsum(0)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
-    sorted_places, numbers, tables = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(3))
+    sorted_places, numbers, tables = (
+        torch.empty(total, dtype=dtype, device=device) for dtype in (places.dtype, torch.int32, torch.int32)
+    )
     sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
     segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, totals, total, rows, quanta)

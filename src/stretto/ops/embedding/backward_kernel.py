@@ -15,7 +15,7 @@ from stretto import tiles
 from stretto.ops.embedding.lookup import META, read_bags
 
 QUANTUM = tl.constexpr(4)
-"""Dims are multiples of this many elements; places in the gradient are counted in them, and fit into 32 bits."""
+"""Dims are multiples of this many elements; places in the gradient are counted in them, and most fit into 32 bits."""
 
 ACTIONS = ("store", "sgd", "adagrad")
 
@@ -24,10 +24,10 @@ class Segments(NamedTuple):
     """Sorted lookups, as kernels take them; one argument.
 
     keys: [total], a row's number among the rows of all tables, sorted; `rows`, the number of them all, for a lookup
-    that has none. places: int32 [total], where each sorted lookup's bag has its gradient. scales: fp32 [total], its
-    factor; None for 1. starts: int64, the first lookup of each chunk, and the end of the last one. numbers, tables:
-    int32, each chunk's segment and its table. totals: int64 [2], chunks, segments. total: of lookups. quanta: of a row
-    of the gradient.
+    that has none. places: int32 or int64 [total], where each sorted lookup's bag has its gradient. scales: fp32
+    [total], its factor; None for 1. starts: int64, the first lookup of each chunk, and the end of the last one.
+    numbers, tables: int32, each chunk's segment and its table. totals: int64 [2], chunks, segments. total: of
+    lookups. quanta: of a row of the gradient.
     """
 
     keys: Any
@@ -112,7 +112,7 @@ def find_keys(  # type: ignore[no-untyped-def]
         start, end = read_bags(lookup, pooling, offsets, table, world, sample, inside, report)
         here, column = tl.load(lookup.meta + table * META + 1), tl.load(lookup.meta + table * META + 3)
         key = tl.load(bases + table)
-        place = (sample.to(tl.int64) * quanta + column // QUANTUM).to(tl.int32)
+        place = (sample.to(tl.int64) * quanta + column // QUANTUM).to(places.dtype.element_ty)
         scale = tl.full((pooling.bags,), 1.0, tl.float32)
         if pooling.is_mean:
             scale = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
