@@ -167,9 +167,10 @@ def _run_programs_concurrently() -> None:
             _program.launch.look(int(pointer.data.flat[0]))
         return seen
 
-    def create_masked_load(self: Any, ptrs: Any, *options: Any) -> Any:
-        found = stock_load(self, ptrs, *options)
-        *_, is_volatile = options  # before it, what caches are to do: one argument or two, as Triton's version has it
+    def create_masked_load(self: Any, ptrs: Any, *options: Any, **named: Any) -> Any:
+        found = stock_load(self, ptrs, *options, **named)
+        # The last one. What caches are to do comes before it: one argument or two, as Triton's version has it.
+        is_volatile = named["is_volatile"] if named else options[-1]
         if is_volatile and _program.launch:
             _program.launch.look(int(ptrs.data.flat[0]))
         return found
