@@ -103,6 +103,31 @@ def test_variants_agree_on_a_grid_of_all_three_tensor_axes_with_torchs_own_optim
     assert found == [{}] * 8
 
 
+def differences_where_ranks_have_so_many_rows(counts: list[int], config: GPTConfig) -> dict[str, float]:
+    """How far the loss and each gradient are from those of one rank with all rows; counts: rows of each rank of z."""
+    case, precision = Case(GPT, (config,), batch=sum(counts)), PRECISIONS["fp64-adamw"]
+    tokens, targets = next(batches(case))
+    plain = build(case, precision)
+    loss = plain(tokens, targets)
+    loss.backward()
+    grid = Grid(z=len(counts))
+    model, place = parallelize(build(case, precision), grid), grid.coordinate("batch")
+    own = model(tokens.split(counts)[place], targets.split(counts)[place])
+    own.backward()
+    gradients = zip(model.named_parameters(), plain.parameters(), strict=True)
+    return {"loss": distance(own.detach(), loss.detach())} | {
+        name: distance(gather(parameter.grad), expected.grad) for (name, parameter), expected in gradients
+    }
+
+
+@pytest.mark.parametrize("variant", ["gpt2-like", "grouped-query"])
+def test_a_rank_may_have_no_rows_of_the_batch(ranks, variant):
+    print(f"seed {SEED}")
+    (config,) = VARIANTS[variant].model_args
+    for differences in ranks(2).run(differences_where_ranks_have_so_many_rows, [0, 3], config):
+        assert max(differences.values()) < 1e-12
+
+
 def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: torch.Tensor) -> float:
     """How far this rank's logits for its rows are from the reference's."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))

@@ -47,14 +47,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         qkv = self.qkv(x)
-        batch, seq_len, _ = qkv.shape
-        groups = qkv.view(batch, seq_len, -1, self.queries_per_group + 2, self.head_dim)
+        groups = qkv.unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key, value = groups[..., -2, :].transpose(1, 2), groups[..., -1, :].transpose(1, 2)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
-        return self.out(y.transpose(1, 2).reshape(batch, seq_len, -1))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
