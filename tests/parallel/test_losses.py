@@ -1,10 +1,13 @@
 """Losses of a user's own model: replaced by the sharded one if they are its equal, and refused where they mislead."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.models import GPT, GPTConfig
 from stretto.models.gpt import NextTokenLoss
 from stretto.parallel import Grid, count_collectives, gather, layout_of, mean_over_batch, parallelize, validate
 from tests.parallel.training import Sizes, distance, my_rows
@@ -126,3 +129,28 @@ def sums_over_x(sizes: Sizes) -> list[int]:
 def test_an_evaluation_computes_no_gradients(ranks):
     for recorded, evaluated in ranks(2).run(sums_over_x, (1, 2, 1, 1)):
         assert evaluated == recorded - 1  # that of the head's input's gradient
+
+
+def loss_of_other_targets(shards_sequence: bool) -> tuple[list[str], float]:
+    """What is said of more targets than there are tokens, and of fewer; then, how far a right loss is from one rank's.
+
+    A slice of the loss takes all of the tokens, so that targets that are too many lie beyond the last one.
+    """
+    model = GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=VOCAB, max_seq_len=6)).double()
+    expected = model(TOKENS, TOKENS).detach()
+    model = parallelize(model, Grid(x=2), shard_sequence=shards_sequence)
+    said = []
+    with mock.patch("stretto.parallel.loss.SLICE_ELEMENTS", TOKENS.numel() * (VOCAB + 1) // 2):
+        for targets in (torch.cat((TOKENS, TOKENS)), TOKENS[:1]):
+            with pytest.raises(ValueError, match="targets") as error:
+                model(TOKENS, targets)
+            said.append(str(error.value))
+        return said, distance(model(TOKENS, TOKENS).detach(), expected)
+
+
+@pytest.mark.parametrize("shards_sequence", [False, True])
+def test_each_token_has_one_target(ranks, shards_sequence):
+    for said, far in ranks(2).run(loss_of_other_targets, shards_sequence):
+        rest = "there are logits for 24 tokens: give each token a target, -100 where it has none"
+        assert said == [f"targets [8, 6] are 48, but {rest}", f"targets [1, 6] are 6, but {rest}"]
+        assert far < 1e-12

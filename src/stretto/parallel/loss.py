@@ -186,6 +186,7 @@ class ParallelLoss(nn.Module):
 
     targets [batch / (data x Z), seq] int64, -100 where there is none; `num_targets`, when given, is the divisor (of the
     global batch: with gradient accumulation one micro-batch cannot know it). Returns the same scalar on every rank.
+    ValueError for targets outside of the vocabulary, and where there is not one for each of this rank's tokens.
     """
 
     def __init__(self, head: ParallelHead) -> None:
@@ -198,8 +199,21 @@ class ParallelLoss(nn.Module):
         (head,) = self._head
         self.was_computed = True
         hidden, head.passed_through = head.passed_through, None
+        if hidden is not None and logits is not hidden:
+            raise ValueError(
+                "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
+                "would miss: call parallelize(..., sharded_loss=False)"
+            )
         batch = head.grid.group("batch")
         check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)
+        tokens = logits.shape[:-1].numel()
+        if hidden is not None and head.plan.tokens is not None:
+            tokens *= head.plan.tokens.group.size()
+        if targets.numel() != tokens:  # taken slice by slice, those that are too many could go unnoticed
+            raise ValueError(
+                f"targets {list(targets.shape)} are {targets.numel()}, but there are logits for {tokens} tokens: give "
+                f"each token a target, {IGNORED_TARGET} where it has none"
+            )
         targets = targets.flatten()
         if num_targets is None:
             num_targets = all_reduce((targets != IGNORED_TARGET).sum(), batch)
@@ -207,11 +221,6 @@ class ParallelLoss(nn.Module):
             wide = logits.to(statistics_dtype(logits)).flatten(0, -2)
             total = F.cross_entropy(wide, targets, ignore_index=IGNORED_TARGET, reduction="sum")
             return _SumOverBatch.apply(total / num_targets, batch)
-        if logits is not hidden:
-            raise ValueError(
-                "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
-                "would miss: call parallelize(..., sharded_loss=False)"
-            )
         precision = head.plan.shard.precision
         hidden = precision.cast(hidden).flatten(0, -2)
         if head.plan.tokens is not None:
