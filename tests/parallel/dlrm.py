@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from stretto.models import DLRM, DLRMConfig
 from stretto.optim import RowWiseAdagrad
 from stretto.parallel import Grid, ShardedTables, TablePlacement, TableSize, distribute_tables
 from stretto.parallel.bucketed_gradients import ReplicatedGradients
+from stretto.parallel.pooled_exchange import Lookups
 
 # Six tables: a long one, one of a single row, and the one that is looked up most is not the longest.
 CONFIG = DLRMConfig(
@@ -111,6 +113,21 @@ def exchange(dtype: torch.dtype) -> Any:
     assert isinstance(model.tables, ShardedTables)
     lookups = model.tables.exchange(indices.to(dtype), offsets)
     return placement.owned[torch.distributed.get_rank()], lookups
+
+
+def exchange_batches_of(samples: tuple[int, ...]) -> tuple[str, int]:
+    """What a rank is told where rank r has samples[r] of them; then, of a batch of 2 each, the global one's size."""
+    model = meta_dlrm()
+    distribute_tables(model, Grid(data=len(samples), device="cpu"))
+    assert isinstance(model.tables, ShardedTables)
+
+    def exchange(count: int) -> Lookups:
+        bags = CONFIG.tables * count
+        return model.tables.exchange(torch.zeros(bags, dtype=torch.int64), torch.arange(bags + 1))
+
+    with pytest.raises(ValueError, match="samples") as error:
+        exchange(samples[torch.distributed.get_rank()])
+    return str(error.value), exchange(2).batch
 
 
 def exchange_bad_index(index: int) -> None:

@@ -98,6 +98,12 @@ def test_an_index_outside_of_its_table_is_named_with_table_sample_and_rank(ranks
         ranks(2).run(dlrm.exchange_bad_index, index)
 
 
+def test_batches_of_different_sizes_are_refused_on_every_rank(ranks: MakeRanks) -> None:
+    for said, batch in ranks(3).run(dlrm.exchange_batches_of, (4, 4, 3)):
+        assert said.startswith("the ranks' batches have 4, 4, 3 samples, but must all have as many")
+        assert batch == 6
+
+
 def test_a_backward_pass_after_one_that_failed_sums_all_gradients(ranks: MakeRanks) -> None:
     for expected, found in ranks(2).run(dlrm.fail_and_go_on):
         torch.testing.assert_close(found, expected)

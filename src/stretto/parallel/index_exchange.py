@@ -22,12 +22,13 @@ def exchange_indices(
     """Bags of this rank's samples for all tables become those of all samples for this rank's tables. Collective.
 
     indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may lie on the CPU, which saves
-    waiting for a GPU. Sends how many indices there are for each table (over `host_group`, if the indices are on a GPU,
-    so that the host knows without waiting for it), then the bags' lengths, then the indices.
+    waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
+    for each table (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
+    the bags' lengths, then the indices.
 
-    Raises ValueError for offsets that are not such: of another count, falling, or not those of `indices`; and, where
-    they are on the CPU, for an index outside of its table, with table, sample and rank. (On a GPU the look-up refuses
-    it.)
+    Raises ValueError for offsets that are not such: of another count, falling, or not those of `indices`; on all ranks,
+    where their batches differ in size; and, where indices are on the CPU, for one outside of its table, with table,
+    sample and rank. (On a GPU the look-up refuses it.)
     """
     world, mine = group.size(), placement.owned[group.rank()]
     batch = check_offsets(indices, offsets, len(placement.tables))
@@ -40,20 +41,26 @@ def exchange_indices(
     sizes = [stop - start for start, stop in pairwise(ends)]
     lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
 
-    leaving = torch.cat([lengths[table] for table in placement.order])
     owned = [len(of_rank) for of_rank in placement.owned]
+    there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
+    here = there.new_empty(world * (1 + len(mine)))
+    dist.all_to_all_single(
+        here, there, [1 + len(mine)] * world, [1 + count for count in owned], group=host_group or group
+    )
+    batches, *by_table = here.view(world, 1 + len(mine)).T.tolist()
+    if len(set(batches)) > 1:  # before anything is cut by them: a backend ends the process, or waits forever
+        raise ValueError(
+            f"the ranks' batches have {', '.join(map(str, batches))} samples, but must all have as many: share the "
+            "global batch out equally, and leave out or fill up a last one that the ranks do not divide"
+        )
+    counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
+
+    leaving = torch.cat([lengths[table] for table in placement.order])
     arrived = leaving.new_empty(world * len(mine) * batch)
     dist.all_to_all_single(
         arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group=group
     )
     by_source = arrived.view(world, len(mine), batch)
-    if host_group is None:
-        counts = by_source.sum(dim=2).tolist()
-    else:
-        there = torch.tensor([sizes[table] for table in placement.order])
-        here = there.new_empty(world * len(mine))
-        dist.all_to_all_single(here, there, [len(mine)] * world, owned, group=host_group)
-        counts = here.view(world, len(mine)).tolist()
 
     leaving = torch.cat([indices[ends[table] : ends[table + 1]] for table in placement.order])
     arrived = leaving.new_empty(sum(map(sum, counts)))

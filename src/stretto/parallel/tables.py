@@ -26,7 +26,8 @@ class ShardedTables(nn.ModuleDict):
     """This rank's tables of a model, under their numbers, so that parameters keep their names.
 
     `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
-    [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward.
+    [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward;
+    ValueError on all ranks where local batches differ in size.
     `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
     `fuse_update` has its backward pass update the tables.
     """
@@ -100,8 +101,9 @@ def distribute_tables(
     its name, alike on every grid; a rank allocates its own tables only. grid: of `data` ranks alone. placement: by
     default `place_tables` for `pooling`, how many rows a bag has on average, by table.
 
-    A rank then feeds its own samples, and divides their summed loss by the global batch: gradients are final when
-    `backward()` returns. Tables have sparse ones, each on its owner; those of all others are summed over the ranks.
+    A rank then feeds its own samples, as many as each other one, and divides their summed loss by the global batch:
+    gradients are final when `backward()` returns. Tables have sparse ones, each on its owner; those of all others are
+    summed over the ranks.
 
     Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
     """
