@@ -16,15 +16,14 @@ def remember_descriptors(compiled: Any) -> None:
     """Have a compiled kernel's launches from now on encode a descriptor once. Nothing for a kernel without descriptors.
 
     It takes the place of a function inside Triton, `wrap_handle_tensordesc`, whose argument this looks up; where a
-    version of Triton has it otherwise, everything stays as it was.
+    version of Triton has it otherwise, as 3.8 does, everything stays as it was.
     """
     run = getattr(compiled, "run", None)
     wrapped = getattr(run, "launch", None)
-    code = getattr(wrapped, "__code__", None)
-    if run is None or wrapped is None or code is None or set(code.co_freevars) != _NAMES:
+    if run is None or wrapped is None or not knows_launcher(wrapped):
         return
     cells = (cell.cell_contents for cell in wrapped.__closure__)
-    known = dict(zip(code.co_freevars, cells, strict=True))
+    known = dict(zip(wrapped.__code__.co_freevars, cells, strict=True))
     make = wrapped.__globals__.get("make_tensordesc_arg")
     metas, positions = known["tensordesc_meta"], sorted(known["tensordesc_indices"])
     if make is None or len(metas) != len(positions):
@@ -47,6 +46,11 @@ def remember_descriptors(compiled: Any) -> None:
         run.launch = lambda *arguments: launcher(*arguments[:-1], spread(arguments[-1]))
     else:
         run.launch = lambda *arguments: launcher(*spread(arguments))
+
+
+def knows_launcher(launch: Any) -> bool:
+    """Whether a compiled kernel's launch is what `remember_descriptors` takes the place of: up to Triton 3.7."""
+    return set(getattr(getattr(launch, "__code__", None), "co_freevars", ())) == _NAMES
 
 
 class _Descriptors:
