@@ -179,6 +179,15 @@ def test_a_figure_that_is_missing_is_named(missing, options):
         stretto.plan(CONFIG, cluster(**options), gpus=4, batch=16, seq_len=1024, cost="full")
 
 
+def test_a_dtype_that_was_not_measured_is_named_beside_those_that_were():
+    probed = cluster(peak_flops=FlopRates(), empirical_flops=FlopRates(fp32=1e11))
+    with pytest.raises(
+        ValueError, match=r"was measured in fp32: plan for dtype fp32 \(--dtype fp32\), or measure bf16"
+    ):
+        stretto.plan(CONFIG, probed, gpus=4, batch=16, seq_len=1024, cost="full")
+    assert stretto.plan(CONFIG, probed, gpus=4, batch=16, seq_len=1024, cost="full", dtype="fp32")
+
+
 def test_a_figure_so_small_that_times_have_no_number_is_refused(tmp_path):
     tiny = cluster(in_node=NodeLink(bandwidth=1e-300))
     with pytest.raises(ValueError, match=r"'made up' is larger than any number: one of its figures is far too small"):

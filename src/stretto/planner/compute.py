@@ -45,6 +45,13 @@ class Device:
         self.cluster = cluster
         self.dtype = dtype
         measured = getattr(cluster.gpu.empirical_flops, dtype)
+        if measured is None and getattr(cluster.gpu.peak_flops, dtype) is None:
+            known = [name for name, rate in vars(cluster.gpu.empirical_flops).items() if rate is not None]
+            if known:  # a probe measures one dtype: without GPUs fp32
+                raise ValueError(
+                    f"cluster {cluster.name!r} was measured in {', '.join(known)}: plan for dtype {known[0]} "
+                    f"(--dtype {known[0]}), or measure {dtype} too (stretto probe --dtype {dtype})"
+                )
         self.flops = measured or MATMUL_EFFICIENCY * cluster.require(f"gpu.peak_flops.{dtype}")
         copied = cluster.gpu.measured_memory_bandwidth or COPY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
         self.memory_bandwidth = ELEMENT_WISE_EFFICIENCY * copied
