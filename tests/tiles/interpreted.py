@@ -64,6 +64,23 @@ def compute(a, b, products, sums, parts, SIZE: tl.constexpr):
 
 
 @triton.jit
+def multiply(a, b, product, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    rows, columns, depth = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], tl.arange(0, DEPTH)
+    x, y = tl.load(a + rows * DEPTH + depth[None, :]), tl.load(b + depth[:, None] * COLUMNS + columns)
+    tl.store(product + rows * COLUMNS + columns, tl.dot(x, y))
+
+
+def give_a_row_of_a_product_the_same_bits_anywhere():
+    """As on GPUs: a row's product does not depend on where in the block it lies."""
+    a, b = (torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in ((32, 32), (32, 64)))
+    product, moved = torch.empty(32, 64), torch.empty(32, 64)
+    multiply[(1,)](a, b, product, 32, 64, 32)
+    for places in range(1, 32):
+        multiply[(1,)](a.roll(places, 0), b, moved, 32, 64, 32)
+        assert torch.equal(moved, product.roll(places, 0))
+
+
+@triton.jit
 def convert(source, target, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(target + at, tl.load(source + at).to(target.dtype.element_ty))

@@ -12,6 +12,7 @@ import pytest
     [
         "let_programs_wait_for_each_other",
         "compute_in_bf16",
+        "give_a_row_of_a_product_the_same_bits_anywhere",
         "end_all_when_one_fails",
         "launch_from_two_threads",
         "refuse_what_is_wrong",

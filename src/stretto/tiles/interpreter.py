@@ -294,8 +294,13 @@ def _compute_bf16_in_fp32() -> None:
     stock_dot, stock_cast, stock_fp_to_fp = _Builder.create_dot, _Builder.cast_impl, _Builder.create_fp_to_fp
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        result = stock_dot(self, _widen(a), _widen(b), _widen(d), *rest)
-        return _narrow(result.data) if _is_bf16(d) else result
+        wide = _widen(d)
+        if wide.data.dtype != np.float32:
+            return stock_dot(self, _widen(a), _widen(b), wide, *rest)
+        # Added up in fp64: in fp32 BLAS has a row's last bit depend on where in the block it lies, as no GPU does.
+        zeros = _Handle(np.zeros(wide.data.shape), tl.float64)
+        product = stock_dot(self, _widen(a), _widen(b), zeros, *rest).data.astype(np.float32) + wide.data
+        return _narrow(product) if _is_bf16(d) else _Handle(product, d.dtype.scalar)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         if target.scalar == tl.bfloat16:
