@@ -1,6 +1,5 @@
 """What the verifier finds in schedules written by hand, and where it says that it is."""
 
-import time
 import tracemalloc
 
 import pytest
@@ -11,6 +10,8 @@ from stretto.collectives.algorithms import one_shot_all_reduce, ring_all_reduce
 from stretto.collectives.verifier import races
 
 SUM = AllReduce(2, 1, in_place=True)
+IN_TIME = pytest.mark.timeout(60)
+"""Of what takes seconds, and minutes where work grows with the square of the schedule."""
 
 
 def exchange(*, wait=True, wait_for_send=True):
@@ -253,13 +254,12 @@ def test_options_that_cannot_be_are_refused():
         verify(exchange(), waive=["races"])
 
 
+@IN_TIME
 def test_many_chunks_that_want_one_long_sum_are_compared_in_time():
     # 2^19 outputs want a sum of 2048 chunks each: to hash it, or to count it, for each of them would take minutes.
     only_own = [block(step("cpy", ("in", 0), ("out", 0), size=256))]
     made = schedule(AllReduce(2048, 256, in_place=False), *[only_own] * 2048)
-    begin = time.perf_counter()
     assert not verify(made).postcondition
-    assert time.perf_counter() - begin < 20
 
 
 def test_a_chunk_that_is_doubled_without_end_is_not_what_is_wanted():
@@ -269,18 +269,18 @@ def test_a_chunk_that_is_doubled_without_end_is_not_what_is_wanted():
     assert f"out[0] of rank 0 holds a sum of {2**62} input chunks or more" in found.errors[0]
 
 
+@IN_TIME
 def test_many_thread_blocks_with_a_connection_each_are_looked_at_in_time():
-    begin = time.perf_counter()
-    givers = [block(step("s", ("in", 0)), send=1, channel=channel) for channel in range(8000)]
-    takers = [block(receive=0, channel=channel) for channel in range(8000)]
+    channels = 32_000  # to look at each beside each other took eight seconds for a quarter of them
+    givers = [block(step("s", ("in", 0)), send=1, channel=channel) for channel in range(channels)]
+    takers = [block(receive=0, channel=channel) for channel in range(channels)]
     assert "1 sends but 0 receives" in verify(schedule(AllReduce(2, 1), givers, takers)).errors[0]
-    assert time.perf_counter() - begin < 5
 
 
+@IN_TIME
 def test_an_order_that_leads_far_over_another_rank_is_found_in_time():
     """Rank 0 writes many chunks and says so once, over rank 1, to the thread block that reads them one by one."""
-    chunks = 20_000
-    begin = time.perf_counter()
+    chunks = 60_000  # to follow the order anew for each took 38 s for a third of them
     writes = [step("cpy", ("in", 0), ("scratch", index)) for index in range(chunks)]
     reads = [step("cpy", ("scratch", index), ("out", 0)) for index in range(chunks)]
     found = verify(
@@ -292,7 +292,6 @@ def test_an_order_that_leads_far_over_another_rank_is_found_in_time():
         )
     )
     assert found.ok
-    assert time.perf_counter() - begin < 5
 
 
 def test_waits_among_many_thread_blocks_take_no_room_for_each_pair():
@@ -318,10 +317,10 @@ def test_waits_among_many_thread_blocks_take_no_room_for_each_pair():
     assert peak < 100 * 2**20
 
 
+@IN_TIME
 def test_a_long_circle_of_waits_is_described_in_time():
     """Two thread blocks of many steps, each of whose first step waits for the last one of the other."""
-    begin = time.perf_counter()
-    rest = [step("cpy", ("in", 0), ("scratch", 0))] * 30_000
+    rest = [step("cpy", ("in", 0), ("scratch", 0))] * 90_000  # to search each in a list took 29 s for a third of them
     blocks = [
         block(
             step("nop", waits_for=(1 - number, len(rest) + 1)),
@@ -332,16 +331,13 @@ def test_a_long_circle_of_waits_is_described_in_time():
     ]
     (error,) = verify(schedule(AllReduce(1, 1), blocks)).errors
     assert error.startswith("deadlock with 2 FIFO slots a connection: rank 0, thread block 0, step 0 (nop) waits for")
-    assert time.perf_counter() - begin < 3
 
 
 def test_chunks_without_end_that_no_step_touches_are_not_all_looked_at():
-    begin = time.perf_counter()
     chunks = 2**18
     found = verify(schedule(AllReduce(4, chunks), [], [], [], [], scratch=0))
     assert found.postcondition is False
     assert found.errors[-1] == "postcondition: 990 or more chunks are wrong besides"
-    assert time.perf_counter() - begin < 3
 
 
 def test_races_that_cannot_be_decided_in_time_are_an_error(monkeypatch):

@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -301,11 +300,9 @@ def test_limits_of_a_runtime_are_checked_on_request():
 
 
 @pytest.mark.parametrize("text", ["<algo name='{}'/>", "<!--{}--><algo/>", "<{}/>", "<?a {}?><algo/>"])
-def test_a_tag_or_comment_without_end_is_refused_before_it_was_looked_at_too_often(text):
-    begin = time.perf_counter()
+def test_a_tag_or_comment_without_end_is_refused_before_its_end_is_looked_for(text):
     with pytest.raises(ScheduleFileError, match=r"^long.xml:1: a tag or comment of over 4194304 bytes$"):
         from_xml(text.format("a" * (64 << 20)), "long.xml")
-    assert time.perf_counter() - begin < 4
 
 
 def test_a_name_that_no_file_can_hold_is_not_written():

@@ -1,6 +1,5 @@
 """STRETTO_DEBUG=1: ranks that call different things all raise at once, and what is right is never refused."""
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -43,10 +42,8 @@ def call_different_things(by_schedule):
     )
     told = []
     for calls in cases:
-        started = time.monotonic()
         with pytest.raises(ValueError, match="same calls, with the same shapes and in the same order") as error:
             calls[rank]()
-        assert time.monotonic() - started < 5
         assert four.tolist() == [1.0] * 4
         told.append(str(error.value).partition("differs: ")[2])
         right = torch.full((3,), 1.0 + rank)

@@ -190,25 +190,23 @@ def test_many_may_be_on_their_way_at_once(ranks):
     assert all(ranks(6).run(start_many))
 
 
-def leave_while_it_runs() -> tuple[float, bool]:
-    """Rank 0 comes late: on the others, starting returns long before."""
+def leave_while_it_runs() -> bool:
+    """Rank 0 comes last, and not before the others have started."""
     two = TwoLevelGroup(ranks_per_node=2)
-    dist.barrier()
-    began = time.monotonic()
     if two.rank == 0:
-        time.sleep(0.5)
-        began = time.monotonic()
+        dist.barrier()
     tensor = torch.ones(9)
     work = two.all_reduce(tensor, async_op=True)
-    started, completed = time.monotonic() - began, work.is_completed()
+    completed = work.is_completed()
+    if two.rank != 0:
+        dist.barrier()
     work.wait()
     assert tensor.tolist() == [4.0] * 9
-    return started, completed
+    return completed
 
 
 def test_starting_does_not_wait_for_other_ranks(ranks):
-    results = ranks(4).run(leave_while_it_runs)
-    assert [completed for _, completed in results[1:]] == [False] * 3
+    assert ranks(4).run(leave_while_it_runs)[1:] == [False] * 3
 
 
 def use_a_subgroup_of_scattered_nodes() -> list[object]:
@@ -324,10 +322,10 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, case):
 
 
 def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
-    two = TwoLevelGroup(ranks_per_node=2, timeout=1.0)
+    two = TwoLevelGroup(ranks_per_node=2, timeout=4.0)
     dist.barrier()
     if two.rank == 5:
-        time.sleep(2)
+        time.sleep(6)
         return "", ""
     tensor = torch.ones(8)
     if collective == "all_gather":
@@ -345,7 +343,7 @@ def test_a_peer_that_does_not_come_is_named_with_phase_and_step(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "recursive")
     where = "rank 3 of 6 (node 1, place 1), all_gather (recursive), phase between nodes, step 1 of 2"
     assert where + ", receiving from rank 5: " in found[3][0]
-    assert any("not done within 1 s" in missed for missed, _ in found)
+    assert any("not done within 4 s" in missed for missed, _ in found)
     assert "phase inside the node, step 1 of 1, with rank 5" in found[4][0]
     assert all("this two-level group is of no more use: rank" in again for _, again in found[:5])
 
@@ -358,10 +356,10 @@ def test_a_reduction_names_who_is_missing_inside_a_node(ranks):
 
 def test_the_limit_holds_on_the_groups_own_connections_too(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "flat")  # the pool's group has a limit of half an hour
-    assert "the library's collective, step 1 of 1, with rank 0, 2, 3, 4, 5: not done within 1 s" in found[1][0]
+    assert "the library's collective, step 1 of 1, with rank 0, 2, 3, 4, 5: not done within 4 s" in found[1][0]
 
 
-def lose_a_connection() -> tuple[str, float]:
+def lose_a_connection() -> str:
     two = TwoLevelGroup(ranks_per_node=1, timeout=2.0)
     two.all_reduce(torch.ones(4), algorithm="ring")  # all are connected
     dist.barrier()
@@ -369,19 +367,18 @@ def lose_a_connection() -> tuple[str, float]:
         two.close()  # its sockets are closed, as those of a process that has died
         with pytest.raises(PeerError, match="of no more use: it was closed"):
             two.all_gather(torch.empty(3), torch.empty(1))
-        return "", 0.0
-    began = time.monotonic()
+        return ""
     with pytest.raises(PeerError) as lost:
         two.all_reduce(torch.ones(1000), algorithm="ring")
-    return str(lost.value), time.monotonic() - began
+    return str(lost.value)
 
 
 def test_a_lost_peer_is_an_error_at_once_and_within_the_limit_for_who_waits_for_others(ranks):
-    (direct, seconds), (indirect, _), _ = ranks(3).run(lose_a_connection)
+    direct, indirect, _ = ranks(3).run(lose_a_connection)
     where = "rank 0 of 3 (node 0, place 0), all_reduce (ring), phase between nodes, step 1 of 2, "
     assert where in direct
-    assert "rank 2: " in direct
-    assert seconds < 1.5
+    assert "receiving from rank 2: " in direct
+    assert "not done within" not in direct
     # Step 1 where rank 0 gave up before its own message had left.
     assert re.search(
         r"rank 1 of 3 \(node 1, place 0\), all_reduce \(ring\), phase between nodes, step [12] of 2, ", indirect
