@@ -44,11 +44,15 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 GPU_WORKERS := --numprocesses 4 --dist loadfile
 
+HAS_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no GPU here")'
+
 gpu-test:
+	@$(HAS_GPU)
 	$(GPU_PYTEST) -m "alone and not exhaustive"
 	$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS)
 
 gpu-test-exhaustive:
+	@$(HAS_GPU)
 	$(GPU_PYTEST) -m "alone and exhaustive"
 	$(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_WORKERS)
 

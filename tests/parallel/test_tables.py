@@ -1,5 +1,6 @@
 """Embedding tables on several ranks: the losses and weights are those of the plain model, wherever the tables are."""
 
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -92,16 +93,25 @@ def test_offsets_that_divide_nothing_are_refused(offsets: list[int], words: str)
 
 
 @pytest.mark.parametrize("index", [-1, 20])
-def test_an_index_outside_of_its_table_is_named_with_table_sample_and_rank(ranks: MakeRanks, index: int) -> None:
+def test_an_index_outside_of_its_table_is_named_and_no_rank_waits(ranks: MakeRanks, index: int) -> None:
     words = rf"index {index} at position \d+ \(table 3, sample 1 of rank 1\) is outside .* rows 0 to 19"
-    with pytest.raises(ValueError, match=words):
-        ranks(2).run(dlrm.exchange_bad_index, index)
+    (other, after), (own, own_after) = ranks(2).run(dlrm.exchange_bad_index, index)
+    assert re.match(words, own)
+    assert other == "rank 1 has refused its own batch: its error says why"
+    assert after == own_after == dlrm.BATCH
 
 
 def test_batches_of_different_sizes_are_refused_on_every_rank(ranks: MakeRanks) -> None:
     for said, batch in ranks(3).run(dlrm.exchange_batches_of, (4, 4, 3)):
         assert said.startswith("the ranks' batches have 4, 4, 3 samples, but must all have as many")
         assert batch == 6
+
+
+def test_a_rank_without_samples_is_refused_on_every_rank(ranks: MakeRanks) -> None:
+    (first, _), (own, _), (last, batch) = ranks(3).run(dlrm.exchange_batches_of, (2, 0, 2))
+    assert own.startswith("offsets have shape [1], but need tables x batch + 1 numbers")
+    assert first == last == "rank 1 has refused its own batch: its error says why"
+    assert batch == 6
 
 
 def test_a_backward_pass_after_one_that_failed_sums_all_gradients(ranks: MakeRanks) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from stretto.parallel.pooled_exchange import Lookups
 from stretto.parallel.table_placement import TablePlacement
 
+_REFUSED = -1  # in place of how many samples there are
+
 
 def exchange_indices(
     indices: Tensor,
@@ -26,20 +28,25 @@ def exchange_indices(
     for each table (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
     the bags' lengths, then the indices.
 
-    Raises ValueError for offsets that are not such: of another count, falling, or not those of `indices`; on all ranks,
-    where their batches differ in size; and, where indices are on the CPU, for one outside of its table, with table,
-    sample and rank. (On a GPU the look-up refuses it.)
+    Raises ValueError on all ranks: for offsets that are not such (of another count, falling, or not those of
+    `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up refuses it), with table, sample
+    and rank; and where the ranks' batches differ in size.
     """
     world, mine = group.size(), placement.owned[group.rank()]
-    batch = check_offsets(indices, offsets, len(placement.tables))
-    ends = offsets[::batch].tolist()
-    if indices.device.type == "cpu":
-        _check_indices(indices, offsets, ends, placement, group.rank())
+    wrong = None
+    try:
+        batch = check_offsets(indices, offsets, len(placement.tables))
+        ends = offsets[::batch].tolist()
+        if indices.device.type == "cpu":
+            _check_indices(indices, offsets, ends, placement, group.rank())
+    except ValueError as error:
+        wrong, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
+    if wrong and world == 1:
+        raise wrong
     if world == 1:
         offsets = offsets.to(indices.device, non_blocking=True)
         return Lookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
     sizes = [stop - start for start, stop in pairwise(ends)]
-    lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
 
     owned = [len(of_rank) for of_rank in placement.owned]
     there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
@@ -48,12 +55,17 @@ def exchange_indices(
         here, there, [1 + len(mine)] * world, [1 + count for count in owned], group=host_group or group
     )
     batches, *by_table = here.view(world, 1 + len(mine)).T.tolist()
+    if wrong:
+        raise wrong
+    if _REFUSED in batches:
+        raise ValueError(f"rank {batches.index(_REFUSED)} has refused its own batch: its error says why")
     if len(set(batches)) > 1:  # before anything is cut by them: a backend ends the process, or waits forever
         raise ValueError(
             f"the ranks' batches have {', '.join(map(str, batches))} samples, but must all have as many: share the "
             "global batch out equally, and leave out or fill up a last one that the ranks do not divide"
         )
     counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
+    lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
 
     leaving = torch.cat([lengths[table] for table in placement.order])
     arrived = leaving.new_empty(world * len(mine) * batch)

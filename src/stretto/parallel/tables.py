@@ -27,7 +27,7 @@ class ShardedTables(nn.ModuleDict):
 
     `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
     [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward;
-    ValueError on all ranks where local batches differ in size.
+    ValueError on all ranks where one refuses its batch, or local batches differ in size.
     `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
     `fuse_update` has its backward pass update the tables.
     """
