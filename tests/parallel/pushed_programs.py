@@ -207,6 +207,34 @@ def take_at_once() -> list[bool]:
     return [torch.equal(whole, gather_rows(local(w.parameter).detach(), w.rows, pushed.group)) for whole, w in last]
 
 
+def take_on_streams() -> list[int]:
+    """How many waits there have been when a weight is taken on a stream, on another one, on both again, and anew."""
+    setup = Setup(1, 2, is_pushed=True)
+    pushed = setup.pushed
+    assert pushed is not None
+    key, weight = next(iter(pushed._weights.items()))
+    waits: list[int] = []
+    tiles = import_module("stretto.tiles")
+    real, counts = tiles.rank_wait_all, []
+
+    def count(*arguments: Any) -> None:
+        waits.append(1)
+        real(*arguments)
+
+    for streams in ((1, 2, 1, 2), (2, 1)):
+        pushed.begin()
+        for stream in streams:
+            with (
+                mock.patch("stretto.parallel.pushed._find_stream", lambda device, stream=stream: stream),
+                mock.patch.object(tiles, "rank_wait_all", count),
+            ):
+                assert pushed.take(key, version_of(weight.parameter), in_backward=False) is not None
+            counts.append(len(waits))
+        assert pushed._order == [key]
+        pushed.end()
+    return counts
+
+
 def scatter_many(seed: int) -> list[str]:
     """Random gradients, several at a time, past stragglers: what is not the sum in rank order, rounded once."""
     rng = random.Random(seed)  # drawn alike on all ranks, but for pauses

@@ -108,3 +108,7 @@ def test_passes_without_gradients_alone_keep_no_weights(interpret):
 
 def test_a_weight_is_taken_when_all_of_it_has_come(interpret):
     assert interpret(3, "take_at_once") == [[True] * WEIGHTS] * 3
+
+
+def test_every_stream_that_takes_a_weight_waits_for_it_once_a_pass(interpret):
+    assert interpret(2, "take_on_streams") == [[1, 2, 2, 2, 3, 4]] * 2

@@ -10,7 +10,7 @@ end in any case. Nothing is written over before all ranks have begun the next fo
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +46,7 @@ class Pushable:
 class _Place:
     """Where a weight is gathered: the whole of it, this rank's part, and where that part goes at each other rank.
 
-    version: of the shard that was pushed last.
+    version: of the shard that was pushed last. awaited_on: the streams that have waited for this pass's whole.
     """
 
     number: int
@@ -54,7 +54,7 @@ class _Place:
     own: Tensor
     there: dict[int, Tensor]
     version: Version | None = None
-    has_arrived: bool = False
+    awaited_on: set[int] = field(default_factory=set)
 
 
 class PushedGather:
@@ -108,7 +108,8 @@ class PushedGather:
                 for place in places:
                     self._push(channel, place)
             for place, parameter in zip(places, parameters, strict=True):
-                place.version, place.has_arrived = version_of(parameter), False
+                place.version = version_of(parameter)
+                place.awaited_on.clear()
         self._order.clear()
         self._is_open = True
 
@@ -136,13 +137,15 @@ class PushedGather:
         self._is_wasted |= in_backward
         if place is None or place.version != version or not (self._is_open or in_backward):
             return None
-        if not place.has_arrived:
+        stream = _find_stream(place.whole.device)
+        if stream not in place.awaited_on:
             from stretto.tiles import rank_wait_all
 
             assert self._channel is not None
             rank_wait_all(self._channel, place.number, len(self._places))
-            place.has_arrived = True
-            self._order.append(key)
+            if not place.awaited_on:
+                self._order.append(key)
+            place.awaited_on.add(stream)
         return place.whole
 
     def version(self, key: object, whole: Tensor) -> Version | None:
@@ -221,6 +224,14 @@ def make_ring(group: dist.ProcessGroup) -> "ScatterRing":
     from stretto.parallel.pushed_scatter import ScatterRing  # here: Triton may be missing where nothing is pushed
 
     return ScatterRing(group)
+
+
+def _find_stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    from stretto.tiles.streams import find_handle
+
+    return find_handle(device)
 
 
 def _batches(keys: Sequence[object]) -> Iterator[Sequence[object]]:
