@@ -34,6 +34,7 @@ class CudaRunner:
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
         self._kernels: dict[tuple[int, str, str], LaneKernel | InterpretedSchedule] = {}
+        self._of_graphs: dict[int, object] = {}  # kernels that replays run, though their schedules be discarded
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -60,6 +61,8 @@ class CudaRunner:
         require_room(call)
         in_place = runs_in_place(schedule)
         kernel = self._kernel(schedule, call, in_place)
+        if torch.cuda.is_current_stream_capturing():
+            self._of_graphs[id(kernel)] = kernel
 
         def run(input: Tensor, output: Tensor | None) -> Tensor:
             kernel(input, output)
@@ -107,6 +110,7 @@ class CudaRunner:
     def close(self, seconds: float) -> None:
         """See `Runner`."""
         self._kernels.clear()
+        self._of_graphs.clear()
         self._schedules.clear()
         if self._communicator is not None:
             torch.cuda.synchronize(self._communicator.workspace.device)
