@@ -208,6 +208,25 @@ def test_with_json_an_error_is_json_too(run_file: Path) -> None:
     assert "train.steps is 0" in json.loads(result.output.splitlines()[-1])["error"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "--ranks", "-1"), "--ranks is -1, but must be at least 1"),
+        (("peers", "--ranks", "2", "--batches", "few"), "--batches has 'few', but takes whole numbers, at least 1"),
+        (("plan", "--dtype", "fp7"), "--dtype is bf16 or fp32, not 'fp7'"),
+        (("collectives", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),
+        (("ablations", "--step", "1"), "by a factor of 1 (at least 2)"),
+        (("ops", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),
+        (("embedding", "--dtype", "int8"), "--dtype is float32, float16 or bfloat16, not 'int8'"),
+        (("dlrm", "--tables", "0"), "--tables is 0, but is at least 1"),
+    ],
+)
+def test_a_bench_refuses_what_it_cannot_measure_in_json_too(arguments: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments, "--json"])
+    assert result.exit_code == 2
+    assert words in json.loads(result.output.splitlines()[-1])["error"]
+
+
 def test_clusters_are_listed_and_shown() -> None:
     assert "perlmutter" in stretto_command("cluster", "list")[1]
     assert "A100" in stretto_command("cluster", "show", "perlmutter")[1]

@@ -1,4 +1,4 @@
-"""The command `stretto`, one file a command.
+"""The command `stretto`: a file for each command, a folder for `stretto bench`.
 
 A command imports what it needs when it runs, so that `stretto --help` does not wait for torch.
 """
