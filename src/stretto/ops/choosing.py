@@ -6,7 +6,6 @@ whether GPUs reach each other) is rank 0's or all ranks', exchanged once, at the
 
 import logging
 import math
-import os
 import socket
 import weakref
 from collections import Counter
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import is_debugging
+from stretto.memory.gpus import find_obstacle
 from stretto.ops.agreement import require_agreement
 from stretto.ops.gemm import count_processors, find_capability, takes_tma
 from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
@@ -211,25 +211,18 @@ def _find(name: str, device: torch.device) -> _Group:
 def _agree(group: dist.ProcessGroup, device: torch.device) -> _Group:
     """Exchange what choices depend on. Collective."""
     times = _read_times(device) if dist.get_rank(group) == 0 else {}
-    own = (socket.gethostname(), os.getpid(), device.type, device.index, times, INTERPRETED.value)
-    everyone: list[tuple[str, int, str, int | None, dict[str, dict[str, float]], bool]] = [own] * group.size()
+    own = (socket.gethostname(), times)
+    everyone = [own] * group.size()
     dist.all_gather_object(everyone, own, group=group)
-    hosts = {each[0] for each in everyone}
+    hosts = {host for host, _ in everyone}
     obstacle = ""
     if len(hosts) > 1:
         obstacle = f"its ranks are on {len(hosts)} machines, and kernels reach the memory of one"
     elif device.type == "cpu" and not INTERPRETED.value:
         obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     elif device.type == "cuda":
-        far = [each[3] for each in everyone if each[3] != device.index and each[3] is not None]
-        # A process that sees its own GPU alone cannot ask; symmetric memory then says whether it works.
-        blind = [peer for peer in far if peer < torch.cuda.device_count()]
-        reached = all(torch.cuda.can_device_access_peer(device, peer) for peer in blind)
-        answers: list[bool] = [reached] * group.size()
-        dist.all_gather_object(answers, reached, group=group)
-        if not all(answers):
-            obstacle = "its GPUs do not reach each other's memory"
-    return _Group(weakref.ref(group), obstacle, everyone[0][4])
+        obstacle = find_obstacle(group, device) or ""
+    return _Group(weakref.ref(group), obstacle, everyone[0][1])
 
 
 def _read_times(device: torch.device) -> dict[str, dict[str, float]]:

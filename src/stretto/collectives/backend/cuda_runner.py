@@ -1,7 +1,6 @@
 """Schedules on CUDA tensors: kernels on the caller's stream, and a Work that a stream waits for, not the host."""
 
 import logging
-import socket
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.schedule import Schedule
+from stretto.memory.gpus import find_obstacle
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -122,7 +122,7 @@ class CudaRunner:
         """The communicator, made at the first use by all ranks together; None where the GPUs are too far apart."""
         if self._communicator is None and self._obstacle is None:
             group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-            self._obstacle = _find_distance(group)
+            self._obstacle = find_obstacle(group, torch.device("cuda", torch.cuda.current_device()))
             if self._obstacle is None:
                 self._communicator = CudaCommunicator(group)
             else:
@@ -182,22 +182,3 @@ def _enqueued(call: Call) -> "Work":
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
     future.set_result(list(call.outputs))
     return c10d._create_work_from_future(future)  # type: ignore[attr-defined]
-
-
-def _find_distance(group: dist.ProcessGroup) -> str | None:
-    """Why these GPUs cannot write to each other's memory; None where they can. The same on all ranks."""
-    device = torch.cuda.current_device()
-    here = (socket.gethostname(), torch.cuda.get_device_properties(device).uuid.__str__())
-    everyone: list[tuple[str, str]] = [here] * group.size()
-    dist.all_gather_object(everyone, here, group=group)
-    hosts, gpus = zip(*everyone, strict=True)
-    if len(set(hosts)) > 1:
-        return f"its ranks are on {len(set(hosts))} machines"
-    if len(set(gpus)) < len(gpus):
-        return "several of its ranks share a GPU"
-    visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
-    far = [gpu for gpu in gpus if gpu != here[1] and gpu in visible]
-    reaches = all(torch.cuda.can_device_access_peer(device, visible[gpu]) for gpu in far)
-    answers = [reaches] * group.size()
-    dist.all_gather_object(answers, reaches, group=group)
-    return None if all(answers) else "some of its GPUs do not reach each other's memory"

@@ -1,0 +1,39 @@
+"""Whether the kernels of a group's GPUs can work together, each storing into the others' memory."""
+
+import socket
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class _Gpu(NamedTuple):
+    host: str
+    identity: str
+    kind: str
+
+
+def find_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why kernels of these GPUs cannot work together; None where they can. Collective, and the same on all ranks.
+
+    device: this rank's GPU. A process that sees its own GPU alone cannot ask which others it reaches: symmetric memory
+    then says whether it works.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
+    here = _Gpu(socket.gethostname(), str(properties.uuid), kind)
+    everyone = [here] * group.size()
+    dist.all_gather_object(everyone, here, group=group)
+    hosts, gpus, kinds = (set(each) for each in zip(*everyone, strict=True))
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} machines"
+    if len(gpus) < len(everyone):
+        return "several of its ranks share a GPU"
+    if len(kinds) > 1:  # who has more multiprocessors would divide the work otherwise than its peers
+        return f"its GPUs are of {len(kinds)} kinds: {', '.join(sorted(kinds))}"
+    visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    far = [gpu for gpu in gpus if gpu != here.identity and gpu in visible]
+    reaches = all(torch.cuda.can_device_access_peer(device, visible[gpu]) for gpu in far)
+    answers = [reaches] * group.size()
+    dist.all_gather_object(answers, reaches, group=group)
+    return None if all(answers) else "some of its GPUs do not reach each other's memory"
