@@ -33,20 +33,21 @@ def exchange_indices(
     and rank; and where the ranks' batches differ in size.
     """
     world, mine = group.size(), placement.owned[group.rank()]
-    wrong = None
+    refused = None
     try:
         batch = check_offsets(indices, offsets, len(placement.tables))
         ends = offsets[::batch].tolist()
         if indices.device.type == "cpu":
             _check_indices(indices, offsets, ends, placement, group.rank())
     except ValueError as error:
-        wrong, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
-    if wrong and world == 1:
-        raise wrong
+        if world == 1:
+            raise
+        refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
     if world == 1:
         offsets = offsets.to(indices.device, non_blocking=True)
         return Lookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
     sizes = [stop - start for start, stop in pairwise(ends)]
+    lengths = offsets if refused else offsets.diff().to(indices.device, indices.dtype, non_blocking=True)
 
     owned = [len(of_rank) for of_rank in placement.owned]
     there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
@@ -55,8 +56,8 @@ def exchange_indices(
         here, there, [1 + len(mine)] * world, [1 + count for count in owned], group=host_group or group
     )
     batches, *by_table = here.view(world, 1 + len(mine)).T.tolist()
-    if wrong:
-        raise wrong
+    if refused:
+        raise refused
     if _REFUSED in batches:
         raise ValueError(f"rank {batches.index(_REFUSED)} has refused its own batch: its error says why")
     if len(set(batches)) > 1:  # before anything is cut by them: a backend ends the process, or waits forever
@@ -65,8 +66,8 @@ def exchange_indices(
             "global batch out equally, and leave out or fill up a last one that the ranks do not divide"
         )
     counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
-    lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
 
+    lengths = lengths.view(-1, batch)
     leaving = torch.cat([lengths[table] for table in placement.order])
     arrived = leaving.new_empty(world * len(mine) * batch)
     dist.all_to_all_single(
