@@ -49,12 +49,13 @@ def collectives(
     with refusing_bad_input(as_json=as_json):
         from stretto.bench.collectives import bench_collectives
 
+        sizes = _list_sizes(smallest, largest, step)
         rows = bench_collectives(
             count_gpus(ranks),
             out,
             collectives=only.split(","),
             dtypes=dtypes.split(","),
-            sizes=_list_sizes(smallest, largest, step),
+            sizes=sizes,
             modes=modes.split(","),
             tunes=tune,
             table=table,
