@@ -36,6 +36,10 @@ def test_every_bench_has_help(command):
         (["ablations", "--ranks", 2, "--protocol", "LL64"], "there is no protocol 'LL64'"),
         (["ablations", "--ranks", 2, "--step", 1], "by a factor of 1 (at least 2)"),
         (["collectives", "--ranks", 2, "--largest", 16], "sizes go from 1024 (at least 64) to 16"),
+        (["collectives", "--ranks", 2, "--dtypes", "fp7"], "there is no dtype 'fp7'"),
+        (["collectives", "--ranks", 2, "--only", "allreduce,all"], "there is no collective 'all'"),
+        (["compile", "--largest", 1], "more than 1"),
+        (["parity", "--ranks", 0], "parity is shown on 1 rank or more, not 0"),
         (["plan", "--ranks", 2, "--models", "gpt-5b:few"], "the layers in --models has 'few'"),
     ],
 )

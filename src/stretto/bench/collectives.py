@@ -41,58 +41,57 @@ COLUMNS = (
 )
 
 
-def bench_collectives(
-    ranks: int,
-    out: Path,
-    *,
-    collectives: Sequence[str] = COLLECTIVES,
-    dtypes: Sequence[str] = tuple(DTYPES),
-    sizes: Sequence[int],
-    modes: Sequence[str] = MODES,
-    tunes: bool = False,
-    table: Path | None = None,
-) -> list[dict[str, Any]]:
-    """Measure every collective, dtype and size (bytes of the whole array); print the table, write JSON and a picture.
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: every collective, dtype and size (bytes of the whole array), as a CUDA graph and as calls.
 
     tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
-    times choose (None: the store's). ValueError for what is not there.
+    times choose (None: the store's). ValueError for what there is not.
     """
-    options = (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES), ("mode", modes, MODES))
-    for what, given, known in options:
-        for name in given:
-            if name not in known:
-                raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
-    if table is not None and (table.exists() or not tunes):
-        read_times(table)  # what is no such file is neither used nor overwritten
-    measured = tuple(collectives), tuple(dtypes), tuple(sizes), tuple(modes), tunes, table
-    rows = run_ranks(ranks, _measure_all, ranks, *measured, trains=False)
+
+    sizes: tuple[int, ...]
+    collectives: tuple[str, ...] = COLLECTIVES
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    modes: tuple[str, ...] = MODES
+    tunes: bool = False
+    table: Path | None = None
+
+    def __post_init__(self) -> None:
+        options = (
+            ("collective", self.collectives, COLLECTIVES),
+            ("dtype", self.dtypes, DTYPES),
+            ("mode", self.modes, MODES),
+        )
+        for what, given, known in options:
+            for name in given:
+                if name not in known:
+                    raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+        if self.table is not None and (self.table.exists() or not self.tunes):
+            read_times(self.table)  # what is no such file is neither used nor overwritten
+
+
+def bench_collectives(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+    """Measure on that many GPUs; print the table, write JSON and a picture; returns the rows."""
+    rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
     plot_collectives(path, path.with_suffix(".png"))
     return rows
 
 
-def _measure_all(
-    ranks: int,
-    collectives: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    sizes: tuple[int, ...],
-    modes: tuple[str, ...],
-    tunes: bool,
-    table: Path | None,
-) -> list[dict[str, Any]]:
+def _measure_all(ranks: int, setting: Setting) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
-    if tunes:
+    if setting.tunes:
         communicator = CudaCommunicator(table=Table())
-        _tune(communicator, collectives, dtypes, sizes, device, Store(table))
+        _tune(communicator, setting.collectives, setting.dtypes, setting.sizes, device, Store(setting.table))
         communicator.close()
-    communicator = CudaCommunicator(table=table)
+    communicator = CudaCommunicator(table=setting.table)
     peers = _TorchPeers(device)
     rows = []
-    for collective in collectives:
-        for dtype in dtypes:
-            for size in sizes:
-                for mode in modes:
+    for collective in setting.collectives:
+        for dtype in setting.dtypes:
+            for size in setting.sizes:
+                for mode in setting.modes:
                     row = _measure(communicator, peers, collective, dtype, size, mode, device)
                     rows.append(row)
                     if dist.get_rank() == 0:

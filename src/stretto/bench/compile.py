@@ -33,11 +33,13 @@ COLUMNS = (
 def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]:
     """Compile and verify every case, in a process of its own; print the table and write compile.json and compile.png.
 
-    largest: leave out what has more ranks.
+    largest: leave out what has more ranks. ValueError where that is all.
     """
+    ranks_of = [sizes.get("ranks") or sizes["nodes"] * sizes["gpus"] for _, sizes in CASES]
+    if largest is not None and largest < min(ranks_of):
+        raise ValueError(f"the smallest case has {min(ranks_of)} ranks, more than {largest}")
     rows = []
-    for name, sizes in CASES:
-        ranks = sizes.get("ranks") or sizes["nodes"] * sizes["gpus"]
+    for ranks, (name, sizes) in zip(ranks_of, CASES, strict=True):
         if largest is None or ranks <= largest:
             with get_context("spawn").Pool(1) as pool:
                 rows.append(pool.apply(measure, (name, sizes)))

@@ -59,7 +59,12 @@ class Trained:
 
 
 def bench_parity(most_ranks: int, out: Path) -> list[dict[str, Any]]:
-    """Run every factorization of 1, 2, 4 ... `most_ranks` ranks, print the table, write parity.json to `out`."""
+    """Run every factorization of 1, 2, 4 ... `most_ranks` ranks, print the table, write parity.json to `out`.
+
+    ValueError for less than one rank.
+    """
+    if most_ranks < 1:
+        raise ValueError(f"parity is shown on 1 rank or more, not {most_ranks}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fp64 parity is a property of the algorithm; the CPU is exact enough
     rows: list[dict[str, Any]] = []
     ranks = 1

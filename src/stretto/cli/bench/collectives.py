@@ -47,19 +47,17 @@ def collectives(
 ) -> None:
     """Collectives by Stretto's kernels, NCCL and torch's symmetric-memory operators, size by size."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.collectives import bench_collectives
+        from stretto.bench.collectives import Setting, bench_collectives
 
-        sizes = _list_sizes(smallest, largest, step)
-        rows = bench_collectives(
-            count_gpus(ranks),
-            out,
-            collectives=only.split(","),
-            dtypes=dtypes.split(","),
-            sizes=sizes,
-            modes=modes.split(","),
+        setting = Setting(
+            sizes=tuple(_list_sizes(smallest, largest, step)),
+            collectives=tuple(only.split(",")),
+            dtypes=tuple(dtypes.split(",")),
+            modes=tuple(modes.split(",")),
             tunes=tune,
             table=table,
         )
+        rows = bench_collectives(count_gpus(ranks), out, setting)
         if as_json:
             print_json({"rows": rows})
 
