@@ -33,21 +33,17 @@ def exchange_indices(
     and rank; and where the ranks' batches differ in size.
     """
     world, mine = group.size(), placement.owned[group.rank()]
-    refused = None
-    try:
-        batch = check_offsets(indices, offsets, len(placement.tables))
-        ends = offsets[::batch].tolist()
-        if indices.device.type == "cpu":
-            _check_indices(indices, offsets, ends, placement, group.rank())
-    except ValueError as error:
-        if world == 1:
-            raise
-        refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
     if world == 1:
+        batch, ends = _check(indices, offsets, placement, rank=0)
         offsets = offsets.to(indices.device, non_blocking=True)
         return Lookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
+    refused = None
+    try:
+        batch, ends = _check(indices, offsets, placement, group.rank())
+        lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
+    except ValueError as error:  # told to the others where they would wait for this rank
+        refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
     sizes = [stop - start for start, stop in pairwise(ends)]
-    lengths = offsets if refused else offsets.diff().to(indices.device, indices.dtype, non_blocking=True)
 
     owned = [len(of_rank) for of_rank in placement.owned]
     there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
@@ -67,7 +63,6 @@ def exchange_indices(
         )
     counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
 
-    lengths = lengths.view(-1, batch)
     leaving = torch.cat([lengths[table] for table in placement.order])
     arrived = leaving.new_empty(world * len(mine) * batch)
     dist.all_to_all_single(
@@ -106,6 +101,15 @@ def check_offsets(indices: Tensor, offsets: Tensor, tables: int, *, least: int =
                 "cannot end before it begins"
             )
     return bags // tables
+
+
+def _check(indices: Tensor, offsets: Tensor, placement: TablePlacement, rank: int) -> tuple[int, list[int]]:
+    """The number of samples, and where each table's indices begin and the last one's end. ValueError if bad."""
+    batch = check_offsets(indices, offsets, len(placement.tables))
+    ends = offsets[::batch].tolist()
+    if indices.device.type == "cpu":
+        _check_indices(indices, offsets, ends, placement, rank)
+    return batch, ends
 
 
 def _check_indices(indices: Tensor, offsets: Tensor, ends: Sequence[int], placement: TablePlacement, rank: int) -> None:
