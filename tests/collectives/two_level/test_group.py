@@ -325,7 +325,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     two = TwoLevelGroup(ranks_per_node=2, timeout=4.0)
     dist.barrier()
     if two.rank == 5:
-        time.sleep(6)
+        time.sleep(6)  # the others' limit and more: the group that they would meet by is broken then
         return "", ""
     tensor = torch.ones(8)
     if collective == "all_gather":
