@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.bench.ablations_plot import plot_composition, plot_pipelining
 from stretto.bench.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.function import LaunchError
@@ -54,15 +54,9 @@ class Setting:
     ablations: tuple[str, ...] = ABLATIONS
 
     def __post_init__(self) -> None:
-        options = (
-            ("mode", self.modes, MODES),
-            ("ablation", self.ablations, ABLATIONS),
-            ("protocol", (self.protocol,), tuple(PROTOCOLS)),
-        )
-        for what, given, known in options:
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+        require_known("mode", self.modes, MODES)
+        require_known("ablation", self.ablations, ABLATIONS)
+        require_known("protocol", (self.protocol,), PROTOCOLS)
         if not self.sizes or not self.tiles or min(self.tiles) < 480:
             raise ValueError("ablations take one size or more, and tiles of at least 480 bytes")
         if self.instances < 1:

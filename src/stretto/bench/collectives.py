@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.bench.collectives_plot import plot_collectives
 from stretto.bench.handwritten import HandwrittenAllReduce
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
 from stretto.collectives.selection import ALGORITHMS_OF, BY_COPIES_FROM, LIBRARY, Table, Way, find_ways, time_key
@@ -57,15 +57,9 @@ class Setting:
     table: Path | None = None
 
     def __post_init__(self) -> None:
-        options = (
-            ("collective", self.collectives, COLLECTIVES),
-            ("dtype", self.dtypes, DTYPES),
-            ("mode", self.modes, MODES),
-        )
-        for what, given, known in options:
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+        require_known("collective", self.collectives, COLLECTIVES)
+        require_known("dtype", self.dtypes, DTYPES)
+        require_known("mode", self.modes, MODES)
         if self.table is not None and (self.table.exists() or not self.tunes):
             read_times(self.table)  # what is no such file is neither used nor overwritten
 

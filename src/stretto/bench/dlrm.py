@@ -22,6 +22,7 @@ from stretto.bench.harness import (
     in_one_line,
     peak_memory_gib,
     print_table,
+    require_least,
     run_ranks,
     time_steps,
     write_result,
@@ -51,7 +52,7 @@ BATCHES = 4  # in turn: one alone would stay in the caches
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how it is timed. `batch` is the global one."""
+    """What is trained, and how it is timed. `batch` is the global one. ValueError for what cannot be."""
 
     model: DLRMConfig
     batch: int
@@ -62,6 +63,8 @@ class Setting:
     rounds: int = 3
 
     def __post_init__(self) -> None:
+        require_least(1, batch=self.batch, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
         known = get_args(Implementation)
         for name in self.implementations:
             if name not in known or name == "auto":

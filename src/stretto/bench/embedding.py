@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto import ops
 from stretto.bench.embedding_peers import Batch, Batched, Chunked, EmbeddingBags, draw_lookups, exchange_alone
 from stretto.bench.embedding_plot import plot_embedding
-from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
+from stretto.bench.harness import Column, print_table, require_known, require_least, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import Effort, time_interleaved
 from stretto.ops.embedding.forward import count_trace, find_way, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
@@ -71,8 +71,10 @@ class Case:
         if len(parts) != 4 or not all(part.isdecimal() for part in parts):
             raise ValueError(f"a case is BATCHxTABLESxDIMxPOOLING or {MLPERF}, not {text!r}")
         case = cls(*(int(part) for part in parts))
-        if case.batch < 1 or case.dim % 4 or case.dim < 4:
-            raise ValueError(f"a case has a batch of 1 or more and a dim that is a multiple of 4, not {text!r}")
+        if min(case.batch, case.pooling) < 1 or (name != MLPERF and case.tables < 1):
+            raise ValueError(f"a case has at least 1 sample, table and row a bag, not {text!r}")
+        if case.dim % 4 or case.dim < 4:
+            raise ValueError(f"a case has a dim that is a multiple of 4, not {text!r}")
         return case
 
     @property
@@ -85,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. modes: graph, eager."""
+    """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. ValueError for what there is not."""
 
     cases: tuple[Case, ...]
     studies: tuple[str, ...] = ("peers",)
@@ -97,16 +99,14 @@ class Setting:
     skip: tuple[str, ...] = ()
     effort: Effort = field(default_factory=lambda: Effort(2, 5))
 
-    def check(self) -> None:
-        """ValueError for studies that there are not."""
-        for study in self.studies:
-            if study not in STUDIES:
-                raise ValueError(f"there is no study {study!r}: there are {', '.join(STUDIES)}")
+    def __post_init__(self) -> None:
+        require_known("study", self.studies, STUDIES)
+        require_known("peer", self.skip, ("bags", "batched", "chunked"))
+        require_least(1, rows=self.rows)
 
 
 def bench_embedding(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
     """Measure case after case; print the table, and write JSON and a picture, which grow with every case."""
-    setting.check()
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
     return rows

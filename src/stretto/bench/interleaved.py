@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.bench.harness import require_least
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -17,6 +19,9 @@ class Effort:
 
     rounds: int = 3
     replays: int = 7
+
+    def __post_init__(self) -> None:
+        require_least(1, rounds=self.rounds, replays=self.replays)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import Effort, time_interleaved
 from stretto.bench.operators_peers import Runs, peers, world_name
 from stretto.bench.operators_plot import plot_operators
@@ -83,17 +83,11 @@ class Setting:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        options = (
-            ("operator", self.operators, tuple(OPERATORS)),
-            ("case", self.cases, tuple(CASES)),
-            ("mode", self.modes, MODES),
-            ("implementation", (self.implementation,), ("auto", "kernel", "library")),
-            ("dtype", (self.dtype,), tuple(DTYPES)),
-        )
-        for what, given, known in options:
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+        require_known("operator", self.operators, OPERATORS)
+        require_known("case", self.cases, CASES)
+        require_known("mode", self.modes, MODES)
+        require_known("implementation", (self.implementation,), ("auto", "kernel", "library"))
+        require_known("dtype", (self.dtype,), DTYPES)
 
     @property
     def file_name(self) -> str:

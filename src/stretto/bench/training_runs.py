@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import FAILURES, TORCH_DTYPES, empty_memory, in_one_line, peak_memory_gib, time_steps
+from stretto.bench.harness import (
+    FAILURES,
+    TORCH_DTYPES,
+    empty_memory,
+    in_one_line,
+    peak_memory_gib,
+    require_least,
+    time_steps,
+)
 from stretto.cluster import name_grid
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
@@ -37,7 +45,7 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: the model, the global batch in sequences, and how it is timed."""
+    """What is trained: the model, the global batch in sequences, and how it is timed. ValueError for what cannot be."""
 
     model: GPTConfig
     batch: int
@@ -49,6 +57,10 @@ class Workload:
     reduce_fp32: bool = False
     dtype: str = "bf16"  # what is computed in
     learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
+
+    def __post_init__(self) -> None:
+        require_least(1, batch=self.batch, seq_len=self.seq_len, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
 
     def flops(self) -> float:
         """Model FLOPs of a step, by Narayanan et al.'s formula: 72 B s l h^2 (1 + s / 6h + V / 12lh).

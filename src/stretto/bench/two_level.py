@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import Column, markdown_table, print_table, require_least, write_result
 from stretto.bench.namespaces import INTERFACE, Network, namespace_of, require_namespaces, shaped_network
 from stretto.bench.plots import plot_two_level
 from stretto.bench.two_level_rank import Job
@@ -71,9 +71,10 @@ class Setting:
     def __post_init__(self) -> None:
         if self.nodes % 2:
             raise ValueError(f"{self.nodes} nodes have no two halves; {self.nodes + 1} would do")
-        for name, least in (("ranks_per_node", 1), ("delay", 0), ("smallest", 4), ("sizes", 2), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+        require_least(0, delay=self.delay)
+        require_least(1, ranks_per_node=self.ranks_per_node, repeats=self.repeats)
+        require_least(2, sizes=self.sizes)
+        require_least(4, smallest=self.smallest)
         self.network()
 
     def network(self) -> Network:

@@ -51,7 +51,9 @@ def train(
         count = count_ranks(ranks)
         overrides = {} if layers is None else {"layers": layers}
         config = GPTConfig.preset(model, max_seq_len=seq_len, vocab=vocab, **overrides)
-        workload = Workload(config, batch or 2 * count, seq_len, warm_up, repeats, rounds, checkpointing, reduce_fp32)
+        workload = Workload(
+            config, 2 * count if batch is None else batch, seq_len, warm_up, repeats, rounds, checkpointing, reduce_fp32
+        )
         rows = bench_train(workload, count, out, Cluster.detect().gpu.peak_flops.bf16, peers)
         if as_json:
             print_json({"rows": rows})
@@ -154,7 +156,7 @@ def overlap(
 
         count = count_ranks(ranks)
         config = model_config(model, layers, seq_len)
-        workload = Workload(config, batch or 2 * count, seq_len, warm_up, repeats, rounds)
+        workload = Workload(config, 2 * count if batch is None else batch, seq_len, warm_up, repeats, rounds)
         rows = bench_overlap(model, workload, count, grids, out)
         if as_json:
             print_json({"rows": rows})
