@@ -1,5 +1,6 @@
 """Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
 
+from stretto.memory import failures
 from stretto.memory.allocation import allocate
 from stretto.memory.cuda import allocated_bytes
 from stretto.memory.exchange import exchange, find_own_rank, is_debugging, tell
@@ -20,6 +21,7 @@ __all__ = [
     "allocated_bytes",
     "empty",
     "exchange",
+    "failures",
     "find_own_rank",
     "find_symmetric",
     "is_debugging",
