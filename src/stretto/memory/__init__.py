@@ -3,7 +3,7 @@
 from stretto.memory import failures
 from stretto.memory.allocation import allocate
 from stretto.memory.cuda import allocated_bytes
-from stretto.memory.exchange import exchange, find_own_rank, is_debugging, tell
+from stretto.memory.exchange import exchange, find_own_rank, group_timeout, is_debugging, tell
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
 from stretto.memory.tensors import empty, find_symmetric, peer_tensor
@@ -24,6 +24,7 @@ __all__ = [
     "failures",
     "find_own_rank",
     "find_symmetric",
+    "group_timeout",
     "is_debugging",
     "peer_tensor",
     "tell",
