@@ -13,7 +13,7 @@ import torch
 import triton
 
 from stretto.ops.few_rows import MOSTLY_BUSY
-from stretto.ops.gemm import Blocks, deepen, divide_up, is_even, look_up_blocks
+from stretto.ops.gemm import Blocks, bound_programs, deepen, divide_up, is_even, limit_waiting, look_up_blocks
 from stretto.ops.shares import count_rounds
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
@@ -218,6 +218,13 @@ _MOST_BYTES = 200 << 10
 
 ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
+
+
+def limit_programs(plan: Plan, device: torch.device) -> Plan:
+    """The plan with no more programs than may wait at once on the device: see `bound_programs`."""
+    assert plan.blocks is not None
+    programs = limit_waiting(plan.blocks.programs, device)
+    return plan._replace(blocks=plan.blocks._replace(programs=programs), movers=min(plan.movers, programs))
 
 
 def find_gather_transfer(m: int) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from stretto import tiles
 from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
 from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.intrinsics import now
-from stretto.tiles.signals import BROKEN, EPOCH
+from stretto.tiles.signals import EPOCH
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 """by_table: table after table, and of each the next rank's samples first, own ones last. mixed: the same, slice by
@@ -36,11 +36,12 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, finger
     tl.debug_barrier()
     epoch = tl.load(channel.state + EPOCH)
     word = ((epoch & 1) * channel.world + channel.rank) * 2
+    publishes = tiles.may_publish(channel)
     for distance in tl.static_range(channel.world):
         peer = (channel.rank + distance) % channel.world
         words = tiles.peer_pointer(channel, destinations, peer) + word
-        tl.store(words, tl.cast(offset, tl.int64))
-        tl.store(words + 1, tl.cast(fingerprint, tl.int64))
+        tl.store(words, tl.cast(offset, tl.int64), mask=publishes)
+        tl.store(words + 1, tl.cast(fingerprint, tl.int64), mask=publishes)
     tl.store(tickets, 0)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
 
@@ -81,6 +82,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
         address, rows, dim, column = find_table(lookup, table)
         first = group * pooling.slice
         slot = tl.cast(destination, tl.int64) * 0
+        publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
             inside = sample < lookup.batch
@@ -99,8 +101,12 @@ def pool_and_send(  # type: ignore[no-untyped-def]
                 words = destinations + ready + (parity + destination) * 2
                 slot = tl.load(words) * units
                 is_other = tl.load(words + 1) != fingerprint
-                if is_other & (tl.load(channel.state + BROKEN) == 0):  # else the wait was given up, and says why
+                # An atomic, so that all threads see the same: a wait that has failed says why by itself.
+                if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
                     write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
+                # After a wait that has failed, the place may be one that its rank has given to another tensor.
+                publishes = tiles.may_publish(channel)
+            inside = inside & publishes
             out = tl.multiple_of(tiles.peer_pointer(channel, slots, destination) + slot, 16)
             store_bags(lookup, out, sample, inside, dim, column, total)
         if destination != channel.rank:
