@@ -134,6 +134,11 @@ def failure_flag(device: torch.device) -> Tensor:
     return flag
 
 
+def find_flag(device: torch.device) -> Tensor | None:
+    """`failure_flag`, where some workspace on the device waits for peers; None where none ever has."""
+    return _flags.get(device) if device.type == "cuda" else None
+
+
 def has_failed() -> bool:
     """Whether a wait of this process was given up in a workspace that is still open. It waits for nothing."""
     return bool(_summary[0]) and _first_failed() is not None

@@ -105,8 +105,9 @@ class BlockChannel:
         """Make a channel. All ranks of the group call it, with the same arguments; group: None for all ranks.
 
         channels: of all ranks together. peer_tiles: how many tiles `peer_tile_notify` may name. data_bytes: the size
-        of each rank's buffer. timeout: seconds that a wait may last; None: the group's own limit. backend: "cuda", or "host" for processes whose
-        kernels are interpreted. ValueError for sizes out of bounds; PeerError for ranks that do not come.
+        of each rank's buffer. timeout: seconds that a wait may last; None: the group's own limit. backend: "cuda", or
+        "host" for processes whose kernels are interpreted. ValueError for sizes out of bounds; PeerError for ranks that
+        do not come.
         """
         if backend == "host" and not INTERPRETED.value:
             raise ValueError(

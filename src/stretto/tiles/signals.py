@@ -119,10 +119,8 @@ def may_publish(channel):  # type: ignore[no-untyped-def]
     Use it as the mask of a signal or a store, never in a branch: each thread loads it for itself, and a flag that is
     set meanwhile would make threads of a block part ways.
     """
-    if INTERPRETED:  # where a wait that fails ends the launch, and a volatile load counts as waiting
-        flag = tl.load(channel.failed)
-    else:
-        flag = tl.load(channel.failed, volatile=True)
+    # Interpreted, a wait that fails ends the launch, and a volatile load would count as waiting.
+    flag = tl.load(channel.failed, volatile=not INTERPRETED)
     return flag == 0
 
 
@@ -441,7 +439,7 @@ def _read_clock(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Whether a wait may go on; if its time is over, it is reported, and all other waits of this process give up too."""
+    """Whether a wait may go on; if its time is over, it is reported, and this process's other waits give up too."""
     latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
     failed = tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu")
     goes_on = failed == 0

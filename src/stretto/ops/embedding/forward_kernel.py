@@ -56,8 +56,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     A task is a slice: some samples of one rank, one table. Programs take tasks by tickets, in the order of `ORDERS`.
     Signals: after a slice's stores (the block's barrier, then release at system scope), its channel at its rank, by the
     number of its samples; a channel is of some of a rank's tables. So whom it is for need not know how it was sliced.
-    Waits: before a program's first store to a rank, until that has begun the call. At the end, each program for its
-    share of (source, channel), so that when the kernel has ended the output is complete.
+    Waits: before a program's first store to a rank, until that has begun the call. At the end, the programs that come
+    last for their shares of (source, channel), so that when the kernel has ended the output is complete.
     No cycle, and no need for all programs to be resident: a program waits for slices only when all of its rank's tasks
     are taken by programs that run, and those wait for nothing but other ranks' `begin_pooling`.
     Reuse: slots are stored to only after their rank has said so in this call; which is free, its host knows.
@@ -123,10 +123,14 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     waits = tl.zeros((), tl.int64)
     if trace is not None:
         waits = now()
-    for index in range(tl.program_id(0), (channel.world - 1) * mapping.channels, tl.num_programs(0)):
-        source = (channel.rank + 1 + index // mapping.channels) % channel.world
-        tile = channel.rank * mapping.channels + index % mapping.channels
-        tiles.consumer_tile_wait(channel, mapping, tile, source=source)
+    # A quarter of the programs ends here, which leaves room for other groups' kernels while the last ones wait.
+    programs = tl.num_programs(0)
+    waiter = tiles.arrive_produced(channel) - programs // 4
+    if waiter >= 0:
+        for index in range(waiter, (channel.world - 1) * mapping.channels, programs - programs // 4):
+            source = (channel.rank + 1 + index // mapping.channels) % channel.world
+            tile = channel.rank * mapping.channels + index % mapping.channels
+            tiles.consumer_tile_wait(channel, mapping, tile, source=source)
     if trace is not None:
         words = trace + (tasks + tl.program_id(0)).to(tl.int64) * 4
         tl.store(words, began)

@@ -118,8 +118,8 @@ def pool_and_put(  # type: ignore[no-untyped-def]
                 store_bags(lookup, there, sample, inside, dim, column, total)
             else:
                 put_bags(
-                    channel, exchange, lookup, pooling, out, counter, first, first + part, end_sample, destination, dim, column,
-                    total,
+                    channel, exchange, lookup, pooling, out, counter, first, first + part, end_sample, destination, dim,
+                    column, total,
                 )  # fmt: skip
                 puts += 1
         if in_reach & (destination != channel.rank):
