@@ -60,7 +60,7 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
 
 @lru_cache(maxsize=4096)
 def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
-    """(steps over k that each program does in a row; how many programs): whole tiles if they come out even."""
+    """(steps over k of a share; how many shares, and programs): whole tiles if they come out even."""
     tile_count = divide_up(m, blocks.m) * divide_up(n, blocks.n)
     steps = divide_up(k, blocks.k)
     whole = divide_up(tile_count, blocks.programs)
@@ -160,12 +160,9 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     unit = tiles.claim(channel)
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
     publishes = tiles.may_publish(channel)
-    steps = tl.cdiv(gemm.m, gemm.block_m) * tl.cdiv(gemm.n, tile_width(gemm)) * tl.cdiv(gemm.k, gemm.block_k)
-    units = tl.cdiv(steps, shares.steps)
+    units = tl.num_programs(0)  # shares: see `share_steps`
     while unit < units:
-        _multiply_share(
-            channel, gemm, shares, a, b, slot, unit, steps, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS
-        )
+        _multiply_share(channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
         unit = tiles.claim(channel)
     chunks = tl.cdiv(size, CHUNK)
     sums = slot + tl.cast(size, tl.int64) * channel.world
@@ -216,15 +213,15 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dty
 
 @triton.jit
 def _multiply_share(  # type: ignore[no-untyped-def]
-    channel, gemm, shares, a, b, slot, unit, all_steps, rows, pairs, publishes, dtype: tl.constexpr,
-    FORM: tl.constexpr, CHUNK: tl.constexpr, FOURS: tl.constexpr,
+    channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     """Do the unit-th share of all tiles' steps over k, and send the tiles that it completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
     row_tiles = tl.cdiv(gemm.m, gemm.block_m)
     begin = unit * shares.steps
     width = tile_width(gemm)
-    end = min(begin + shares.steps, all_steps)
+    end = min(begin + shares.steps, row_tiles * tl.cdiv(gemm.n, width) * steps)
     while begin < end:
         tile = begin // steps  # tiles of the same columns, which share the weight, come one after another
         row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * width
