@@ -45,7 +45,9 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     if config.train.tensorboard:
         require_tensorboard()
     is_callers_group = dist.is_initialized()
-    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device)
+    # A group that the caller has made keeps the time limit that the caller gave it.
+    timeout = None if is_callers_group else config.train.timeout
+    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
     try:
         with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
             _train_on(grid, config, display)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.memory import failures, group_timeout
+from stretto.memory import failures, group_timeout, shared_gpus
 from stretto.ops.checks import find_name
 from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward import count_programs, find_way
@@ -189,7 +189,7 @@ class PutSlots:
         storage.zero_()
         torch.cuda.synchronize(device)
         addresses = symmetric.rendezvous(storage, process_group).buffer_ptrs
-        dist.barrier(group=process_group, device_ids=[device.index])
+        shared_gpus.barrier(process_group, device)
         torch.cuda.synchronize(device)
         return cls(storage, addresses, process_group.rank(), slot_bytes, group_timeout(process_group))
 
