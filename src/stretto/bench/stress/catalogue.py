@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CATALOGUES = (
     "stretto.bench.stress.operators",
     "stretto.bench.stress.collectives",
+    "stretto.bench.stress.primitives",
 )
 
 
