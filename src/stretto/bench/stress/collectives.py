@@ -76,7 +76,10 @@ class CollectiveCase(Case):
         self._blocks = _Blocks.find(self._collective)
         sizes = SIZES if team.is_cuda else SMALL_SIZES
         self.entries = len(sizes)
-        self._inputs, self._templates, self._memories, self._checks = [], [], [], []
+        self._inputs: list[tuple[Tensor, Tensor | None]] = []
+        self._templates: list[Tensor] = []
+        self._memories: list[Tensor] = []
+        self._checks: list[list[Check]] = []
         for entry, size in enumerate(sizes):
             self._prepare(entry, size * (self._blocks.chunks if self._needs_even() else 1))
 

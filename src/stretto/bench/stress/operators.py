@@ -62,7 +62,7 @@ class Call:
         grain = 16 if self.dtype == FP8 else 8
         n = 48 if self.n % 8 == 0 else 37
         k = 2 * grain if self.k % 8 == 0 else 19
-        rows = self.rows if self.rows <= 4 else 16 if self.rows % 16 == 0 else 9
+        rows = self.rows if self.rows <= 4 else 16 if self.rows % 16 == 0 else 24 if self.rows % 24 == 0 else 9
         plan = self.plan
         if plan is not None and plan.blocks is not None:
             width = 48 if plan.blocks.n & (plan.blocks.n - 1) else 32
@@ -288,7 +288,10 @@ _GATHERS: dict[str, tuple[str, Call]] = {
     "pull-fp32": ("the same in fp32, pointers", Call("", 50, 131, 77, PULL, FP32)),
     "pull-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, PULL._replace(**UNSHIFTED))),
     "pull-few": ("two rows a rank", Call("", 2, 512, 256, PULL._replace(blocks=FEW))),
-    "shared": ("the last round of tiles is shared by steps over k", Call("", 16, 64, 4096, PUSH._replace(blocks=SHARED))),
+    "shared": (
+        "the last round of tiles is shared by steps over k",
+        Call("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
+    ),
     "copies-shared": ("the same, rows by copy engines", Call("", 16, 64, 4096, COPIES._replace(blocks=SHARED))),
     "default": ('implementation="kernel": the default plan', Call("", 64, 192, 128, None)),
 }
@@ -300,7 +303,10 @@ _SCATTERS: dict[str, tuple[str, Call]] = {
     "programs-pointers": ("operands that TMA does not take, fp16", Call("", 33, 131, 77, PUSH, FP16)),
     "programs-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, PUSH._replace(**UNSHIFTED))),
     "programs-transposed": ("weight transposed", Call("", 64, 192, 128, PUSH, is_transposed=True)),
-    "programs-shared": ("the last round is shared by steps over k", Call("", 16, 64, 4096, PUSH._replace(blocks=SHARED))),
+    "programs-shared": (
+        "the last round is shared by steps over k",
+        Call("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
+    ),
     "copies": ("copy engines push tiles", Call("", 64, 192, 128, COPIES)),
     "copies-fp32": ("the same in fp32, with a bias", Call("", 64, 192, 128, COPIES, FP32, has_bias=True)),
     "copies-sums-fp32": ("bf16, whose sums travel in fp32", Call("", 64, 192, 128, COPIES, reduce_dtype=FP32)),
@@ -331,6 +337,7 @@ _REDUCES: dict[str, tuple[str, Call]] = {
         "one row, n = 4096, default blocks, fp32",
         Call("", 1, 4096, 256, TWO_SHOTS._replace(blocks=None), FP32),
     ),
+    "tiles": ("many rows: a reduce-scatter by tiles, then the group's own all-gather", Call("", 120, 192, 128, PUSH)),
     "one-shot-wide": ("one row, n = 4096, default blocks", Call("", 1, 4096, 256, PACKETS._replace(blocks=None))),
 }
 
@@ -381,7 +388,13 @@ def list_configurations() -> list[Configuration]:
 
 def _configure(name: str, covers: str, call: Call) -> Configuration:
     return Configuration(
-        name, FAMILY, _find_kernels(call), covers, partial(OperatorCase, call), takes_halves=name in _IN_HALVES
+        name,
+        FAMILY,
+        _find_kernels(call),
+        covers,
+        partial(OperatorCase, call),
+        takes_graphs=name != "all-reduce/tiles",  # whose all-gather may go by way of the host
+        takes_halves=name in _IN_HALVES,
     )
 
 

@@ -144,14 +144,12 @@ def _start(setting: Setting) -> _State:
         # NCCL refuses a GPU that has several ranks.
         backend = "cpu:gloo,cuda:nccl" if setting.ranks <= gpus else "cpu:gloo,cuda:gloo"
     store = dist.FileStore(setting.store, setting.ranks)
-    dist.init_process_group(
-        backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT
-    )
+    dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT)
     world = dist.group.WORLD
     assert world is not None
     launched: set[str] = set()
     _watch_launches(launched)
-    state = _State(
+    return _State(
         setting,
         load_catalogue(setting.catalogues),
         device,
@@ -159,7 +157,6 @@ def _start(setting: Setting) -> _State:
         own=random.Random(mix(setting.seed, "own", setting.rank)),
         launched=launched,
     )
-    return state
 
 
 def _describe_device(state: _State) -> str:
@@ -262,13 +259,12 @@ def _run(state: _State, batch: Batch, began: float) -> Outcome:
     found = counts.tolist()
     wrong = sum(found)
     first = next((number for number, count in enumerate(found) if count), -1)
-    launched, _ = tuple(sorted(state.launched)), state.launched.clear()
+    launched = tuple(sorted(state.launched))
+    state.launched.clear()
     return Outcome(calls, wrong, first, "", time.perf_counter() - began, launched)
 
 
-def _run_graph(
-    state: _State, case: "Case", calls: int, shared: random.Random, counts: "torch.Tensor"
-) -> int:
+def _run_graph(state: _State, case: "Case", calls: int, shared: random.Random, counts: "torch.Tensor") -> int:
     """Capture a few calls, and replay them often. Returns how many calls there were."""
     import torch
 
