@@ -20,6 +20,8 @@ CATALOGUES = (
     "stretto.bench.stress.operators",
     "stretto.bench.stress.collectives",
     "stretto.bench.stress.primitives",
+    "stretto.bench.stress.embedding",
+    "stretto.bench.stress.pushed",
 )
 
 
@@ -52,8 +54,8 @@ class Case(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise what the device has reported: a wait that was given up, say. The device is idle."""
 
-    def close(self) -> None:  # noqa: B027
-        """Give back what garbage collection does not."""
+    def release_graph(self) -> None:  # noqa: B027
+        """A CUDA graph of its calls is gone."""
 
 
 @dataclass(frozen=True)

@@ -34,19 +34,26 @@ def list_kernels(root: Path | None = None) -> list[str]:
 def _list_triton(sources: dict[Path, str]) -> Iterator[str]:
     trees = {path: ast.parse(text) for path, text in sources.items() if path.suffix == ".py"}
     jitted = {path: {node.name for node in tree.body if _is_jitted(node)} for path, tree in trees.items()}
-    every = set().union(*jitted.values())
-    used: set[str] = set()
+    used: set[tuple[Path, str]] = set()
     for path, tree in trees.items():
-        imported = {
-            name.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stretto")
-            for name in node.names
-        }
-        used |= _find_names_on_host(tree) & (jitted[path] | imported & every)
-    for path, names in jitted.items():
-        for name in names & used:
-            yield f"{'.'.join(path.with_suffix('').parts)}.{name}"
+        known = {name: (path, name) for name in jitted[path]}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stretto"):
+                source = _find_module(node.module or "", trees)
+                for alias in node.names:
+                    if source is not None and alias.name in jitted[source]:
+                        known[alias.asname or alias.name] = source, alias.name
+                    inner = _find_module(f"{node.module}.{alias.name}", trees)
+                    if inner is not None:  # a module, whose kernels are its attributes
+                        known |= {f"{alias.name}.{name}": (inner, name) for name in jitted[inner]}
+        used |= {known[name] for name in _find_names_on_host(tree) if name in known}
+    for path, name in used:
+        yield f"{'.'.join(path.with_suffix('').parts)}.{name}"
+
+
+def _find_module(name: str, trees: dict[Path, ast.Module]) -> Path | None:
+    path = Path(f"{name.partition('.')[2].replace('.', '/')}.py")
+    return path if path in trees else None
 
 
 def _is_jitted(node: ast.AST) -> bool:
@@ -54,15 +61,30 @@ def _is_jitted(node: ast.AST) -> bool:
 
 
 def _find_names_on_host(tree: ast.AST) -> set[str]:
-    """All names that are read outside of jitted functions."""
+    """All names, and attributes of names ("module.name"), that are read outside of jitted functions.
+
+    Not what a function has as its own variable.
+    """
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if _is_jitted(node):
             continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            found.add(node.id)
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id=module), attr=name):
+                found.add(f"{module}.{name}")
         found |= _find_names_on_host(node)
+    if isinstance(tree, ast.FunctionDef):
+        own = {argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)}
+        own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        found -= own - {name for name in own if _is_imported(tree, name)}
     return found
+
+
+def _is_imported(function: ast.FunctionDef, name: str) -> bool:
+    imports = [node for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    return any(alias.name == name for node in imports for alias in node.names)
 
 
 def _list_cuda(sources: dict[Path, str]) -> Iterator[str]:

@@ -279,6 +279,8 @@ def _run_graph(state: _State, case: "Case", calls: int, shared: random.Random, c
         _be_late(state)
         graph.replay()
     torch.cuda.synchronize(state.device)
+    del graph
+    case.release_graph()
     return replays * len(entries)
 
 
