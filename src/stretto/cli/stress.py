@@ -16,7 +16,7 @@ def stress(
     ranks: Annotated[int, typer.Option(help="Processes; they share GPUs where there are fewer.")] = 2,
     minutes: Annotated[float, typer.Option(help="After so many no batch of calls begins.")] = 5.0,
     only: Annotated[
-        str | None, typer.Option(help="Configurations with this name, or pattern (*, ?), or part of a name.")
+        str | None, typer.Option(help="Names of configurations, patterns (*, ?) or parts of names, with commas.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of all that is random (default: a new one).")] = None,
     results: Annotated[

@@ -64,8 +64,9 @@ class Configuration:
 
     family: which part of the library it belongs to. kernels: those that it launches, as `kernels.list_kernels` names
     them. covers: in words, for `--list`. make: makes the calls of a rank, collectively. takes_graphs: whether a CUDA
-    graph can hold its calls; takes_groups: whether several groups may call it at once. ranks: the least number of
-    ranks, and of which it must be a multiple. on_cpu: whether CPU ranks can run it.
+    graph can hold its calls; takes_groups: whether several groups may call it at once; takes_halves: whether two halves
+    of the ranks are such groups too, for which its kernels are compiled anew. suits: whether it is for so many ranks.
+    on_cpu: whether CPU ranks can run it. symmetric_memory: torch's backend of it, which is chosen for a whole process.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Configuration:
     takes_halves: bool = False
     suits: Callable[[int], bool] = lambda ranks: True
     on_cpu: bool = True
+    symmetric_memory: str = "CUDA"
 
     def describe(self) -> dict[str, Any]:
         """For `--list --json`."""
@@ -95,24 +97,29 @@ def load_catalogue(modules: Iterable[str] = CATALOGUES) -> dict[str, Configurati
     return found
 
 
-def select(configurations: dict[str, Configuration], pattern: str | None) -> dict[str, Configuration]:
-    """Those whose name is `pattern`, or matches it (with *, ? and [...]), or else has it as a part.
+def select(configurations: dict[str, Configuration], patterns: str | None) -> dict[str, Configuration]:
+    """Those that one of the patterns, with commas between, picks: by name, by wildcards (*, ? and [...]), or else by a
+    part of the name.
 
-    ValueError where there is none.
+    ValueError for a pattern that picks none.
     """
-    if pattern is None:
+    if patterns is None:
         return configurations
-    if pattern in configurations:
-        return {pattern: configurations[pattern]}
+    picked: set[str] = set()
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        found = set(_pick(configurations, pattern))
+        if not found:
+            families = ", ".join(sorted({one.family for one in configurations.values()}))
+            raise ValueError(
+                f"no configuration matches {pattern!r}: --list shows all {len(configurations)}, of the families "
+                f"{families}"
+            )
+        picked |= found
+    return {name: one for name, one in configurations.items() if name in picked}
+
+
+def _pick(names: Iterable[str], pattern: str) -> list[str]:
+    if pattern in names:
+        return [pattern]
     has_wildcard = any(character in pattern for character in "*?[")
-    found = {
-        name: one
-        for name, one in configurations.items()
-        if (fnmatch.fnmatchcase(name, pattern) if has_wildcard else pattern in name)
-    }
-    if not found:
-        families = ", ".join(sorted({one.family for one in configurations.values()}))
-        raise ValueError(
-            f"no configuration matches {pattern!r}: --list shows all {len(configurations)}, of the families {families}"
-        )
-    return found
+    return [name for name in names if (fnmatch.fnmatchcase(name, pattern) if has_wildcard else pattern in name)]

@@ -51,6 +51,7 @@ class Crew:
         self.ranks = ranks
         self.about = ""
         self.starts = 0
+        self.symmetric_memory = "CUDA"
         self._device, self._seed, self._catalogues = device, seed, catalogues
         self._environment = dict(environment)
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
@@ -69,6 +70,12 @@ class Crew:
             except OSError:
                 continue  # it died: collecting its answer says so
         return self._collect(limit)
+
+    def use(self, symmetric_memory: str) -> None:
+        """Have the ranks take that backend of torch's symmetric memory: new ones, if those there are have another."""
+        if symmetric_memory != self.symmetric_memory:
+            self.kill()
+            self.symmetric_memory = symmetric_memory
 
     def kill(self) -> None:
         """End all ranks at once."""
@@ -97,7 +104,8 @@ class Crew:
             )
             theirs.close()
             self._workers.append((process, ours))
-            ours.send(Setting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues))
+            memory = self.symmetric_memory
+            ours.send(Setting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory))
         replies = self._collect(START_LIMIT)
         if not replies.is_whole:
             self.kill()

@@ -29,6 +29,7 @@ FORWARD = tuple(f"ops.embedding.forward_kernel.{name}" for name in ("begin_pooli
 _BACKWARD = "ops.embedding.backward_kernel."
 SORTED = tuple(_BACKWARD + name for name in ("find_keys", "count_chunks", "place_chunks", "reduce_chunks"))
 COMBINED = _BACKWARD + "combine_chunks"
+PUT = tuple(f"ops.embedding.put_kernel.{name}" for name in ("begin_putting", "pool_and_put"))
 PUSHED = ("tiles.signals.begin_call", _BACKWARD + "push_gradients")
 COPIED = ("tiles.signals.begin_call", "tiles.signals.wait_for_all")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,7 +41,7 @@ class LookUp:
 
     action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. way: of
     the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
-    last rank has no tables.
+    last rank has no tables. reaches: of "put", whether ranks store into those that they reach, or put to all.
     """
 
     action: str = "forward"
@@ -51,6 +52,7 @@ class LookUp:
     way: Way | None = None
     by_copies: bool = False
     has_none: bool = False
+    reaches: bool = True
     dims: tuple[int, ...] = (16, 32, 16)
 
 
@@ -166,10 +168,11 @@ class EmbeddingCase(Case):
         if look_up.action == "alone":
             return self._look_up_alone(entry)
         if look_up.action == "put":
+            reach = None if look_up.reaches else [peer == self._rank for peer in range(self._world)]
             with torch.no_grad():
                 return ops.embedding_all_to_all_put(
                     indices, offsets, self._tables, team.group, weights=weights, mode=look_up.mode, batch=self._batch,
-                    name=self._name,
+                    name=self._name, reach=reach,
                 )  # fmt: skip
         if look_up.way is None:
             return self._call_operator(entry, self._tables)
@@ -304,6 +307,8 @@ def list_configurations() -> list[Configuration]:
             (*FORWARD, *COPIED, *SORTED, COMBINED),
         ),
         "backward/sparse": ("sparse gradients", LookUp("sparse", is_weighted=True), (*FORWARD, *PUSHED, *SORTED)),
+        "put/stored": ("through NVSHMEM, to ranks that it maps", LookUp("put"), PUT),
+        "put/all": ("through NVSHMEM, which puts to all ranks", LookUp("put", reaches=False, dtype=BF16), PUT),
         "update/sgd": ("SGD on the rows that were looked up", LookUp("sgd"), (*PUSHED, *SORTED)),
         "update/sgd-copies": ("the same, pushed by copy engines", LookUp("sgd", by_copies=True), (*COPIED, *SORTED)),
         "update/adagrad": ("row-wise adagrad", LookUp("adagrad"), (*PUSHED, *SORTED)),
@@ -311,9 +316,18 @@ def list_configurations() -> list[Configuration]:
     configurations = []
     for name, (covers, look_up, kernels) in found.items():
         make: Callable[[Team], Case] = partial(EmbeddingCase, look_up, name=name)
-        # The host waits for the number of rows of a sparse gradient.
-        takes_graphs = look_up.action != "sparse"
+        is_put = look_up.action == "put"
         configurations.append(
-            Configuration(f"embedding/{name}", FAMILY, kernels, covers, make, takes_graphs=takes_graphs)
+            Configuration(
+                f"embedding/{name}",
+                FAMILY,
+                kernels,
+                covers,
+                make,
+                takes_graphs=not is_put and look_up.action != "sparse",  # for whose number of rows the host waits
+                takes_groups=not is_put,  # NVSHMEM's memory is never given back
+                on_cpu=not is_put,
+                symmetric_memory="NVSHMEM" if is_put else "CUDA",
+            )
         )
     return configurations

@@ -25,6 +25,7 @@ FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
 _MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
 _POISONED = 0.3  # share of batches before which workspaces are poisoned, besides the second
+_BATCHES_APART = 5  # in a row, of a configuration whose ranks need another backend of symmetric memory: others wait
 _MOST_FAILURES = 2  # batches of a configuration that hang or raise, before it is left out of the run
 _SECONDS_BETWEEN_WORDS = 10.0
 
@@ -65,7 +66,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run has found; accounts: of all that was selected, over all runs of the file."""
+    """What a run has found.
+
+    accounts: of all that was selected, over all runs of the file. launched: the Triton kernels that each configuration
+    has launched in this run; of those that are compiled, the ones that no other had launched in the same way before.
+    """
 
     seed: int
     ranks: int
@@ -73,6 +78,7 @@ class Report:
     seconds: float
     configurations: Mapping[str, Configuration]
     accounts: Mapping[str, Account]
+    launched: Mapping[str, set[str]]
 
     @property
     def is_clean(self) -> bool:
@@ -162,6 +168,7 @@ class _Run:
         self._batches = dict.fromkeys(chosen, 0)
         self._failures = dict.fromkeys(chosen, 0)
         self._compiled: set[tuple[int, str, str]] = set()
+        self._launched: dict[str, set[str]] = {name: set() for name in chosen}
         self._began = self._spoke = time.monotonic()
         self._calls = setting.calls or self._choose_calls()
 
@@ -176,24 +183,35 @@ class _Run:
             name = self._choose()
             if name is None:
                 break
-            self._run_batch(name)
-            self._ledger.write()
+            self._crew.use(self._chosen[name].symmetric_memory)
+            for _ in range(_BATCHES_APART if self._is_apart(name) else 1):
+                self._run_batch(name)
+                self._ledger.write()
+                self._tell_progress()
+                if self._failures[name]:
+                    break
             if self._setting.stops_at_first and not self._accounts[name].is_clean:
                 break
-            self._tell_progress()
         device = self._crew.about
         if device and device not in self._ledger.devices.setdefault(self._setting.ranks, []):
             self._ledger.devices[self._setting.ranks].append(device)
         self._ledger.write()
         seconds = time.monotonic() - self._began
-        return Report(self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts)
+        return Report(self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts, self._launched)
+
+    def _is_apart(self, name: str) -> bool:
+        """Whether the ranks are started anew for this configuration, and for the next one again."""
+        kinds = {one.symmetric_memory for one in self._chosen.values()}
+        return len(kinds) > 1 and self._chosen[name].symmetric_memory != "CUDA"
 
     def _choose(self) -> str | None:
         """The configuration with the fewest results; None where all have enough."""
         open_ones = [name for name in self._chosen if self._failures[name] < _MOST_FAILURES]
+        # Once a run is enough of those for which the ranks are started anew.
+        open_ones = [name for name in open_ones if not (self._is_apart(name) and self._batches[name])]
         if self._setting.results is not None:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
-        return min(open_ones, key=lambda name: self._turns[name], default=None)
+        return min(open_ones, key=lambda name: (self._turns[name], self._is_apart(name)), default=None)
 
     def _run_batch(self, name: str) -> None:
         number = self._batches[name]
@@ -214,6 +232,7 @@ class _Run:
         if not replies.is_whole:
             self._fail(name, replies, where)
             return
+        self._launched[name].update(*(outcome.launched for outcome in replies.outcomes.values()))
         account.results += sum(outcome.calls for outcome in replies.outcomes.values())
         account.seconds += max(outcome.seconds for outcome in replies.outcomes.values())
         account.modes[mode] = account.modes.get(mode, 0) + replies.outcomes[0].calls * self._setting.ranks

@@ -45,6 +45,7 @@ class Setting:
     device: str
     seed: int
     catalogues: tuple[str, ...]
+    symmetric_memory: str = "CUDA"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,10 @@ def _start(setting: Setting) -> _State:
         torch.cuda.set_device(device)
         # NCCL refuses a GPU that has several ranks.
         backend = "cpu:gloo,cuda:nccl" if setting.ranks <= gpus else "cpu:gloo,cuda:gloo"
+        if setting.symmetric_memory != "CUDA":
+            import torch.distributed._symmetric_memory as symmetric
+
+            symmetric.set_backend(setting.symmetric_memory)
     store = dist.FileStore(setting.store, setting.ranks)
     dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT)
     world = dist.group.WORLD
