@@ -237,7 +237,9 @@ def _multiply_share(  # type: ignore[no-untyped-def]
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                _send_tile(channel, gemm, slot, totals[part], row, at, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
+                _send_tile(
+                    channel, gemm, slot, totals[part], row, at, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS
+                )
 
 
 @triton.jit

@@ -190,9 +190,7 @@ class PushedGather:
             offsets.append(size)
             num_bytes = -(-rows // world) * world * _numel(shape[1:]) * dtype.itemsize
             size += -(-num_bytes // 128) * 128
-        channel = BlockChannel.allocate(
-            self.group, channels=world * len(layout), data_bytes=size, backend=self.backend
-        )
+        channel = BlockChannel.allocate(self.group, channels=world * len(layout), data_bytes=size, backend=self.backend)
         for number, ((key, rows, shape, dtype), offset) in enumerate(zip(layout, offsets, strict=True)):
             chunk = -(-rows // world)
             padded, mine = (chunk * world, *shape[1:]), slice(rank * chunk, rank * chunk + shape[0])
