@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import require_least
-from stretto.bench.mps import mps_daemon
+from stretto.bench.mps import has_mps, mps_daemon
 from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
 from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
@@ -138,9 +138,9 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         elif setting.ranks > gpus:
             environment |= {"STRETTO_SHARE_GPUS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-            shared = stack.enter_context(mps_daemon(-(-setting.ranks // gpus)))
-            environment |= shared or {}
-            say("the ranks share GPUs under MPS" if shared else "the ranks share GPUs by time slices: no MPS here")
+            if has_mps():
+                environment |= stack.enter_context(mps_daemon(max(1, 100 // -(-setting.ranks // gpus))))
+            say("the ranks share GPUs " + ("under MPS" if has_mps() else "by time slices: there is no MPS here"))
         device = "cuda" if gpus else "cpu"
         crew = Crew(setting.ranks, device, seed, setting.catalogues, environment)
         stack.callback(crew.close)
