@@ -32,7 +32,7 @@ import triton.language as tl
 import stretto
 from stretto import ops, tiles
 
-_GROUP_LIMIT = timedelta(seconds=60)  # also of waits on the device, where these are the group's
+_GROUP_LIMIT = timedelta(seconds=30)  # of waits on the device, too: less than the command waits for an answer
 _WARM_UP = 3
 _BLOCK = 256  # columns that a tile's kernel takes at once
 _TILE_ROWS = 16
