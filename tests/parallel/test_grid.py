@@ -1,12 +1,17 @@
 """A grid lays its ranks out with x innermost, and its groups are the rows of that layout."""
 
+import time
+from datetime import timedelta
 from math import prod
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from stretto.memory.timeouts import find_timeout
 from stretto.parallel import Grid
 from tests.parallel.training import Sizes
+from tests.pool import GROUP_LIMIT
 
 AXES = ("data", "x", "y", "z")
 
@@ -65,3 +70,50 @@ def test_an_unknown_axis_is_refused_with_those_that_exist_and_a_wrong_product_wi
         for refusal, asked in zip(seen[3:], ("3", "4", "1"), strict=True):
             assert asked in refusal
             assert "2" in refusal
+
+
+def read_timeouts(given: float | timedelta | None) -> dict[str, float]:
+    """The time limit of each of the grid's groups, in seconds."""
+    grid = Grid(data=2, x=2, timeout=given)
+    groups = {axis: grid.group(axis) for axis in (*AXES, "batch", "world")}
+    groups |= {f"parameters' {axis}": grid.parameter_mesh.get_group(axis) for axis in ("data", "x")}
+    return {name: find_timeout(group).total_seconds() for name, group in groups.items()}
+
+
+@pytest.mark.parametrize("given", [31.5, timedelta(minutes=45)], ids=str)
+def test_all_groups_of_a_grid_have_its_time_limit(ranks, given):
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    for seen in ranks(4).run(read_timeouts, given):
+        assert set(seen.values()) == {seconds}, seen
+
+
+def test_without_a_time_limit_all_groups_have_that_of_the_process_group(ranks):
+    for seen in ranks(4).run(read_timeouts, None):
+        assert set(seen.values()) == {GROUP_LIMIT.total_seconds()}, seen
+
+
+def wait_for_a_late_rank(timeout: float, late: float) -> str:
+    """What an all-reduce says to the ranks that wait while rank 1 is late."""
+    grid = Grid(x=2, timeout=timeout)
+    if dist.get_rank() == 1:
+        time.sleep(late)
+    try:
+        dist.all_reduce(torch.ones(1), group=grid.group("x"))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_is_late_by_less_than_the_time_limit_breaks_nothing(ranks):
+    assert ranks(2).run(wait_for_a_late_rank, 20.0, 0.4) == ["", ""]
+
+
+def test_a_rank_that_is_late_by_more_than_the_time_limit_is_given_up(ranks):
+    assert "imed out" in ranks(2).run(wait_for_a_late_rank, 0.2, 1.0)[0]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "600", timedelta(0)], ids=repr)
+def test_a_time_limit_that_is_none_is_refused_with_what_would_do(timeout):
+    with pytest.raises(ValueError, match=r"timeout is .*(nearest that would do|such as 600)"):
+        Grid(timeout=timeout)
+    assert not dist.is_initialized()

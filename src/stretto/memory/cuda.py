@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import shared_gpus
 from stretto.memory.exchange import find_own_rank, require_same
 from stretto.memory.symmetric import SymmetricMemory
 from stretto.memory.waiting import MASK, PeerError, has_reached
@@ -50,6 +51,8 @@ class CudaMemory(SymmetricMemory):
         """
         import torch.distributed._symmetric_memory as symmetric
 
+        if shared_gpus.is_enabled():
+            shared_gpus.install()  # before the first allocation: torch reads its variable then
         group = dist.group.WORLD if group is None else group
         if group is None:
             raise ValueError("symmetric memory on GPUs needs a process group: call init_process_group first")
@@ -77,7 +80,7 @@ class CudaMemory(SymmetricMemory):
 
     def meet(self) -> None:
         """Wait on the host until all ranks have come here."""
-        dist.barrier(group=self.group, device_ids=[self.device.index])
+        shared_gpus.barrier(self.group, self.device)
 
     def buffer(self, rank: int | None = None) -> Tensor:
         """See `SymmetricMemory.buffer`."""

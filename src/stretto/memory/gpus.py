@@ -6,11 +6,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from stretto.memory import shared_gpus
+
 
 class _Gpu(NamedTuple):
     host: str
     identity: str
     kind: str
+    may_be_shared: bool
 
 
 def find_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -21,13 +24,13 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
-    here = _Gpu(socket.gethostname(), str(properties.uuid), kind)
+    here = _Gpu(socket.gethostname(), str(properties.uuid), kind, shared_gpus.is_enabled())
     everyone = [here] * group.size()
     dist.all_gather_object(everyone, here, group=group)
-    hosts, gpus, kinds = (set(each) for each in zip(*everyone, strict=True))
+    hosts, gpus, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} machines"
-    if len(gpus) < len(everyone):
+    if len(gpus) < len(everyone) and switches != {True}:
         return "several of its ranks share a GPU"
     if len(kinds) > 1:  # who has more multiprocessors would divide the work otherwise than its peers
         return f"its GPUs are of {len(kinds)} kinds: {', '.join(sorted(kinds))}"

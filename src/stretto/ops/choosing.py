@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory import is_debugging
+from stretto.memory import is_debugging, shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.ops.agreement import require_agreement
 from stretto.ops.gemm import count_processors, find_capability, takes_tma
@@ -124,7 +124,7 @@ def describe_call(operator: str, m: int, x: Tensor, weight: Tensor, group: str) 
 def machine_name(device: torch.device) -> str:
     """What measured times are kept by."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return f"{name}, torch {torch.__version__}"
+    return f"{name}, torch {torch.__version__}{shared_gpus.suffix()}"
 
 
 def time_key(call: Call, plan: Plan) -> str:

@@ -2,11 +2,15 @@
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from stretto.memory import shared_gpus
+from stretto.memory.timeouts import check_timeout, find_timeout, set_timeout
 
 AXES = ("data", "x", "y", "z")
 # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left: with z
@@ -21,11 +25,15 @@ class Grid:
     `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the same grid.
 
     Attributes: `mesh`, the DeviceMesh with dims named data, y, x, z; `parameter_mesh`, its part without dims of size 1,
-    on which parameters are; `device`, this rank's torch.device; `sizes`, a mapping from axis to size.
+    on which parameters are; `device`, this rank's torch.device; `sizes`, a mapping from axis to size; `timeout`, the
+    groups' time limit, a timedelta.
 
     device: this rank's (default: of the process group that is there, else a GPU where torch sees one, else the CPU).
+    timeout: the time limit of all of the grid's groups, in seconds or as a timedelta, for their collectives and for
+    kernels that wait for a peer (default: the limit of the process group that is there, else torch's own). A rank may
+    be so much later than the others, to compile or to save, before they give it up.
 
-    Raises ValueError when the sizes do not multiply to the number of ranks.
+    Raises ValueError when the sizes do not multiply to the number of ranks, and for a timeout that is not positive.
     """
 
     def __init__(
@@ -36,10 +44,12 @@ class Grid:
         z: int = 1,
         *,
         device: torch.device | str | None = None,
+        timeout: timedelta | float | None = None,
     ) -> None:
         self.sizes: Mapping[str, int] = check_sizes({"data": data, "x": x, "y": y, "z": z})
         ranks = prod(self.sizes.values())
-        self.device = _initialize(ranks, None if device is None else torch.device(device))
+        limit = None if timeout is None else check_timeout(timeout)
+        self.device = _initialize(ranks, None if device is None else torch.device(device), limit)
         if dist.get_world_size() != ranks:
             raise ValueError(mismatch(self.sizes, dist.get_world_size()))
         # Flattened and shaped anew: torch 2.11 reads the mesh's order off its strides, those of dims of size 1 too.
@@ -54,6 +64,10 @@ class Grid:
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world
+        self.timeout = find_timeout(world) if limit is None else limit
+        for each in self._groups.values():  # DeviceMesh makes groups with torch's default limit
+            if find_timeout(each) != self.timeout:
+                set_timeout(each, self.timeout)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `axis` only (in data and z for "batch", in any for "world").
@@ -95,31 +109,25 @@ def mismatch(sizes: Mapping[str, int], ranks: int) -> str:
     return f"the grid {shape} has {product} ranks, but the job has {ranks}: they must be equal{hint}"
 
 
-def _initialize(ranks: int, device: torch.device | None) -> torch.device:
+def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | None) -> torch.device:
     """Join the job's process group, unless the caller has, and pick this rank's device."""
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if device is None:
         if dist.is_initialized():
-            device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+            device = torch.device("cuda" if shared_gpus.runs_on_gpus() else "cpu")
         else:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"this is local rank {local_rank}, but the machine has {torch.cuda.device_count()} GPUs: "
-                "start one rank a GPU"
-            )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", shared_gpus.choose_gpu(int(os.environ.get("LOCAL_RANK", "0"))))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = shared_gpus.default_backend(device.type)
     if is_launched:
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None)
     elif ranks == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
         raise ValueError(
             f"a grid of {ranks} ranks needs {ranks} processes, and this is one alone: "

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.memory.timeouts import find_timeout
 from stretto.parallel.bucketed_gradients import ReplicatedGradients
 from stretto.parallel.grid import Grid
 from stretto.parallel.index_exchange import exchange_indices
@@ -49,7 +50,10 @@ class ShardedTables(nn.ModuleDict):
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
         self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
         needs_host = device.type == "cuda" and group.size() > 1
-        self._host_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo") if needs_host else None
+        self._host_group: dist.ProcessGroup | None = None
+        if needs_host:
+            members = dist.get_process_group_ranks(group)
+            self._host_group = dist.new_group(members, backend="gloo", timeout=find_timeout(group))
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))

@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from stretto.memory import shared_gpus
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.divergence import DivergenceError
@@ -89,6 +90,8 @@ def resolve_device(config: AnyConfig) -> AnyConfig:
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     gpus = torch.cuda.device_count()
+    if gpus and shared_gpus.is_enabled():
+        gpus = max(gpus, ranks_here)  # as many as ranks want
     if config.device == "cuda" and gpus < ranks_here:
         remedy = f"ranks={gpus} or device='cpu'" if gpus else "device='cpu'"
         raise ValueError(

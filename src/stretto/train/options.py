@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stretto.models import GPTConfig
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
+MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.timeouts allows
 MAX_STEPS = 1 << 53  # numbers beyond it are not whole in floating point
 # Of a model. Far above any that was ever trained, and low enough that to check a configuration takes seconds.
 MAX_LAYERS = 1 << 12
@@ -223,6 +224,10 @@ class RunOptions(Section):
         None, "latest (of the run in `out`), or a run's or checkpoint's folder; the grid may be another"
     )
     log_every: int = option(10, "steps between lines of text where there is no terminal", unit="steps", ge=1)
+    timeout: float = option(
+        600.0, "time that a rank may be later than the others, to compile or to save, before they give up and the run "
+        "ends", unit="seconds", ge=1, le=MAX_TIMEOUT,
+    )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
 

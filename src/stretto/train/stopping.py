@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.memory.timeouts import find_timeout
+
 # A launcher passes on the signal that the terminal has already sent to every process: within this time, in
 # seconds, it is one request and not two.
 ONE_REQUEST = 1.0
@@ -26,7 +28,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
         # Signals reach single ranks at any time. The ranks must agree from the host, without waiting for a
         # GPU.
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=find_timeout()) if dist.get_world_size() > 1 else None
 
     def is_agreed(self) -> bool:
         """Whether any rank has been asked to stop: one answer for all. Collective, of a few bytes."""

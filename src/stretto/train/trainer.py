@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.memory import allocated_bytes
+from stretto.memory import allocated_bytes, failures
 from stretto.parallel import AXES, Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
 from stretto.train.divergence import DivergenceError
@@ -45,7 +45,9 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
     if config.train.tensorboard:
         require_tensorboard()
     is_callers_group = dist.is_initialized()
-    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device)
+    # A group that the caller has made keeps the time limit that the caller gave it.
+    timeout = None if is_callers_group else config.train.timeout
+    grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
     try:
         with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
             _train_on(grid, config, display)
@@ -53,6 +55,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
         if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
             dist.destroy_process_group()
         raise
+    failures.synchronize(grid.device)
     if not is_callers_group:
         # Python's own end would close the connections at any moment, also while another rank uses them.
         dist.barrier()

@@ -33,7 +33,11 @@ def count_gpus(ranks: int | None) -> int:
     """The ranks of a bench that takes a GPU each. ValueError for more than there are."""
     import torch
 
+    from stretto.memory import shared_gpus
+
     there = torch.cuda.device_count()
+    if there and shared_gpus.is_enabled():
+        there = max(there, ranks or 2)
     if there < 2 or (ranks is not None and not 2 <= ranks <= there):
         raise ValueError(f"this bench takes 2 GPUs or more, one a rank: there are {there}, and {ranks or there} ranks")
     return ranks or there

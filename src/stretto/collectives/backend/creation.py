@@ -8,10 +8,12 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from stretto.collectives.backend.by_host import FallbackByHost
 from stretto.collectives.backend.connecting import Connection
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.native import make_backend
 from stretto.collectives.backend.runner import Member
+from stretto.memory import shared_gpus
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
@@ -60,15 +62,20 @@ def _create(
     cpu.options.global_ranks_in_group = ranks
     cpu.options.group_name = name
     cpu._set_sequence_number_for_group()
-    cuda = _create_nccl(store, rank, size, timeout, name, ranks, options) if _has_gpus() else None
     member = Member(rank, size, name)
-    if cuda is None:
+    cuda, dispatch = None, None
+    if not _has_gpus():
         dispatcher = Dispatcher(member, {"cpu": "gloo"})
+    elif shared_gpus.is_enabled():
+        shared_gpus.install()
+        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "gloo"})
+        dispatch = FallbackByHost(dispatcher, cpu, dist.PrefixStore("by host", store), member)
     else:
+        cuda = _create_nccl(store, rank, size, timeout, name, ranks, options)
         dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, Connection(cuda, member))
     _dispatchers[name] = dispatcher
     milliseconds = round(timeout.total_seconds() * 1000)
-    backend: Any = make_backend(rank, size, cpu, cuda, dispatcher, _split, milliseconds)
+    backend: Any = make_backend(rank, size, cpu, cuda, dispatch or dispatcher, _split, milliseconds)
     backend.options.group_name = name
     backend.options.global_ranks_in_group = ranks
     return backend

@@ -17,6 +17,7 @@ from stretto.collectives.said import SaidOnce
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.selection import LIBRARY, Table, Way, find_table_file
 from stretto.collectives.verifier import verify
+from stretto.memory import shared_gpus
 
 Kernel = LaneKernel | CopiedSchedule
 
@@ -25,7 +26,7 @@ def machine_name(has_nvlink: bool) -> str:
     """What a table was measured on: the GPU, its links and the versions whose speed is in it; no machine's name."""
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
     links = "NVLink" if has_nvlink else "no NVLink"
-    return f"{torch.cuda.get_device_name()}, {links}, torch {torch.__version__}, NCCL {nccl}"
+    return f"{torch.cuda.get_device_name()}, {links}, torch {torch.__version__}, NCCL {nccl}{shared_gpus.suffix()}"
 
 
 class Found(NamedTuple):

@@ -1,0 +1,382 @@
+"""Lets several ranks share one GPU, for tests: `STRETTO_SHARE_GPUS=1`, set before the ranks start.
+
+NCCL refuses to use a GPU twice, so the group's backend is gloo for tensors on GPUs too, and this module is the one
+place that knows it. gloo implements only some collectives for GPU tensors, and torch 2.11's functional collectives
+(`torch.ops._c10d_functional`, which DTensor uses) end the process there. Therefore `install` registers kernels with
+torch's dispatcher for the device type CUDA. They copy a collective's tensors to the host, run the same operator there
+on the same group, and copy the results back. Everything that calls a collective is covered without knowing of it:
+`torch.distributed`, DTensor, DistributedDataParallel, FSDP2 and compiled graphs.
+
+Such a collective blocks the host: its Work is complete when the call returns (a receive alone runs in a thread of its
+own, so that ranks may post receives before sends). It cannot be captured in a CUDA graph. Stretto's own kernels
+need none of this: they share memory on one GPU as they do between GPUs, with
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, which `install` sets.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+SWITCH = "STRETTO_SHARE_GPUS"
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+_GLOO_DTYPES = frozenset(
+    {
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
+    }
+)  # fmt: skip
+
+# The first argument of each is what it writes.
+_REDUCTIONS = (
+    "allreduce_",
+    "allreduce_coalesced_",
+    "reduce_",
+    "reduce_scatter_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+)
+_MOVES = (
+    "broadcast_",
+    "allgather_",
+    "_allgather_base_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "alltoall_base_",
+    "gather_",
+    "scatter_",
+    "recv_any_source_",
+)
+_FUNCTIONAL_REDUCTIONS = (
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_reduce_coalesced_",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_out",
+    "reduce_scatter_tensor_coalesced",
+)
+_FUNCTIONAL_MOVES = (
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_out",
+    "all_gather_into_tensor_coalesced",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_",
+)
+_libraries: list[torch.library.Library] = []  # what is registered lasts as long as these do
+
+
+def is_enabled() -> bool:
+    """Whether ranks may share GPUs: STRETTO_SHARE_GPUS is set, and not to 0."""
+    return os.environ.get(SWITCH, "") not in ("", "0")
+
+
+def suffix() -> str:
+    """What is added to a machine's name in stores of measured times, which must not serve a GPU a rank."""
+    return ", GPUs shared by ranks" if is_enabled() else ""
+
+
+def default_backend(device_type: str) -> str:
+    """The backends of a job's process group whose tensors are on such devices ("cpu" or "cuda")."""
+    if device_type != "cuda":
+        return "gloo"
+    if not is_enabled():
+        return "cpu:gloo,cuda:nccl"
+    install()
+    return "cpu:gloo,cuda:gloo"
+
+
+def choose_gpu(local_rank: int) -> int:
+    """The index of the GPU of a machine's `local_rank`-th rank: its own, or with the switch one of all, in turn.
+
+    ValueError where there is no GPU for it.
+    """
+    count = torch.cuda.device_count()
+    if is_enabled() and count > 0:
+        return local_rank % count
+    if local_rank >= count:
+        raise ValueError(
+            f"this is local rank {local_rank}, but the machine has {count} GPUs: start one rank a GPU"
+            + (f", or for a test set {SWITCH}=1, by which ranks share GPUs" if count else "")
+        )
+    return local_rank
+
+
+def runs_on_gpus(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group (None: all ranks) has a backend for tensors on GPUs: NCCL, or with the switch gloo."""
+    config = str(dist.get_backend_config(group))
+    return "nccl" in config or (is_enabled() and torch.cuda.is_available() and "cuda:" in config)
+
+
+def barrier(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Wait on the host until all ranks have come here and their current streams have done what was enqueued before."""
+    if device.type != "cuda":
+        dist.barrier(group=group)
+    elif not is_enabled():
+        dist.barrier(group=group, device_ids=[device.index])
+    else:
+        torch.cuda.current_stream(device).synchronize()  # NCCL's barrier is a kernel, which comes after these
+        dist.barrier(group=group)
+
+
+def install(device_key: str = "CUDA", host_key: str = "CPU") -> None:
+    """Have collectives on GPU tensors go by way of the host, in this process, from now on; repeated calls do nothing.
+
+    device_key, host_key: the dispatch keys of the two kinds of devices. A test without a GPU gives others.
+    """
+    if _libraries:
+        return
+    os.environ.setdefault(OVERLAPPING, "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # that kernels are replaced is the purpose
+        collectives = torch.library.Library("c10d", "IMPL")
+        functional = torch.library.Library("_c10d_functional", "IMPL")
+        seam = _Seam(device_key, host_key)
+        for name in (*_REDUCTIONS, *_MOVES):
+            op = getattr(torch.ops.c10d, name).default
+            collectives.impl(op, seam.collective(op, is_reduction=name in _REDUCTIONS), device_key)
+        for name, make in (
+            ("alltoall_", seam.all_to_all_of_lists),
+            ("send", seam.send),
+            ("recv_", seam.receive),
+            ("barrier", seam.barrier),
+        ):
+            op = getattr(torch.ops.c10d, name).default
+            collectives.impl(op, make(op), device_key)
+        for name in (*_FUNCTIONAL_REDUCTIONS, *_FUNCTIONAL_MOVES):
+            op = getattr(torch.ops._c10d_functional, name).default
+            functional.impl(op, seam.functional(op, is_reduction=name in _FUNCTIONAL_REDUCTIONS), device_key)
+        _libraries.extend((collectives, functional))
+        if hasattr(torch.ops._dtensor, "shard_dim_alltoall"):
+            tensors = torch.library.Library("_dtensor", "IMPL")
+            op = torch.ops._dtensor.shard_dim_alltoall.default
+            tensors.impl(op, seam.functional(op, is_reduction=False), device_key)
+            _libraries.append(tensors)
+
+
+def uninstall() -> None:
+    """Take back what `install` has registered, for tests."""
+    for library in _libraries:
+        library._destroy()
+    _libraries.clear()
+
+
+class _Seam:
+    """The kernels that `install` registers. Each gets the operator's arguments as the dispatcher gives them."""
+
+    def __init__(self, device_key: str, host_key: str) -> None:
+        self.device = torch.device(device_key.lower())
+        self.host_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, host_key))
+
+    def collective(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
+        """Of a c10d operator whose first argument is what it writes."""
+        place = _find_group_argument(op)
+
+        def kernel(*args: Any) -> Any:
+            if not self._goes_by_host(op, dist.ProcessGroup.unbox(args[place])):
+                return op.redispatch(self.host_keys, *args)
+            given = [_to_host(arg, is_reduction) for arg in args[:place]]
+            returned = op.redispatch(self.host_keys, *given, *args[place:])
+            work = returned[-1] if isinstance(returned, tuple) else returned
+            dist.Work.unbox(work).wait()
+            _copy_back(args[0], given[0])
+            return (args[0], work) if isinstance(returned, tuple) else work
+
+        return kernel
+
+    def all_to_all_of_lists(self, op: Any) -> Callable[..., Any]:
+        """Of `alltoall_`, which torch 2.11's gloo lacks: the lists become one tensor each, with sizes."""
+        single = torch.ops.c10d.alltoall_base_.default
+
+        def kernel(outputs: list[Tensor], inputs: list[Tensor], group: Any, *options: Any) -> Any:
+            if not self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+                return op.redispatch(self.host_keys, outputs, inputs, group, *options)
+            sent = torch.cat([tensor.reshape(-1) for tensor in _to_host(inputs, False)])
+            parts = _to_host(outputs, False)
+            taken = torch.cat([tensor.reshape(-1) for tensor in parts])
+            sizes = [tensor.numel() for tensor in parts]
+            sent_sizes = [tensor.numel() for tensor in _to_host(inputs, False)]
+            work = single.redispatch(self.host_keys, taken, sent, group, sizes, sent_sizes, *options)
+            dist.Work.unbox(work).wait()
+            _copy_back(outputs, [one.view(part.shape) for one, part in zip(taken.split(sizes), parts, strict=True)])
+            return outputs, work
+
+        return kernel
+
+    def send(self, op: Any) -> Callable[..., Any]:
+        """Of `send`: gloo keeps the copy on the host until its Work has ended."""
+
+        def kernel(tensors: list[Tensor], group: Any, *options: Any) -> Any:
+            if self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+                tensors = _to_host(tensors, False)
+            return op.redispatch(self.host_keys, tensors, group, *options)
+
+        return kernel
+
+    def receive(self, op: Any) -> Callable[..., Any]:
+        """Of `recv_`: a thread waits for the message and copies it, so that this rank may go on to send its own."""
+
+        def kernel(tensors: list[Tensor], group: Any, *options: Any) -> Any:
+            if not self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+                return op.redispatch(self.host_keys, tensors, group, *options)
+            before = self._record_event()
+            staged = _to_host(tensors, False)
+            _, work = _split_returned(op.redispatch(self.host_keys, staged, group, *options))
+            ended: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+
+            def finish() -> None:
+                try:
+                    dist.Work.unbox(work).wait()
+                    self._copy_after(before, tensors, staged)
+                    ended.set_result(tensors)
+                except Exception as error:  # noqa: BLE001  (who waits is to get it, whatever it is)
+                    ended.set_exception(error)  # type: ignore[arg-type]
+
+            threading.Thread(target=finish, name="stretto-receive", daemon=True).start()
+            return c10d._create_work_from_future(ended).boxed()  # type: ignore[attr-defined]
+
+        return kernel
+
+    def barrier(self, op: Any) -> Callable[..., Any]:
+        """Of a barrier for which torch has chosen the GPU."""
+
+        def kernel(tensor: Tensor, group: Any, device_ids: Any = (), *options: Any) -> Any:
+            if not self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+                return op.redispatch(self.host_keys, tensor, group, list(device_ids), *options)
+            return op.redispatch(self.host_keys, tensor.cpu(), group, [], *options)
+
+        return kernel
+
+    def functional(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
+        """Of a functional collective: its result is there at its return; `wait_tensor` has nothing to do."""
+        names = [argument.name for argument in op._schema.arguments]
+        place = names.index("group_name")
+        written = [argument.name for argument in op._schema.arguments if argument.alias_info is not None]
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+            if not self._goes_by_host(op, _resolve(args[place])):
+                return op.redispatch(self.host_keys, *args, **kwargs)
+            given = {
+                name: _to_host(value, is_reduction) if _holds_tensors(value) else value for name, value in named.items()
+            }
+            positional = [given.pop(name) for name in names[: len(args)]]
+            host = op.redispatch(self.host_keys, *positional, **given)
+            wait = torch.ops._c10d_functional.wait_tensor
+            host = [wait(one) for one in host] if isinstance(host, (list, tuple)) else wait(host)
+            if written:
+                _copy_back(named[written[0]], host)
+                return named[written[0]]
+            return _to_device(host, named[names[0]])
+
+        return kernel
+
+    def _goes_by_host(self, op: Any, group: dist.ProcessGroup) -> bool:
+        """Whether the group's backend for this kind of device is gloo; what the backend stretto does, it does itself.
+
+        RuntimeError for a group of another backend, and while a CUDA graph is captured.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{op} goes by way of the host because {SWITCH} is set, which a CUDA graph cannot hold: capture what "
+                "only Stretto's kernels exchange, or use a GPU a rank"
+            )
+        backend, on_host = (group._get_backend(torch.device(kind)) for kind in (self.device.type, "cpu"))
+        if backend.name() == "gloo":
+            return True
+        if backend.name() == on_host.name():  # one object for both kinds of devices
+            return False
+        raise RuntimeError(
+            f"{op}: {SWITCH} is set, and this group's backend for {self.device.type} is {backend.name()}: use "
+            f"{default_backend('cuda')} or stretto, or unset {SWITCH}"
+        )
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        """What the current stream has been given so far."""
+        if not torch.cuda.is_available():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _copy_after(self, before: torch.cuda.Event | None, tensors: list[Tensor], staged: list[Tensor]) -> None:
+        """Copy to the device, on a stream of this thread's own, and wait until that has been done."""
+        if before is None:
+            _copy_back(tensors, staged)
+            return
+        with torch.cuda.device(tensors[0].device), torch.cuda.stream(torch.cuda.Stream()):
+            before.wait()
+            _copy_back(tensors, staged)
+            torch.cuda.current_stream().synchronize()
+
+
+def _find_group_argument(op: Any) -> int:
+    """The place of the ProcessGroup among a c10d operator's arguments."""
+    return next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "process_group")
+
+
+def _split_returned(returned: Any) -> tuple[Any, Any]:
+    """(what was written or None, the boxed Work) of what a c10d operator returns."""
+    return returned if isinstance(returned, tuple) else (None, returned)
+
+
+def _resolve(group: Any) -> dist.ProcessGroup:
+    """The group that a functional collective is given: its name, or since torch 2.13 also itself."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return dist.ProcessGroup.unbox(group)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, (list, tuple)) and bool(value) and all(_holds_tensors(one) for one in value)
+    )
+
+
+def _to_host(value: Any, is_reduction: bool) -> Any:
+    """New contiguous tensors on the host in place of those of a tensor, a list, or a list of lists.
+
+    Where gloo does not know the dtype, what is only moved travels as bytes [..., itemsize], and integers that are
+    added up as int32.
+    """
+    if isinstance(value, (list, tuple)):
+        return [_to_host(one, is_reduction) for one in value]
+    host: Tensor = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if host.dtype in _GLOO_DTYPES:
+        return host
+    if is_reduction:
+        return host if host.is_floating_point() or host.is_complex() else host.to(torch.int32)
+    return host.unsqueeze(-1).view(torch.uint8)
+
+
+def _copy_back(target: Any, source: Any) -> None:
+    """Write what `_to_host` has made of `target` back into it."""
+    if isinstance(target, (list, tuple)):
+        for one, other in zip(target, source, strict=True):
+            _copy_back(one, other)
+        return
+    target.detach().copy_(_as_dtype(source, target.dtype))
+
+
+def _to_device(host: Any, like: Any) -> Any:
+    """A functional collective's results, with the device and dtype of what it was given."""
+    if isinstance(host, (list, tuple)):
+        return [_to_device(one, given) for one, given in zip(host, like, strict=True)]
+    return _as_dtype(host, like.dtype).to(like.device)
+
+
+def _as_dtype(host: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor of this dtype that travelled as itself, as bytes, or as int32."""
+    if host.dtype == dtype:
+        return host
+    return host.to(dtype) if host.dtype == torch.int32 else host.view(dtype).squeeze(-1)
