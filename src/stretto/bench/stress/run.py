@@ -16,6 +16,7 @@ from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import Batch, Poison
+from stretto.memory.shared_gpus import SWITCH
 
 MOST_RANKS = 64
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
@@ -137,7 +138,7 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
         if not gpus:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         elif setting.ranks > gpus:
-            environment |= {"STRETTO_SHARE_GPUS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+            environment |= {SWITCH: "1"}
             shared = stack.enter_context(mps_daemon(-(-setting.ranks // gpus)))
             environment |= shared or {}
             say("the ranks share GPUs under MPS" if shared else "the ranks share GPUs by time slices: no MPS here")
