@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stretto.bench.stress.catalogue import Case, Check, Configuration
 from stretto.bench.stress.team import Team
+from stretto.memory import failures
 from stretto.parallel.overlap import version_of
 from stretto.parallel.pushed import Pushable, PushedGather
 from stretto.parallel.pushed_scatter import SLOTS, PushedScatter
@@ -155,7 +156,8 @@ class AdamWCase(Case):
         first, second = torch.full_like(parameter, 2 / 15), torch.full_like(parameter, 1 / 12)
         copy = torch.empty(self._numbers, dtype=torch.bfloat16, device=self._device)
         options = {"betas": (0.75, 0.75), "eps": 1e-3}
-        launch(parameter, self._gradients[entry], first, second, self._corrections, self._scale, copy, options)
+        numbers = parameter, self._gradients[entry], first, second, self._corrections
+        launch(*numbers, self._scale, failures.failure_flag(self._device), copy, options)
         return parameter, first, second, copy
 
     def call(self, entry: int) -> Sequence[Check]:

@@ -1,6 +1,7 @@
 """Runs `stretto stress`: chooses what comes next, keeps the accounts, and replaces ranks that hang."""
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import require_least
-from stretto.bench.mps import mps_daemon
+from stretto.bench.mps import has_mps, mps_daemon
 from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
 from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
@@ -138,10 +139,14 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
         if not gpus:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         elif setting.ranks > gpus:
-            environment |= {SWITCH: "1"}
-            shared = stack.enter_context(mps_daemon(-(-setting.ranks // gpus)))
-            environment |= shared or {}
-            say("the ranks share GPUs under MPS" if shared else "the ranks share GPUs by time slices: no MPS here")
+            environment[SWITCH] = "1"
+            if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+                say("the ranks share GPUs under the MPS daemon that is there")
+            elif has_mps():
+                environment |= stack.enter_context(mps_daemon(max(1, 100 // -(-setting.ranks // gpus))))
+                say("the ranks share GPUs under MPS")
+            else:
+                say("the ranks share GPUs by time slices: there is no MPS here")
         device = "cuda" if gpus else "cpu"
         crew = Crew(setting.ranks, device, seed, setting.catalogues, environment)
         stack.callback(crew.close)
