@@ -227,7 +227,7 @@ class ExchangeCase(TileCase):
 
 
 class PacketCase(TileCase):
-    """Every rank's tile goes to all as packets; tile_rows of `columns` packets, so that some are held twice."""
+    """Every rank's rows go to all as packets."""
 
     def __init__(self, team: Team, *, packet_rows: int) -> None:
         self._packet_rows = packet_rows
@@ -272,7 +272,7 @@ class PacketSumCase(TileCase):
         channel = self.channel.enter("stress", "p2p")
         kernels.sum_by_packets[(self._programs,)](
             channel, x, self.buffer(2 * self.numbers), self.numbers, out, FOURS=self._in_fours, CHUNK=self._chunk,
-            num_warps=_WARPS,
+            num_warps=min(_WARPS, self._chunk // 32),  # each packet is loaded by one thread
         )  # fmt: skip
 
     def poison(self) -> None:
@@ -407,11 +407,11 @@ def list_configurations() -> list[Configuration]:
         "routed": ("mappings and counts by tables", (BEGIN,), RoutedCase),
         "peer-ring": ("tiles between two peers", (BEGIN,), RingCase),
         "peer-broadcast": ("a tile between all peers", (), ExchangeCase),
-        "packets": ("a packet for each thread and more", (), partial(PacketCase, packet_rows=4)),
-        "packets-few": ("fewer packets than threads", (), partial(PacketCase, packet_rows=1)),
+        "packets": ("several packets a thread", (), partial(PacketCase, packet_rows=4)),
+        "packets-few": ("a packet a thread", (), partial(PacketCase, packet_rows=1)),
         "packet-sums": ("sums by packets, bf16", (), partial(PacketSumCase, dtype=bf16, chunk=128, in_fours=False)),
         "packet-sums-fours": ("four at a time", (), partial(PacketSumCase, dtype=bf16, chunk=256, in_fours=True)),
-        "packet-sums-few": ("fewer than threads", (), partial(PacketSumCase, dtype=fp32, chunk=64, in_fours=False)),
+        "packet-sums-few": ("two warps, fp32", (), partial(PacketSumCase, dtype=fp32, chunk=64, in_fours=False)),
         "copies": ("copy engines, whose signals a kernel awaits", (BEGIN,), partial(CopyCase, waits="kernel")),
         "copies-wait": (
             "the same, awaited by streams, rank by rank",

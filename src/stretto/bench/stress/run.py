@@ -1,6 +1,7 @@
 """Runs `stretto stress`: chooses what comes next, keeps the accounts, and replaces ranks that hang."""
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import Batch, Poison
+from stretto.memory.shared_gpus import SWITCH
 
 MOST_RANKS = 64
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
@@ -137,10 +139,14 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
         if not gpus:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         elif setting.ranks > gpus:
-            environment |= {"STRETTO_SHARE_GPUS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-            if has_mps():
+            environment[SWITCH] = "1"
+            if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+                say("the ranks share GPUs under the MPS daemon that is there")
+            elif has_mps():
                 environment |= stack.enter_context(mps_daemon(max(1, 100 // -(-setting.ranks // gpus))))
-            say("the ranks share GPUs " + ("under MPS" if has_mps() else "by time slices: there is no MPS here"))
+                say("the ranks share GPUs under MPS")
+            else:
+                say("the ranks share GPUs by time slices: there is no MPS here")
         device = "cuda" if gpus else "cpu"
         crew = Crew(setting.ranks, device, seed, setting.catalogues, environment)
         stack.callback(crew.close)

@@ -179,7 +179,7 @@ def sum_by_packets(channel, x, packets, half, out, FOURS: tl.constexpr, CHUNK: t
     for distance in tl.static_range(1, channel.world + 1):
         peer = (channel.rank + distance) % channel.world
         tiles.push_packets(channel, slot, channel.rank * count + index, data, inside, rank=peer, in_fours=FOURS)
-    low, high = tiles.sum_packets(channel, slot, count, index, inside, tl.program_id(0), dtype)
+    low, high, _ = tiles.sum_packets(channel, slot, count, index, inside, tl.program_id(0), dtype)
     tl.store(out + index * each, low.to(dtype))
     if each == 2:
         tl.store(out + index * each + 1, high.to(dtype))

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 GRAPH_CALLS = 8  # that one CUDA graph holds
 MODES = ("eager", "graph", "groups")
-GROUP_LIMIT = timedelta(minutes=30)  # longer than any batch's: the parent ends what hangs
+GROUP_LIMIT = timedelta(
+    seconds=100
+)  # of waits, on the device too: less than the parent waits for a batch, so that it hears who was missing
 
 _RECENT = 3  # calls whose input is not taken again: what is left of them would be right
 _LATE_ON_DEVICE, _LATE_ON_HOST = 0.04, 0.004  # shares of calls
@@ -135,20 +137,19 @@ def _start(setting: Setting) -> _State:
 
     from stretto.bench.stress.catalogue import load_catalogue
     from stretto.bench.stress.team import Team, mix
+    from stretto.memory import shared_gpus
 
     torch.set_num_threads(1)
-    backend, device = "gloo", torch.device("cpu")
+    device = torch.device("cpu")
     if setting.device == "cuda":
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda", setting.rank % gpus)
+        device = torch.device("cuda", shared_gpus.choose_gpu(setting.rank))
         torch.cuda.set_device(device)
-        # NCCL refuses a GPU that has several ranks.
-        backend = "cpu:gloo,cuda:nccl" if setting.ranks <= gpus else "cpu:gloo,cuda:gloo"
         if setting.symmetric_memory != "CUDA":
             import torch.distributed._symmetric_memory as symmetric
 
             symmetric.set_backend(setting.symmetric_memory)
     store = dist.FileStore(setting.store, setting.ranks)
+    backend = shared_gpus.default_backend(device.type)
     dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT)
     world = dist.group.WORLD
     assert world is not None
