@@ -244,7 +244,7 @@ def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
         case "few":
             blocks = plan.blocks._replace(m=16)
             operator, workspace = "matmul_reduce_scatter", workspaces["packets"]
-            few_rows.launch(operator, "scatter", workspace, x, weight, bias, out, blocks, scales)
+            few_rows.launch(operator, "scatter", workspace, "", x, weight, bias, out, blocks, scales)
         case "copied":
             copied_tiles.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD, scales)
         case "scatter":

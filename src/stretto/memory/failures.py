@@ -95,7 +95,7 @@ _records: "weakref.WeakValueDictionary[int, FailureRecord]" = weakref.WeakValueD
 _free_rows: list[int] = []
 _next_row = 1  # row 0 is the summary
 _rows: Tensor | None = None
-_summary = torch.zeros(1, dtype=torch.int32).numpy()
+_summary = torch.zeros(1, dtype=torch.int32).numpy()  # the table's row 0, once there is a table
 _flags: dict[torch.device, Tensor] = {}
 _watchdog: threading.Thread | None = None
 
@@ -154,6 +154,15 @@ def check() -> None:
         _raise_first()
 
 
+def take_unseen() -> str | None:
+    """The message of a failure that nobody has been told of yet, for the end of a group; None where there is none."""
+    with _lock:
+        unseen = [record for record in list(_records.values()) if record.is_failed and not record.was_raised]
+        for record in unseen:
+            record.was_raised = True
+    return unseen[0].message() if unseen else None
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all that was launched on the device, then `check`."""
     if device.type == "cuda":
@@ -164,7 +173,9 @@ def synchronize(device: torch.device) -> None:
 def _raise_first() -> None:
     record = _first_failed()
     if record is not None:
-        record.was_raised = True
+        with _lock:
+            for other in list(_records.values()):
+                other.was_raised |= other.is_failed
         raise PeerError(record.message())
 
 

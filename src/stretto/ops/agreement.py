@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from stretto.memory import is_debugging, tell
+from stretto.memory import failures, group_timeout, is_debugging, tell
 from stretto.ops.workspace import find_group, find_known
 
 _MOST_KNOWN = 4096
 _BY_TMA = ", by TMA"
-_PATIENCE = 300.0  # seconds: first calls may be minutes apart, while a rank loads or compiles
 
 
 @dataclass
@@ -27,14 +26,15 @@ def require_agreement(said: str, by_tma: bool, group: str, device: torch.device)
 
     by_tma: whether TMA takes this rank's operands, whose addresses may differ from other ranks'; returns whether it
     took all ranks', at the first call of this kind. ValueError where another rank calls something else, PeerError where
-    one does not come within five minutes.
+    one does not come within the group's time limit.
     """
     kept = find_known(group, device, "calls", _Said)
     if said in kept.known and not is_debugging():
         return kept.known[said]
+    failures.check()  # before ranks are waited for that may never come
     members = find_group(group)
     told = said + _BY_TMA if by_tma else said
-    heard = tell(told, members, f"stretto ops {device.type}", kept.count + 1, _PATIENCE)
+    heard = tell(told, members, f"stretto ops {device.type}", kept.count + 1, group_timeout(members))
     kept.count += 1
     rank = dist.get_rank(members)
     for peer, other in enumerate(heard):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory import is_debugging, shared_gpus
+from stretto.memory import failures, is_debugging, shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.ops.agreement import require_agreement
 from stretto.ops.gemm import count_processors, find_capability, takes_tma
@@ -200,6 +200,7 @@ def _find(name: str, device: torch.device) -> _Group:
     known = _groups.get(name)
     if known is None or known.group() is not group:
         require_no_capture(device)
+        failures.check()  # before ranks are met that may never come
         for gone in [other for other, old in _groups.items() if old.group() is None]:
             del _groups[gone]
         known = _groups[name] = _agree(group, device)

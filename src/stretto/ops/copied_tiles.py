@@ -31,7 +31,7 @@ from stretto.ops.gemm import (
 from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
 from stretto.ops.pieces import chart, cut_pieces, find_place
 from stretto.ops.plans import Plan
-from stretto.ops.workspace import CHANNELS, count_bytes, find_workspace
+from stretto.ops.workspace import CHANNELS, abandon, count_bytes, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
@@ -66,6 +66,7 @@ def launch_copied(
     """
     call = _Call(plan, x, weight, bias, out, dtype, group, world, scales)
     channel, added = call.channel, 0
+    channel.check()
     try:
         with tiles.copy_engine(channel):
             call.begin()
@@ -78,6 +79,9 @@ def launch_copied(
                 tiles.rank_await_count(call.counters, part.counter, part.target)
                 call.add(part.start, part.stop)
                 added = part.stop
+    except BaseException:
+        abandon(group, channel)
+        raise
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         tiles.join_copies(channel)
     if added < call.count:

@@ -27,7 +27,7 @@ from stretto.ops.gemm import (
     tile_width,
 )
 from stretto.ops.shares import Shares, multiply_part
-from stretto.ops.workspace import Workspace
+from stretto.ops.workspace import Workspace, abandon
 
 _PACKET_BYTES = 4
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
@@ -74,6 +74,7 @@ def launch(
     operator: str,
     form: str,
     workspace: Workspace,
+    group: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -114,14 +115,18 @@ def launch(
         chunk,
         n * out.element_size() % (4 * _PACKET_BYTES) == 0,
     )
-    workspace.channel.launch(
-        gemm_exchange,
-        (operator, form, describe_kind(blocks, x, weight, gemm, bias, out)),
-        programs,
-        arguments,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-    )
+    try:
+        workspace.channel.launch(
+            gemm_exchange,
+            (operator, form, describe_kind(blocks, x, weight, gemm, bias, out)),
+            programs,
+            arguments,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.plans import Plan, limit_programs
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
-from stretto.ops.workspace import PEER_TILES, find_workspace
+from stretto.ops.workspace import PEER_TILES, abandon, find_workspace
 
 _MOST_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
@@ -102,17 +102,22 @@ def launch_gather(
         channel = block_channel.enter("all_gather_matmul", mode)
     else:
         turn = slot if workspace.slots == 2 else None
-        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=turn)
-        if not direct:
-            # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and there is none free
-            # once the kernel runs.
-            tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
-            if scales is not None and own_scales is not None:
-                tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
-        with tiles.copy_engine(block_channel):
-            moved_rows.push_by_copies(block_channel, producer, x, own_scales, offset)
-            if returned is not None:
-                moved_rows.copy_gathered(block_channel, producer, x, gathered, returned)
+        block_channel.check()
+        try:
+            channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=turn)
+            if not direct:
+                # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and there is none
+                # free once the kernel runs.
+                tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
+                if scales is not None and own_scales is not None:
+                    tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
+            with tiles.copy_engine(block_channel):
+                moved_rows.push_by_copies(block_channel, producer, x, own_scales, offset)
+                if returned is not None:
+                    moved_rows.copy_gathered(block_channel, producer, x, gathered, returned)
+        except BaseException:
+            abandon(group, block_channel)
+            raise
     try:
         arguments = (
             channel, producer, consumer, gemm, shares, own, rows_there, b, c, bias, x, gathered, own_scales, rows,
@@ -128,7 +133,9 @@ def launch_gather(
             num_stages=blocks.num_stages,
         )
     except BaseException:
-        if not by_programs:  # the kernel would have told of own rows, which the call has been begun with
+        if by_programs:
+            abandon(group, block_channel)
+        else:  # the kernel would have signalled own rows, for which the call has been begun
             moved_rows.tell_own_rows(block_channel, producer)
         raise
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these

@@ -33,7 +33,7 @@ from stretto.ops.gemm import (
 from stretto.ops.partial_sums import load_rows, locate_owned, store_rows
 from stretto.ops.plans import Plan
 from stretto.ops.shares import Shares, count_shares, count_steps, cut_tiles, find_share
-from stretto.ops.workspace import TWO_SLOTS_BYTES, Workspace, count_bytes, find_group, find_workspace
+from stretto.ops.workspace import TWO_SLOTS_BYTES, Workspace, abandon, count_bytes, find_group, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
 
@@ -61,7 +61,7 @@ def launch_scatter(
         assert plan.blocks is not None
         size = few_rows.count_bytes("scatter", x.shape[0], n, world, dtype)
         workspace = find_workspace(group, x.device, size, "packets")
-        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, x, weight, bias, out, plan.blocks, scales)
+        few_rows.launch("matmul_reduce_scatter", "scatter", workspace, group, x, weight, bias, out, plan.blocks, scales)
         return
     plan = plan.evened()
     assert plan.blocks is not None
@@ -73,7 +73,12 @@ def launch_scatter(
     shares, units = cut_tiles(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
-    launch(workspace, plan, shares, units, x, weight, bias, out, dtype, scales)
+    workspace.channel.check()
+    try:
+        launch(workspace, plan, shares, units, x, weight, bias, out, dtype, scales)
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
 
 
 def launch(

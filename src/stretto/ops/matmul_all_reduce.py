@@ -75,7 +75,7 @@ def run_kernel(
     form = "one-shot" if plan.shots == 1 else "two-shot"
     out = x.new_empty(m, n, dtype=dtype)
     workspace = find_workspace(group, x.device, few_rows.count_bytes(form, m, n, world, dtype), "packets")
-    few_rows.launch("matmul_all_reduce", form, workspace, x, weight, bias, out, plan.blocks, scales)
+    few_rows.launch("matmul_all_reduce", form, workspace, group, x, weight, bias, out, plan.blocks, scales)
     return out
 
 

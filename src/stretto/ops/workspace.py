@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from stretto.memory import failures
 from stretto.tiles import BlockChannel
 from stretto.tiles.streams import find_current
 
@@ -49,13 +50,21 @@ class _Cache:
     """The workspaces of one group; they are freed with the group, or when their name has come to mean another one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = weakref.ref(group)
+        self.group = weakref.ref(group, _drop_caches)
         self.workspaces: dict[tuple[str, int, torch.device], Workspace] = {}
         self.kept: dict[Any, Any] = {}
+        self.abandoned: list[Any] = []
         self.stream: torch.cuda.Stream | None = None
 
 
 _caches: dict[str, _Cache] = {}
+
+
+def _drop_caches(_: object) -> None:
+    """Free the workspaces of groups that are gone, with what has failed in them."""
+    for name, cache in list(_caches.items()):
+        if cache.group() is None:
+            _caches.pop(name, None)
 
 
 def find_group(name: str) -> dist.ProcessGroup:
@@ -116,6 +125,24 @@ def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any
         with torch.inference_mode(False):
             kept[device, key] = make()
     return kept[device, key]
+
+
+def abandon(name: str, channel: BlockChannel) -> None:
+    """Have no later call use a channel, after an error of the host in the middle of a call of the group.
+
+    Counters of the channel may be behind its peers' by then. The next call of each rank that has abandoned it allocates
+    anew, in which these ranks meet: after an error on all ranks, as a kernel that cannot be compiled is, calls go on.
+    After an error on one rank the others wait for it, and raise PeerError. The memory is kept while the group lives,
+    since copies and kernels of peers may still store to it.
+    """
+    cache = _find_cache(name)
+    if failures.has_failed():  # the group is of no more use, and what it has failed with stays
+        return
+    for table in (cache.workspaces, cache.kept):
+        for key, value in list(table.items()):
+            ring = getattr(value, "ring", value)
+            if channel in (ring, getattr(ring, "channel", None)):
+                cache.abandoned.append(table.pop(key))
 
 
 def list_kept(name: str) -> list[Any]:

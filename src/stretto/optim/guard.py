@@ -31,15 +31,25 @@ def guard(optimizer: Optimizer) -> Optimizer:
             f"{type(optimizer).__name__} cannot skip a step on the device: make it with fused=True, or take "
             "stretto.optim.AdamW"
         )
-    given: list[Any] = []
+    given: Tensor | None = None  # what a gradient scaler has set
+    ours: Tensor | None = None
+
+    def restore(optimizer: Any) -> None:
+        nonlocal ours
+        if ours is not None and getattr(optimizer, "found_inf", None) is ours:
+            optimizer.found_inf = given
+        ours = None
 
     def before(optimizer: Any, arguments: Any, options: Any) -> None:
+        nonlocal given, ours
+        restore(optimizer)  # after a step that has raised
         failures.check()
-        given.append(getattr(optimizer, "found_inf", None))
-        _set_found_inf(optimizer, given[-1])
+        given = getattr(optimizer, "found_inf", None)
+        _set_found_inf(optimizer, given)
+        ours = getattr(optimizer, "found_inf", None)
 
     def after(optimizer: Any, arguments: Any, options: Any) -> None:
-        optimizer.found_inf = given.pop()
+        restore(optimizer)
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
