@@ -96,6 +96,8 @@ _free_rows: list[int] = []
 _next_row = 1  # row 0 is the summary
 _rows: Tensor | None = None
 _summary = torch.zeros(1, dtype=torch.int32).numpy()  # the table's row 0, once there is a table
+_unseen: list[str] = []
+_listeners: list[Callable[[int], None]] = []
 _flags: dict[torch.device, Tensor] = {}
 _watchdog: threading.Thread | None = None
 
@@ -154,13 +156,31 @@ def check() -> None:
         _raise_first()
 
 
-def take_unseen() -> str | None:
-    """The message of a failure that nobody has been told of yet, for the end of a group; None where there is none."""
+def keep_unseen() -> None:
+    """Remember a failure that nobody has been told of, whose workspace is about to be closed, for `raise_unseen`."""
     with _lock:
-        unseen = [record for record in list(_records.values()) if record.is_failed and not record.was_raised]
-        for record in unseen:
-            record.was_raised = True
-    return unseen[0].message() if unseen else None
+        for record in list(_records.values()):
+            if record.is_failed and not record.was_raised:
+                record.was_raised = True
+                _unseen.append(record.message())
+
+
+def raise_unseen() -> None:
+    """At the end of a group: raise PeerError for a failure that nobody has been told of."""
+    keep_unseen()
+    if _unseen:
+        message = _unseen[0]
+        _unseen.clear()
+        raise PeerError(message)
+
+
+def when_used(tell: Callable[[int], None]) -> None:
+    """Call `tell` with the summary word's address as soon as there is one: now, or at the first `register`."""
+    with _lock:
+        if _rows is None:
+            _listeners.append(tell)
+        else:
+            tell(_rows.data_ptr())
 
 
 def synchronize(device: torch.device) -> None:
@@ -220,6 +240,9 @@ def _table() -> Tensor:
         with torch.inference_mode(False):
             _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
         _summary = _rows[0].numpy()
+        for tell in _listeners:
+            tell(_rows.data_ptr())
+        _listeners.clear()
     return _rows
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from stretto.collectives.backend.calls import Call
-from stretto.collectives.backend.native import profiled
+from stretto.collectives.backend.native import make_enqueued_work, profiled
 from stretto.collectives.backend.runner import Best, Member
 from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
@@ -17,6 +17,7 @@ from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.schedule import Schedule
+from stretto.memory import failures
 from stretto.memory.gpus import find_obstacle
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class CudaRunner:
         with profiled(call.title, call.inputs):
             for part in call.parts():
                 run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
-        return _enqueued(call)
+        return make_enqueued_work(self._member.rank, call.title, call.outputs)
 
     def start_best(self, call: Call) -> Best:
         """See `Runner`."""
@@ -96,7 +97,7 @@ class CudaRunner:
             return _left(why)
         with profiled(call.title, call.inputs):
             kernel(*buffers)
-        return Best(_enqueued(call), name, why)
+        return Best(make_enqueued_work(self._member.rank, call.title, call.outputs), name, why)
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """See `Runner`. The stream keeps the order."""
@@ -114,6 +115,7 @@ class CudaRunner:
         self._schedules.clear()
         if self._communicator is not None:
             torch.cuda.synchronize(self._communicator.workspace.device)
+            failures.keep_unseen()
             self._communicator.close()
             self._communicator = None
         self._obstacle = "the group was destroyed"
@@ -174,11 +176,3 @@ def _find_buffers(collective: str, given: Tensor, taken: Tensor, rank: int) -> t
     if given.data_ptr() < taken.data_ptr() + taken.nbytes and taken.data_ptr() < given.data_ptr() + given.nbytes:
         return None
     return given.view(-1), taken.view(-1)
-
-
-def _enqueued(call: Call) -> "Work":
-    """A Work that has ended once the current stream has come here."""
-    device = call.outputs[0].device
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
-    future.set_result(list(call.outputs))
-    return c10d._create_work_from_future(future)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from stretto.collectives.backend.connecting import Connection
 from stretto.collectives.backend.counting import CallCounter
 from stretto.collectives.backend.installed import Installed
 from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
-from stretto.memory import is_debugging
+from stretto.memory import failures, is_debugging
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -47,13 +47,15 @@ class Dispatcher:
     ) -> "Work | None":
         """Start a schedule for this call and return its Work; None: the backend inside is to run it.
 
-        RuntimeError once the group has been destroyed or aborted. If STRETTO_DEBUG was set when the group was made,
-        DisagreementError where ranks call different things, and PeerError for a rank that does not come.
+        RuntimeError once the group has been destroyed or aborted; PeerError if a wait of this process has failed. If
+        STRETTO_DEBUG was set when the group was made, DisagreementError where ranks call different things, and
+        PeerError for a rank that does not come.
         """
         if self.is_closed:
             raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
         if self._is_resting:
             return None
+        failures.check()
         call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
         if self._comparison is not None:
             self._comparison.require_same(call)
@@ -102,12 +104,16 @@ class Dispatcher:
             self._is_resting = False
 
     def close(self, seconds: float) -> None:
-        """The group ends, and calls that have begun may still take so long. The counts stay."""
+        """The group ends, and calls that have begun may still take so long. The counts stay.
+
+        PeerError, once all is closed, if a wait of this process has failed and nobody has been told.
+        """
         self.is_closed = True
         self.installed = ()
         for runner in self._runners.values():
             if runner is not None:
                 runner.close(seconds)
+        failures.raise_unseen()
 
     def _connect(self, call: Call) -> None:
         """A schedule runs the call, to which all ranks come: have NCCL connect, too, if it is on GPUs."""

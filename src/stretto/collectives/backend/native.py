@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from stretto.collectives.backend.extension import CompilerError, load_extension
+from stretto.memory import failures
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Work
@@ -50,6 +51,16 @@ def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
     return module.ScheduledWork(rank, operation, list(outputs))
 
 
+def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
+    """A Work of kernels that were enqueued on the current stream: a stream waits for it, and the host may ask."""
+    module = _find_extension()
+    if module is None:
+        from stretto.collectives.backend.python_backend import PythonEnqueuedWork
+
+        return PythonEnqueuedWork(outputs)
+    return module.EnqueuedWork(rank, operation, list(outputs))
+
+
 def profiled(operation: str, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
     """A context that profiles show as a range `stretto:operation` with these tensors' shapes, as c10d shows its own."""
     if not torch.autograd._profiler_enabled():
@@ -66,7 +77,9 @@ _NO_RANGE = contextlib.nullcontext()
 def _find_extension() -> ModuleType | None:
     """The compiled classes; None where there is no compiler and torch can do without."""
     try:
-        return load_extension()
+        module = load_extension()
+        failures.when_used(lambda summary: module.set_failure_check(summary, failures.check))
+        return module
     except CompilerError as error:
         if TorchVersion(torch.__version__) < "2.15":
             raise

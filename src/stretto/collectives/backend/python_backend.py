@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, Work
 
 from stretto.collectives.backend.calls import OF_SOME_RANKS
+from stretto.memory import failures
 
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
@@ -58,7 +59,35 @@ class PythonWork(Work):
         if self._error is not None:
             raise self._error
         self._future.wait()  # who has waited for the work may ask the future for its value
+        failures.check()
         return True
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future of the outputs."""
+        return self._future
+
+
+class PythonEnqueuedWork(Work):
+    """See `EnqueuedWork` in native/work.hpp."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._device = outputs[0].device
+        self._end = torch.cuda.current_stream(self._device).record_event()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._device])
+        self._future.set_result(list(outputs))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Have the current stream wait. PeerError if a wait of this process has failed."""
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+        failures.check()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the GPU has come to the end of it. PeerError as `wait`."""
+        done = self._end.query()
+        failures.check()
+        return done
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """A future of the outputs."""

@@ -30,6 +30,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("outputs"))
       .def("succeed", &stretto::ScheduledWork::succeed, py::call_guard<py::gil_scoped_release>())
       .def("fail", &stretto::ScheduledWork::fail, py::arg("error"));
+  py::class_<stretto::EnqueuedWork, c10d::Work, c10::intrusive_ptr<stretto::EnqueuedWork>>(module, "EnqueuedWork")
+      .def(
+          py::init<int, const std::string&, std::vector<at::Tensor>>(),
+          py::arg("rank"),
+          py::arg("operation"),
+          py::arg("outputs"));
+  module.def(
+      "set_failure_check",
+      [](uint64_t summary, py::object check) {
+        stretto::raise_failure.check = new py::object(std::move(check));
+        stretto::raise_failure.summary = reinterpret_cast<const volatile int32_t*>(summary);
+      },
+      py::arg("summary"),
+      py::arg("check"));
   py::class_<stretto::Range>(module, "Range")
       .def(py::init<std::string, const std::vector<at::Tensor>&>(), py::arg("name"), py::arg("tensors"))
       .def("__enter__", [](stretto::Range&) {})

@@ -1,4 +1,4 @@
-// The Work of a call that a schedule runs: finished by whoever runs it, waited for by the caller.
+// The Works of calls that schedules run: on the host, finished by whoever runs the schedule; on a GPU, by its stream.
 #pragma once
 
 #include <memory>
@@ -11,6 +11,8 @@
 #include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -38,6 +40,22 @@ class Kept {
  private:
   py::object object_;
 };
+
+// Raises PeerError if a wait of this process for another rank has failed: stretto.memory.failures. Without a failure it
+// reads one word. The word lies in the table of failure records, which does not exist before the first workspace.
+struct FailureCheck {
+  const volatile int32_t* summary = nullptr;
+  py::object* check = nullptr;  // never freed: Works may outlive the interpreter's modules
+
+  void operator()() const {
+    if (summary && *summary && Py_IsInitialized()) {
+      py::gil_scoped_acquire gil;
+      (*check)();
+    }
+  }
+};
+
+inline FailureCheck raise_failure;
 
 class ScheduledWork : public c10d::Work {
  public:
@@ -84,7 +102,13 @@ class ScheduledWork : public c10d::Work {
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_->get().ptr())), error_->get().ptr());
       throw py::error_already_set();
     }
+    raise_failure();
     return true;
+  }
+
+  bool isCompleted() override {
+    raise_failure();
+    return c10d::Work::isCompleted();
   }
 
   std::vector<at::Tensor> result() override {
@@ -96,7 +120,7 @@ class ScheduledWork : public c10d::Work {
     std::unique_lock<std::mutex> lock(future_mutex_);
     if (!future_) {
       future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      if (isCompleted()) {
+      if (c10d::Work::isCompleted()) {
         settle(future_, exception(), outputs_);
       }
     }
@@ -139,6 +163,63 @@ class ScheduledWork : public c10d::Work {
   std::string operation_;
   std::vector<at::Tensor> outputs_;
   std::unique_ptr<Kept> error_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Of a call whose kernels have been enqueued on the current stream. As NCCL's: `wait` makes the caller's stream wait, not
+// the host, and it is completed once the GPU has come there.
+class EnqueuedWork : public c10d::Work {
+ public:
+  EnqueuedWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
+      : c10d::Work(rank, c10d::OpType::UNKNOWN, ("stretto:" + operation).c_str(), std::optional(outputs)),
+        outputs_(std::move(outputs)),
+        device_(outputs_.at(0).device()),
+        guard_(device_.type()),
+        end_(device_.type()) {
+    end_.record(guard_.getStream(device_));
+  }
+
+  bool wait(std::chrono::milliseconds = kNoTimeout) override {
+    end_.block(guard_.getStream(device_));
+    raise_failure();
+    return true;
+  }
+
+  void synchronize() override {
+    wait();
+  }
+
+  bool isCompleted() override {
+    const bool is_completed = end_.query();
+    raise_failure();
+    return is_completed;
+  }
+
+  bool isSuccess() const override {
+    return end_.query();
+  }
+
+  std::vector<at::Tensor> result() override {
+    return outputs_;
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
+      end_.block(guard_.getStream(device_));  // the future remembers the current stream
+      future_->markCompleted(c10::IValue(outputs_));
+    }
+    return future_;
+  }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  c10::Device device_;
+  c10::impl::VirtualGuardImpl guard_;
+  c10::Event end_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
