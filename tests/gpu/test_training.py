@@ -13,9 +13,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import AXES, Grid, clip_grad_norm_, gather, parallelize
 from tests.gpu.sharing import SHARED, GpuRanks, is_shared
 
-CONFIG = GPTConfig(
-    layers=2, hidden=256, heads=8, kv_heads=4, vocab=1003, max_seq_len=128, positions="rotary", activation="swiglu"
-)
+VOCAB = 1003
 STEPS, BATCH, SEQ_LEN = 5, 8, 64
 pytestmark = pytest.mark.ranks(1, 4, own=(1, 2, 4), among=(1, *SHARED))
 
@@ -40,7 +38,7 @@ def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     world = dist.get_world_size()
     sequences = BATCH if BATCH % world == 0 else 2 * world
-    tokens = torch.randint(0, CONFIG.vocab, (sequences, SEQ_LEN + 1), generator=generator)
+    tokens = torch.randint(0, VOCAB, (sequences, SEQ_LEN + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
     return tokens[:, :-1].cuda(), targets.cuda()
@@ -68,9 +66,23 @@ def train(model: nn.Module, grid: Grid | None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+def make_config(world: int) -> GPTConfig:
+    """Of a width that the number of ranks divides."""
+    return GPTConfig(
+        layers=2,
+        hidden=240 if world in (3, 5) else 256,
+        heads=8,
+        kv_heads=4,
+        vocab=VOCAB,
+        max_seq_len=128,
+        positions="rotary",
+        activation="swiglu",
+    )
+
+
 def new_model() -> GPT:
     torch.manual_seed(0)
-    return GPT(CONFIG)
+    return GPT(make_config(dist.get_world_size()))
 
 
 def train_on_all_grids() -> dict[str, Any]:
