@@ -1,71 +1,16 @@
-"""How tests run on one GPU: MPS's daemon, pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
+"""How tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import resuming, sharing
-from tests.gpu.sharing import GpuRanks, MpsDaemon
+from tests.gpu.sharing import GpuRanks
 
 ROOT = Path(__file__).parents[1]
-DAEMON = """#!/bin/sh
-# Says what it was called with, by whom, and fails where the file "fails" is.
-here=$(dirname "$0")
-said=$(cat)
-echo "$@ [$said] $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" >> "$here/calls"
-[ -d "$CUDA_MPS_PIPE_DIRECTORY" ] || exit 7
-if [ -e "$here/fails" ]; then echo "no such GPU"; exit 1; fi
-"""
-
-
-@pytest.fixture
-def daemon_folder(tmp_path, monkeypatch):
-    """Where nvidia-cuda-mps-control is a script that notes its calls."""
-    program = tmp_path / sharing.MPS_CONTROL
-    program.write_text(DAEMON)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    return tmp_path
-
-
-def calls_of(folder: Path) -> list[list[str]]:
-    return [line.split() for line in (folder / "calls").read_text().splitlines()]
-
-
-def test_the_daemon_has_folders_of_its_own_and_is_ended_by_quit(daemon_folder):
-    daemon = MpsDaemon()
-    daemon.start()
-    own = daemon.environment["CUDA_MPS_PIPE_DIRECTORY"]
-    assert Path(own).is_dir()
-    assert len(own) < 60, "a socket's whole name has 107 characters at most"
-    daemon.stop()
-    assert not Path(own).exists()
-    assert calls_of(daemon_folder) == [["-d", "[]", own, own], ["[quit]", own, own]]
-    daemon.stop()  # there is nothing to stop any more
-    assert len(calls_of(daemon_folder)) == 2
-
-
-def test_a_daemon_that_does_not_start_says_why_and_leaves_nothing(daemon_folder):
-    (daemon_folder / "fails").touch()
-    daemon = MpsDaemon()
-    with pytest.raises(RuntimeError, match="-d ended with 1: no such GPU"):
-        daemon.start()
-    daemon.stop()
-    [[_, _, own, _]] = calls_of(daemon_folder)
-    assert not Path(own).exists()
-
-
-def test_a_daemon_that_does_not_answer_is_given_up_within_its_time_limit(daemon_folder, monkeypatch):
-    daemon = MpsDaemon()
-    daemon.start()
-    own = daemon.environment["CUDA_MPS_PIPE_DIRECTORY"]
-    (daemon_folder / sharing.MPS_CONTROL).write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(sharing, "MPS_LIMIT", 0.3)
-    with pytest.raises(RuntimeError, match=r"did not end within 0\.3 s"):
-        daemon.stop()
-    assert not Path(own).exists()
 
 
 class RecordedPool:
@@ -95,48 +40,73 @@ class RecordedPool:
 @pytest.fixture
 def made(monkeypatch):
     monkeypatch.setattr(RecordedPool, "made", [])
+    monkeypatch.setattr(sharing, "has_mps", lambda: True)
     return RecordedPool.made
 
 
-def test_ranks_that_share_a_gpu_are_clients_of_the_daemon_with_a_part_of_the_gpu_each(daemon_folder, monkeypatch, made):
-    monkeypatch.setattr(sharing, "count_gpus", lambda: 1)
-    daemon = MpsDaemon()
-    daemon.start()
-    ranks = GpuRanks(3, daemon, RecordedPool)
+class RecordedDaemon:
+    """Daemons in place of MPS's; each has a folder of its own, and notes when it starts and ends."""
+
+    def __init__(self):
+        self.events = []
+
+    @contextmanager
+    def __call__(self, percentage):
+        number = len(self.events)
+        self.events.append("start")
+        try:
+            yield {"CUDA_MPS_PIPE_DIRECTORY": f"/{number}", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
+        finally:
+            self.events.append("end")
+
+
+@pytest.mark.parametrize(("gpus", "percentage"), [(1, "33"), (2, "50")])
+def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_each(
+    monkeypatch, made, gpus, percentage
+):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: gpus)
+    daemon = RecordedDaemon()
+    ranks = GpuRanks(3, RecordedPool, daemon)
     assert ranks.run(3, "work", timeout=10) == ["work"] * 3
     [pool] = made
     assert (pool.size, pool.backend) == (3, "cpu:gloo,cuda:gloo")
     assert pool.environment == {
         "STRETTO_SHARE_GPUS": "1",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "33",
-        **daemon.environment,
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage,
+        "CUDA_MPS_PIPE_DIRECTORY": "/0",
     }
     ranks.close()
     assert pool.closed
-    daemon.stop()
+    assert daemon.events == ["start", "end"]
 
 
-def test_after_processes_were_killed_the_daemon_is_started_anew(daemon_folder, monkeypatch, made):
+def test_after_processes_were_killed_the_daemon_is_started_anew(monkeypatch, made):
     monkeypatch.setattr(sharing, "count_gpus", lambda: 1)
-    daemon = MpsDaemon()
-    daemon.start()
-    before = daemon.environment
-    ranks = GpuRanks(2, daemon, RecordedPool)
+    daemon = RecordedDaemon()
+    ranks = GpuRanks(2, RecordedPool, daemon)
     with pytest.raises(RuntimeError, match="a rank died"):
         ranks.run(2, "die")
-    assert daemon.environment != before
     assert ranks.run(2, "work") == ["work"] * 2
     first, second = made
     assert first.closed
-    assert second.environment.items() >= daemon.environment.items()
-    daemon.stop()
-    assert [call[0] for call in calls_of(daemon_folder)] == ["-d", "[quit]", "-d", "[quit]"]
+    assert ranks.environment == second.environment != first.environment
+    ranks.close()
+    assert daemon.events == ["start", "end", "start", "end"]
+
+
+def test_without_mps_ranks_share_by_time_slices(monkeypatch, made):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: 1)
+    monkeypatch.setattr(sharing, "has_mps", lambda: False)
+    ranks = GpuRanks(2, RecordedPool, None)
+    [pool] = made
+    assert set(pool.environment) == {"STRETTO_SHARE_GPUS", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"}
+    ranks.close()
 
 
 def test_ranks_with_a_gpu_each_use_nccl_and_no_daemon(monkeypatch, made):
     monkeypatch.setattr(sharing, "count_gpus", lambda: 4)
-    GpuRanks(4, None, RecordedPool).run(4, "work", timeout=10)
+    GpuRanks(4, RecordedPool, None).run(4, "work", timeout=10)
     [pool] = made
     assert (pool.environment, pool.backend, pool.timeout) == ({}, "cpu:gloo,cuda:nccl", 10)
 

@@ -14,7 +14,7 @@ def bench(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-COMMANDS = ("train", "parity", "peers", "overlap", "plan", "two-level", "collectives", "ablations")
+COMMANDS = ("train", "parity", "peers", "overlap", "plan", "two-level", "collectives", "ablations", "checkouts")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.bench.mps import has_mps
 from tests.gpu import resuming, sharing
-from tests.gpu.sharing import GpuRanks, MpsDaemon
+from tests.gpu.sharing import GpuRanks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,40 +59,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def mps() -> Iterator[MpsDaemon | None]:
-    """MPS's daemon for the session, if it is installed, and ranks have to share a GPU."""
-    if not sharing.has_mps():
-        yield None
-        return
-    daemon = MpsDaemon()
-    try:
-        daemon.start()
-    except RuntimeError as error:
-        pytest.fail(f"MPS is installed and does not start, so that ranks cannot share a GPU: {error}")
-    try:
-        yield daemon
-    finally:
-        daemon.stop()
-
-
-@pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> int:
     """The number of the test's ranks."""
     count: int = request.param
     if sharing.count_gpus() == 0:
         pytest.skip("torch finds no GPU on this machine")
-    if sharing.is_shared(count) and not sharing.has_mps() and count not in sharing.WITHOUT_MPS:
-        pytest.skip(f"{count} ranks share a GPU by time slices, too slowly: {sharing.MPS_CONTROL} is not installed")
+    if sharing.is_shared(count) and not has_mps() and count not in sharing.WITHOUT_MPS:
+        pytest.skip(f"{count} ranks share a GPU by time slices, too slowly: nvidia-cuda-mps-control is not installed")
     return count
 
 
 @pytest.fixture(scope="session")
-def gpu_pool(world: int, request: pytest.FixtureRequest) -> Iterator[GpuRanks]:
+def gpu_pool(world: int) -> Iterator[GpuRanks]:
     """A process a rank, started by the first test that uses them; one pool at a time."""
-    daemon: MpsDaemon | None = request.getfixturevalue("mps") if sharing.is_shared(world) else None
-    pool = GpuRanks(world, daemon)
-    yield pool
-    pool.close()
+    pool = GpuRanks(world)
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 @pytest.fixture(scope="session")

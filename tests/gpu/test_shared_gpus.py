@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops
+from stretto.bench.mps import has_mps
 from stretto.memory import shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.parallel import Grid
 from stretto.train.config import make_config
 from stretto.train.trainer import train
-from tests.gpu.sharing import has_mps, is_shared
+from tests.gpu.sharing import is_shared
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.ranks(2, 8)

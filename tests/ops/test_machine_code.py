@@ -118,7 +118,7 @@ def scatter_arguments(
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
     lanes = map_lanes(WORLD, blocks.programs)
-    return inside("broadcast"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, True
+    return inside("broadcast"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, 99, True
 
 
 def copied_arguments(

@@ -239,5 +239,5 @@ def exchange_packets(channel, x, packets, out, BM: tl.constexpr, BN: tl.constexp
 def sum_packets_apart(channel, packets, out, stride):
     """16 numbers of each rank, whose packets lie `stride` apart."""
     at = tl.arange(0, 16)
-    low, _ = sum_packets(channel, packets, stride, at, at < 16, 0, tl.float32)
+    low, _, _ = sum_packets(channel, packets, stride, at, at < 16, 0, tl.float32)
     tl.store(out + at, low)

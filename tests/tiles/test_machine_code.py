@@ -46,7 +46,7 @@ def launches():
         "add_tiles": (p2p, PRODUCER, X, X, 96, 8, 128, 128),
         "pass_around": (broadcast, X, X, X, 96, 128),
         "exchange_all": (broadcast, X, X, X, 96, 128),
-        "exchange_packets": (inside, WORDS, WORDS, WORDS, 4, 32),
+        "exchange_packets": (inside, WORDS, WORDS, WORDS, 4, 64),
         "multiply_as_it_comes": (broadcast, PRODUCER, X, X, X, 512, True, 64, 64, 64),
         "store_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),
         "load_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),

@@ -17,6 +17,7 @@ from stretto.cli.doctor import doctor
 from stretto.cli.export import export
 from stretto.cli.plan import plan
 from stretto.cli.probe import probe
+from stretto.cli.stress import stress
 from stretto.cli.train import train
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(demo)
 app.command()(plan)
 app.command()(probe)
 app.command()(doctor)
+app.command()(stress)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 app.add_typer(collective, name="collective")

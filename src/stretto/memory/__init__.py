@@ -1,9 +1,9 @@
 """Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
 
-from stretto.memory import shared_gpus
+from stretto.memory import failures, shared_gpus
 from stretto.memory.allocation import allocate
 from stretto.memory.cuda import allocated_bytes
-from stretto.memory.exchange import exchange, find_own_rank, is_debugging, tell
+from stretto.memory.exchange import exchange, find_own_rank, group_timeout, is_debugging, tell
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
 from stretto.memory.tensors import empty, find_symmetric, peer_tensor
@@ -24,8 +24,10 @@ __all__ = [
     "allocated_bytes",
     "empty",
     "exchange",
+    "failures",
     "find_own_rank",
     "find_symmetric",
+    "group_timeout",
     "is_debugging",
     "peer_tensor",
     "tell",

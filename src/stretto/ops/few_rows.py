@@ -18,10 +18,10 @@ from stretto.ops.gemm import (
     Blocks,
     Scales,
     count_parts,
-    count_processors,
     describe_gemm,
     describe_kind,
     divide_up,
+    limit_waiting,
     multiply_columns,
     scale_tile,
     tile_width,
@@ -30,6 +30,7 @@ from stretto.ops.shares import Shares, multiply_part
 from stretto.ops.workspace import Workspace
 
 _PACKET_BYTES = 4
+_THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MOST_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
 MOSTLY_BUSY = 0.7
@@ -59,7 +60,7 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
 
 @lru_cache(maxsize=4096)
 def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
-    """(steps over k that each program does in a row; how many programs): whole tiles if they come out even."""
+    """(steps over k of a share; how many shares, and programs): whole tiles if they come out even."""
     tile_count = divide_up(m, blocks.m) * divide_up(n, blocks.n)
     steps = divide_up(k, blocks.k)
     whole = divide_up(tile_count, blocks.programs)
@@ -85,15 +86,16 @@ def launch(
     scales: of fp8 x and weight.
     """
     (m, k), n = x.shape, weight.shape[0]
-    if x.is_cuda:  # all programs must be resident: see the kernel
-        blocks = blocks._replace(programs=min(blocks.programs, count_processors(x.device.index)))
+    most = min(limit_waiting(blocks.programs, x.device), workspace.arrivals.numel())
+    blocks = blocks._replace(programs=most)
     share, programs = share_steps(m, n, k, blocks)
     sums: Any = None
     if share % -(-k // blocks.k):
         places = divide_up(m, blocks.m) * divide_up(n, blocks.n) + programs
         sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, out.dtype)
-    chunk = min(max(1 << ((packets - 1) // programs).bit_length(), 64), 1024)
+    # At least a packet a thread: see `tiles.packets`.
+    chunk = max(min(1 << ((packets - 1) // programs).bit_length(), 1024), _THREADS_OF_A_WARP * blocks.num_warps)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales, in_parts=True)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
@@ -140,12 +142,14 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
 ):
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
-    Order: every program multiplies its share of steps, tile after tile; who completes a tile sends it, as packets:
+    Order: programs claim shares of steps and multiply them, tile after tile; who completes a tile sends it, as packets:
     to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum. Then
-    every program adds up its part of what has come, in rank order.
-    Signals: none but the packets. Waits: for packets, after all own ones were sent; a launch has no more programs than
-    multiprocessors, so all are resident, and what they wait for is sent by programs that wait for nothing (sums of two
-    shots: by programs that wait for those).
+    programs add up what has come, in rank order.
+    Signals: none but the packets.
+    Waits: for packets, and never for a program that may have no place on the GPU: shares, and the chunks whose sums
+    peers wait for, are claimed, so programs that run do all of them before any waits for what is made of them. A launch
+    leaves room for others (`bound_programs`), so a kernel of another group that a peer waits for finds a place.
+    Failure: packets are sent only while no wait of this process has failed, and sums only of packets that all came.
     FOURS: a row is a multiple of four packets, so packets travel four at a time, and whole packets are stored.
     Reuse: two slots, by the call's number; every rank waits for what is made of all ranks' packets: see `call_slot`.
     """
@@ -153,26 +157,35 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     pairs = tl.cdiv(gemm.n, each)
     size = rows * pairs
+    unit = tiles.claim(channel)
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
-    _multiply_share(channel, gemm, shares, a, b, slot, rows, pairs, dtype, FORM, CHUNK, FOURS)
+    publishes = tiles.may_publish(channel)
+    units = tl.num_programs(0)  # shares: see `share_steps`
+    while unit < units:
+        _multiply_share(channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
+        unit = tiles.claim(channel)
     chunks = tl.cdiv(size, CHUNK)
     sums = slot + tl.cast(size, tl.int64) * channel.world
-    first = channel.rank if FORM == "two-shot" else 0
-    stride: tl.constexpr = channel.world if FORM == "two-shot" else 1
-    for chunk in range(first + tl.program_id(0) * stride, chunks, tl.num_programs(0) * stride):
-        index = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = index < size
-        low, high = tiles.sum_packets(channel, slot, size, index, inside, chunk, dtype)
-        if bias is not None:
-            column = index % pairs * each
-            low += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
-            high += tl.load(bias + column + each - 1, mask=inside & (column + each <= gemm.n), other=0).to(tl.float32)
-        data = tiles.pack(low, high, dtype)
-        if FORM == "two-shot":
+    if FORM == "two-shot":
+        # Own chunks are claimed, too: what peers wait for must not depend on a program that has no place yet.
+        chunk = channel.rank + (unit - units) * channel.world
+        while chunk < chunks:
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            inside = index < size
+            data, are_there = _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype)
             for distance in tl.static_range(1, channel.world):
                 peer = (channel.rank + distance) % channel.world
-                tiles.push_packets(channel, sums, index, data, inside, rank=peer, in_fours=FOURS)
-        _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
+                tiles.push_packets(
+                    channel, sums, index, data, inside & are_there, rank=peer, in_fours=FOURS, publishes=publishes
+                )
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
+            chunk = channel.rank + (tiles.claim(channel) - units) * channel.world
+    else:
+        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            inside = index < size
+            data, _ = _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype)
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
     if FORM == "two-shot":
         others: tl.constexpr = channel.world - 1
         # Counted without own chunks, so that all programs have as many.
@@ -187,14 +200,26 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(packets of the sum over ranks of a chunk, + bias; whether all of its packets came)."""
+    each: tl.constexpr = 32 // dtype.primitive_bitwidth
+    low, high, are_there = tiles.sum_packets(channel, slot, size, index, inside, chunk, dtype)
+    if bias is not None:
+        column = index % pairs * each
+        low += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+        high += tl.load(bias + column + each - 1, mask=inside & (column + each <= gemm.n), other=0).to(tl.float32)
+    return tiles.pack(low, high, dtype), are_there
+
+
+@triton.jit
 def _multiply_share(  # type: ignore[no-untyped-def]
-    channel, gemm, shares, a, b, slot, rows, pairs, dtype: tl.constexpr, FORM: tl.constexpr, CHUNK: tl.constexpr,
-    FOURS: tl.constexpr,
+    channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """Do this program's steps over k of all tiles' steps, and send the tiles that it completes."""
+    """Do the unit-th share of all tiles' steps over k, and send the tiles that it completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
     row_tiles = tl.cdiv(gemm.m, gemm.block_m)
-    begin = tl.program_id(0) * shares.steps
+    begin = unit * shares.steps
     width = tile_width(gemm)
     end = min(begin + shares.steps, row_tiles * tl.cdiv(gemm.n, width) * steps)
     while begin < end:
@@ -203,18 +228,20 @@ def _multiply_share(  # type: ignore[no-untyped-def]
         if gemm.parts == 1:
             total, is_complete, begin = multiply_part(gemm, shares, a, b, row, column, 0, begin, end)
             if is_complete:
-                _send_tile(channel, gemm, slot, total, row, column, rows, pairs, dtype, FORM, CHUNK, FOURS)
+                _send_tile(channel, gemm, slot, total, row, column, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                _send_tile(channel, gemm, slot, totals[part], row, at, rows, pairs, dtype, FORM, CHUNK, FOURS)
+                _send_tile(
+                    channel, gemm, slot, totals[part], row, at, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS
+                )
 
 
 @triton.jit
 def _send_tile(  # type: ignore[no-untyped-def]
-    channel, gemm, slot, total, row, column, rows, pairs, dtype: tl.constexpr, FORM: tl.constexpr,
+    channel, gemm, slot, total, row, column, rows, pairs, publishes, dtype: tl.constexpr, FORM: tl.constexpr,
     CHUNK: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     """Put a tile's packets where they are added up, at place [this rank, row, pair of columns]."""
@@ -228,20 +255,20 @@ def _send_tile(  # type: ignore[no-untyped-def]
     data = tiles.pack(low, high, dtype)
     at = row + tl.arange(0, gemm.block_m)[:, None]
     pair = column // each + tl.arange(0, gemm.block_n // each)[None, :]
-    inside = (at < gemm.m) & (pair < pairs)
+    inside = (at < gemm.m) & (pair < pairs) & publishes
     own = slot + tl.cast(channel.rank, tl.int64) * (rows * pairs)
     if FORM == "one-shot":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
-            tiles.push_packets(channel, own, at * pairs + pair, data, inside, rank=peer, in_fours=FOURS)
+            tiles.push_packets(channel, own, at * pairs + pair, data, inside, rank=peer, in_fours=FOURS, publishes=True)
     elif FORM == "two-shot":
         index = at * pairs + pair
         owner = index // CHUNK % channel.world
-        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS)
+        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS, publishes=True)
     else:
         owner = at // rows + pair * 0
         index = (at - owner * rows) * pairs + pair
-        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS)
+        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS, publishes=True)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from stretto.ops.gemm import (
     store_tile,
     tile_width,
 )
-from stretto.ops.plans import Plan
+from stretto.ops.plans import Plan, limit_programs
 from stretto.ops.shares import count_shares, count_steps, find_share, multiply_part, share_tiles
 from stretto.ops.workspace import PEER_TILES, find_workspace
 
@@ -72,7 +72,7 @@ def launch_gather(
     itself, if no tile has others too.
     """
     by_programs = plan.transfer == "programs"
-    plan = plan if by_programs else plan.evened()
+    plan = limit_programs(plan, x.device) if by_programs else plan.evened()
     blocks, (rows, k), has_scales = plan.blocks, x.shape, scales is not None
     assert blocks is not None
     size = moved_rows.count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=by_programs, has_scales=has_scales)
@@ -150,8 +150,9 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
     are in place when the kernel begins, programs tell in any case.
     Waits: for the pieces that hold a tile's rows, at its head, or by polls, while the tile before it is multiplied:
     loops over whole tiles are flattened, and a tile's stores and waits go on beside other tiles' products. They depend
-    on copy engines, or on the launch's first programs on each rank, which run when any do, and wait for nothing (who
-    pulls: for pieces that those have offered).
+    on copy engines, or on the launch's first programs on each rank, which run when any do, claim what they move, and
+    wait for nothing (who pulls: for pieces that those have offered). By programs, a launch leaves room for another
+    group's (`bound_programs`), so that its first programs find a place while this one waits.
     Scales of fp8 rows: own_scales [rows], which travel before their rows' signals, to gemm.row_scales.
     Reuse: by copies, `gathered` is one of two slots, in turn, and is written over only when all ranks have begun the
     call after the last one that used it. By programs it is both, by the call's number; every rank waits for every
@@ -170,9 +171,9 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
         if tl.program_id(0) < movers:
             place = landing + tl.cast(base, tl.int64) * gemm.k
             if MOVES == "push":
-                moved_rows.push_rows(channel, producer, gemm, x, place, own_scales, scales, movers, DIRECT)
+                moved_rows.push_rows(channel, producer, gemm, x, place, own_scales, scales, DIRECT)
             else:
-                moved_rows.pull_rows(channel, producer, gemm, x, place, own_scales, scales, movers)
+                moved_rows.pull_rows(channel, producer, gemm, x, place, own_scales, scales)
     direct_tiles = rows // gemm.block_m if DIRECT else 0  # rows of tiles that are taken from x itself
     direct = direct_tiles * column_tiles
     first = tl.cdiv(channel.rank * rows, gemm.block_m) if SHIFTED else 0  # a tile of two ranks' is the earlier one's

@@ -286,6 +286,20 @@ def count_processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+def bound_programs(processors: int) -> int:
+    """The most programs of a kernel that may hold multiprocessors while they wait for other ranks: three quarters.
+
+    The rest is for kernels of other groups, NCCL's among them, that a peer may have launched first. If both filled
+    their GPUs, each would wait for a kernel that has no place on the other one. docs/decisions/014 has the argument.
+    """
+    return max(1, processors - max(1, processors // 4))
+
+
+def limit_waiting(programs: int, device: torch.device) -> int:
+    """No more than `bound_programs` of the GPU's multiprocessors; interpreted programs wait in turns."""
+    return min(programs, bound_programs(count_processors(device.index))) if device.type == "cuda" else programs
+
+
 def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
     if matrix.is_cuda and find_capability(matrix.device.index) < (9, 0):

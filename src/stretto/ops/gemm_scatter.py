@@ -24,6 +24,7 @@ from stretto.ops.gemm import (
     divide_up,
     goes_in_halves,
     halve,
+    limit_waiting,
     multiply_tile,
     order_tiles,
     scale_tile,
@@ -113,6 +114,7 @@ def launch(
         bias,
         out.shape[0],
         workspace.words(1, dtype),
+        limit_waiting(programs, x.device),
         plan.is_shifted,
     )
     block_channel.launch(
@@ -148,13 +150,13 @@ def describe_push(
 
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
-    channel, lanes, gemm, shares, a, b, staging, pushed, origin, out, bias, rows, half, SHIFTED: tl.constexpr,
+    channel, lanes, gemm, shares, a, b, staging, pushed, origin, out, bias, rows, half, adders, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
     First all tiles are multiplied, and stored where their owner has its staging, own ones as well. They are dealt out
     in lanes, as many as there are programs, each of every so many-th tile; who has time claims the next lane. Then the
-    programs add up the owner's rows, in rank order.
+    last `adders` programs add up the owner's rows, in rank order; those that end earlier make room for other kernels.
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
     once, and what travels does so while later tiles are multiplied. The last tiles may be cut into parts, which are
     sums like those of other ranks. A lane's loop is flattened, so that a tile's stores go on beside the next one's
@@ -162,7 +164,8 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     Signals: of a lane to all ranks, once all its tiles are stored ("broadcast"): nobody could use earlier ones, and a
     barrier in the loop would take its pipeline.
     Waits: for all lanes of all ranks, before the first sum. No program waits before all lanes are claimed by programs
-    that run, so nothing waits for one that has no place on the GPU: no cycle.
+    that run, so nothing waits for one that has no place on the GPU; and a launch's waiting programs leave room for
+    another group's (`bound_programs`): no cycle.
     Reuse: two slots, by the call's number; every rank waits for every other rank's tiles, so see `call_slot`. Or one
     slot, which is written over only when all ranks have begun the call, and so ended the one before.
     """
@@ -192,10 +195,12 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         done = channel.rank * programs + lane
         tiles.producer_tile_notify(channel, lanes, done, "broadcast", after_tma=gemm.stores_by_tma)
         lane = tiles.claim(channel)
-    ready = lane * 0
-    for source in tl.static_range(channel.world):
-        ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)
-    _add_partials(channel, gemm, shares, staging + ready, out, bias, count, rows, SHIFTED)
+    adder = tiles.arrive_produced(channel) - (programs - adders)
+    if adder >= 0:
+        ready = lane * 0
+        for source in tl.static_range(channel.world):
+            ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)
+        _add_partials(channel, gemm, shares, staging + ready, out, bias, count, rows, adder, adders, SHIFTED)
     if channel.inside:
         tiles.end_call(channel, lanes)
 
@@ -232,14 +237,19 @@ def _part_slot(channel, shares, count, source, index, part):  # type: ignore[no-
 
 
 @triton.jit
-def _add_partials(channel, gemm, shares, staging, out, bias, count, rows, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up own tiles as all ranks have stored them, a few rows of a tile at a time, and store the sums."""
+def _add_partials(  # type: ignore[no-untyped-def]
+    channel, gemm, shares, staging, out, bias, count, rows, adder, adders, SHIFTED: tl.constexpr
+):
+    """Add up own tiles as all ranks have stored them, a few rows of a tile at a time, and store the sums.
+
+    This program is number `adder` of `adders` that share the work.
+    """
     width: tl.constexpr = gemm.block_n
     height: tl.constexpr = max(1, min(gemm.block_m, _ADDED_ELEMENTS // width))
     pieces: tl.constexpr = gemm.block_m // height
     row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, width)
     offsets = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
-    for piece in range(tl.program_id(0), count * pieces, tl.num_programs(0)):
+    for piece in range(adder, count * pieces, adders):
         tile, within = piece // pieces, piece % pieces * height
         total = tl.zeros((height, width), tl.float32)
         for source in tl.static_range(channel.world):

@@ -83,11 +83,16 @@ def copy_gathered(
 
 @triton.jit
 def push_rows(  # type: ignore[no-untyped-def]
-    channel, producer, gemm, x, landing, scales, scales_landing, movers, DIRECT: tl.constexpr
+    channel, producer, gemm, x, landing, scales, scales_landing, DIRECT: tl.constexpr
 ):
-    """This program's pieces of x to all ranks: to the one before this first, to this one last, if tiles need it."""
+    """Push pieces of x to all ranks: to the one before this first, to this one last, if tiles need it.
+
+    Pieces are claimed: programs that run push all of them, whichever of a launch's programs have a place on the GPU.
+    """
     pieces = tiles.rank_tiles(producer)
-    for job in range(tl.program_id(0), pieces * channel.world, movers):
+    job = tiles.claim_move(channel)
+    while job < pieces * channel.world:
+        following = tiles.claim_move(channel)  # before the copy, which takes longer
         peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
         tile = channel.rank * pieces + job % pieces
         if peer != channel.rank or not DIRECT:
@@ -97,21 +102,30 @@ def push_rows(  # type: ignore[no-untyped-def]
                 there = tiles.peer_pointer(channel, scales_landing, peer)
                 _copy_rows(producer, 1, tile, scales, channel.rank * producer.rows, there, 0, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
+        job = following
 
 
 @triton.jit
-def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing, movers):  # type: ignore[no-untyped-def]
-    """Offer this program's pieces of x to the others, from their place in this rank's memory; then pull theirs."""
+def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing):  # type: ignore[no-untyped-def]
+    """Offer pieces of x to the others, from their place in this rank's memory; then pull theirs.
+
+    Pieces are claimed, as in `push_rows`: nobody waits for an offer before all of this rank's are claimed.
+    """
     pieces = tiles.rank_tiles(producer)
-    for piece in range(tl.program_id(0), pieces, movers):
-        tile = channel.rank * pieces + piece
+    job = tiles.claim_move(channel)
+    while job < pieces:
+        following = tiles.claim_move(channel)
+        tile = channel.rank * pieces + job
         _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, landing, 0, _MOVED_AT_ONCE)
         if scales is not None:
             first = channel.rank * producer.rows
             _copy_rows(producer, 1, tile, scales, first, scales_landing, 0, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "local")
-        tiles.peer_tile_notify(channel, piece, mode="broadcast")
-    for job in range(tl.program_id(0), pieces * (channel.world - 1), movers):
+        tiles.peer_tile_notify(channel, job, mode="broadcast")
+        job = following
+    job -= pieces
+    while job < pieces * (channel.world - 1):
+        following = tiles.claim_move(channel) - pieces
         peer = (channel.rank + 1 + job // pieces) % channel.world
         tile = peer * pieces + job % pieces
         ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
@@ -121,6 +135,7 @@ def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing, mover
             there = tiles.peer_pointer(channel, scales_landing, peer)
             _copy_rows(producer, 1, tile, there, 0, scales_landing, ready, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "local")
+        job = following
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from stretto.ops.few_rows import MOSTLY_BUSY
-from stretto.ops.gemm import Blocks, deepen, divide_up, is_even, look_up_blocks
+from stretto.ops.gemm import Blocks, bound_programs, deepen, divide_up, is_even, limit_waiting, look_up_blocks
 from stretto.ops.shares import count_rounds
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
@@ -190,7 +190,7 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
             )
         case _:
             transfer, movers = find_gather_transfer(call.m)
-            plan = plan._replace(transfer=transfer, movers=min(movers, machine.processors))
+            plan = plan._replace(transfer=transfer, movers=min(movers, count_usable(call, machine)))
     return plan, f"nothing was measured for {weight_bytes} bytes of weight, and it is the default"
 
 
@@ -220,6 +220,20 @@ ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
 
 
+def count_usable(call: Call, machine: Machine) -> int:
+    """The multiprocessors that a default plan's programs may have: fewer where they wait for other ranks in place."""
+    by_programs = call.operator == "all_gather_matmul" and find_gather_transfer(call.m)[0] == "programs"
+    waits = call.m <= FEW_ROWS or by_programs
+    return bound_programs(machine.processors) if waits else machine.processors
+
+
+def limit_programs(plan: Plan, device: torch.device) -> Plan:
+    """The plan with no more programs than may wait at once on the device: see `bound_programs`."""
+    assert plan.blocks is not None
+    programs = limit_waiting(plan.blocks.programs, device)
+    return plan._replace(blocks=plan.blocks._replace(programs=programs), movers=min(plan.movers, programs))
+
+
 def find_gather_transfer(m: int) -> tuple[str, int]:
     """Who moves the rows of a gather of m rows where nothing was measured, and how many programs do."""
     return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
@@ -231,13 +245,12 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
         return Blocks(16 if call.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
     itemsize = call.dtype.itemsize
     shards = call.world if call.operator == "matmul_reduce_scatter" else 1
+    processors = count_usable(call, machine)
     m = call.m // shards
     if call.m <= FEW_ROWS:
-        blocks = few_row_blocks(call.m, call.n, itemsize, machine.by_tma, machine.processors)
+        blocks = few_row_blocks(call.m, call.n, itemsize, machine.by_tma, processors)
     else:
-        wide, narrow = (
-            look_up_blocks(m, itemsize, machine.by_tma, is_wide, machine.processors) for is_wide in (True, False)
-        )
+        wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
         narrow_takes = _estimate(call, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(call, shards, wide) <= narrow_takes else narrow
         if call.operator == "all_gather_matmul" and call.m > COOL_ROWS and machine.by_tma and itemsize == 2:
@@ -327,7 +340,7 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
         case "matmul_all_reduce":
             others = [plan._replace(shots=shots) for shots in (1, 2)]
         case "all_gather_matmul":
-            movers = (8, 16, 32, machine.processors) if machine.processors else (1, 2)
+            movers = (8, 16, 32, count_usable(call, machine)) if machine.processors else (1, 2)
             others = [plan._replace(transfer="programs", movers=count) for count in movers]
             if call.m > FEW_ROWS:
                 others += [plan._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
@@ -344,9 +357,10 @@ def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
 def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
     if call.m <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(call.m))
-        widths = dict.fromkeys((_find_width(rows, call.n, machine.processors) or 32, 32, 64, 128))
+        processors = count_usable(call, machine)
+        widths = dict.fromkeys((_find_width(rows, call.n, processors) or 32, 32, 64, 128))
         for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
-            blocks = _few_row_blocks(rows, columns, depth, machine.processors)
+            blocks = _few_row_blocks(rows, columns, depth, processors)
             if blocks.k == depth:
                 yield deepen(blocks, call.dtype.itemsize)
         return

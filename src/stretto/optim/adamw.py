@@ -7,13 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.memory import failures
+from stretto.optim.guard import skipping_after_failure
+
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW whose `step` takes the factor that gradients are scaled by, so that clipping costs no pass.
 
     The state has torch's names and shapes, and may be loaded from either. On a GPU, for contiguous fp32 parameters, it
     is a Triton kernel: 28 bytes a parameter are moved, where scaling first moves 36. Anything else is scaled by
-    `_foreach_mul_` and updated by torch.
+    `_foreach_mul_` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
+    (`stretto.optim.guard`).
 
     writes_copies: the kernel also writes the weights of a parallelized model's linears in the dtype that is computed
     in, which spares the next forward pass to cast them. They take memory between steps, too: 2 bytes a parameter of
@@ -65,7 +69,8 @@ class AdamW(torch.optim.AdamW):
         if scale is not None and parameters:
             gradients = [local(p.grad) for p in parameters]
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-        super().step()
+        with skipping_after_failure(self):
+            super().step()
         return loss
 
     def _update(self, group: dict[str, Any], scale: Tensor | None) -> None:
@@ -84,7 +89,8 @@ class AdamW(torch.optim.AdamW):
                 state["step"] = state["step"].to(parameter.device, torch.float32)
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        failed = failures.find_flag(parameters[0].device)
+        torch._foreach_add_(steps, 1 if failed is None else (failed[0] == 0).float())
         counts = torch.stack(steps).double()
         first_rest, second_rest = (1 - beta**counts for beta in group["betas"])
         # By parameter: the step's size, what the root of the second moment is multiplied by, and what decay leaves. The
@@ -95,7 +101,17 @@ class AdamW(torch.optim.AdamW):
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
             copy = getattr(parameter, "stretto_copy", None) if self.writes_copies else None
             copied = None if copy is None else copy.open(parameter)
-            launch(local(parameter), local(parameter.grad), first, second, corrections[number], scale, copied, group)
+            launch(
+                local(parameter),
+                local(parameter.grad),
+                first,
+                second,
+                corrections[number],
+                scale,
+                failed,
+                copied,
+                group,
+            )
             torch.autograd.graph.increment_version(parameter)  # as torch's own ways of writing do
             if copy is not None and copied is not None:
                 copy.close(parameter)

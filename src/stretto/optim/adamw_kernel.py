@@ -18,6 +18,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     seconds,
     corrections,
     scale,
+    failed,
     copies,
     numbers,
     beta1,
@@ -29,7 +30,9 @@ def _adamw(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < numbers
+    inside = at < numbers
+    # Gradients that came after a wait had failed are wrong: nothing is updated.
+    there = inside if failed is None else inside & (tl.load(failed) == 0)
     gradient = tl.load(gradients + at, mask=there)
     if HAS_SCALE:
         gradient *= tl.load(scale)
@@ -52,13 +55,15 @@ def launch(
     second: Tensor,
     corrections: Tensor,
     scale: Tensor | None,
+    failed: Tensor | None,
     copy: Tensor | None,
     options: Mapping[str, Any],
 ) -> None:
     """Update one parameter, fp32 and contiguous as are its gradient and both moments, all in place.
 
     corrections: fp32 [3], lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and 1 - lr x decay. scale: fp32, 0-dim, or None.
-    copy: gets the new parameter in its own dtype; contiguous, or None. options: a group's betas and eps.
+    failed: int32 [1] or None; while it is not 0, nothing is updated (`stretto.memory.failures`). copy: gets the new
+    parameter in its own dtype; contiguous, or None. options: a group's betas and eps.
     """
     numbers = parameter.numel()
     if not numbers:
@@ -71,6 +76,7 @@ def launch(
         second,
         corrections,
         corrections if scale is None else scale,
+        failed,
         copy,
         numbers,
         beta1,

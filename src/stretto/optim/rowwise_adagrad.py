@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.memory import failures
+
 
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad whose sum of squares is a row's: the mean over its numbers, added up over the steps.
@@ -43,12 +45,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, table: Tensor, gradient: Tensor, lr: float | Tensor, eps: float) -> None:
         sums = self.sums(table)
         if not gradient.is_sparse:
-            gradient = gradient.to(sums.dtype)
+            gradient = _drop_after_failure(gradient.to(sums.dtype))
             sums += gradient.square().mean(dim=1)
             table.copy_(table.to(sums.dtype) - lr * gradient / (sums.sqrt() + eps).unsqueeze(1))
             return
         gradient = gradient.to(sums.dtype).coalesce()
-        rows, values = gradient.indices()[0], gradient.values()
+        rows, values = gradient.indices()[0], _drop_after_failure(gradient.values())
         seen = sums.index_select(0, rows) + values.square().mean(dim=1)
         sums.index_copy_(0, rows, seen)
         changed = table.index_select(0, rows) + values * (-lr / (seen.sqrt() + eps)).unsqueeze(1)
@@ -69,3 +71,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for place, table in zip(places, parameters, strict=True):
             if place in state_dict["state"] and table.dtype.itemsize < torch.float32.itemsize:
                 self.state[table]["sum"] = state_dict["state"][place]["sum"].to(table.device, torch.float32, copy=True)
+
+
+def _drop_after_failure(gradient: Tensor) -> Tensor:
+    """The gradient; or, once a wait for another rank has failed, zeros, by which nothing changes (`optim.guard`)."""
+    failed = failures.find_flag(gradient.device)
+    return gradient if failed is None else torch.where(failed[0] == 0, gradient, 0.0)

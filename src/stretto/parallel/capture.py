@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import failures
 from stretto.parallel.compute_copies import FollowedCopies, following_copies
 
 WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
@@ -43,9 +44,14 @@ class CapturedStep:
         self._copies = FollowedCopies()
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's."""
+        """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's.
+
+        PeerError where a wait for another rank has failed in a step before, as far as the host can know: kernels of
+        replayed graphs cannot raise. Optimizers have then skipped that step on the device (`stretto.optim.guard`).
+        """
         if self._step is None:
             raise ValueError("this captured step was closed")
+        failures.check()
         callers = torch.cuda.current_stream()
         self._stream.wait_stream(callers)
         with torch.cuda.stream(self._stream):

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Weights that are cast in one launch before they are pushed: the first are on their way while the rest is cast.
 CAST_AT_ONCE = 8
-# Seconds that a rank may be waited for at the beginning of a forward pass: another one may be writing files meanwhile.
-TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -192,9 +190,7 @@ class PushedGather:
             offsets.append(size)
             num_bytes = -(-rows // world) * world * _numel(shape[1:]) * dtype.itemsize
             size += -(-num_bytes // 128) * 128
-        channel = BlockChannel.allocate(
-            self.group, channels=world * len(layout), data_bytes=size, timeout=TIMEOUT, backend=self.backend
-        )
+        channel = BlockChannel.allocate(self.group, channels=world * len(layout), data_bytes=size, backend=self.backend)
         for number, ((key, rows, shape, dtype), offset) in enumerate(zip(layout, offsets, strict=True)):
             chunk = -(-rows // world)
             padded, mine = (chunk * world, *shape[1:]), slice(rank * chunk, rank * chunk + shape[0])

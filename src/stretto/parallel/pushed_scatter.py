@@ -20,9 +20,8 @@ from torch import Tensor
 
 from stretto.parallel.communication import Pending, start_scatter_rows
 from stretto.parallel.gradients import SCATTERS_IN_FLIGHT
-from stretto.parallel.pushed import TIMEOUT
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
-from stretto.tiles.signals import OF_PEER, await_slot, set_slot
+from stretto.tiles.signals import OF_PEER, await_slot, may_publish, set_slot
 
 SLOTS = SCATTERS_IN_FLIGHT + 1
 OPERATOR = "the reduce-scatter of gradients over z"
@@ -81,7 +80,6 @@ class PushedScatter:
             channels=1,
             peer_tiles=2,
             data_bytes=SLOTS * world * self._part,
-            timeout=TIMEOUT,
             backend=backend,
         )
         device = self._channel.device
@@ -182,7 +180,8 @@ def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
     """Count a start, and wait until its slot is free at all other ranks. One program.
 
     Signals: none here; a copy engine's, after it, of `word`. Waits: for the others' sums of all but the last `lag`
-    starts, each of which is enqueued there before this start is. Reuse: that is what this is for.
+    starts, each of which is enqueued there before this start is. Reuse: that is what this is for. Once a wait has
+    failed, `word` keeps an old number, and peers do not take what is pushed for theirs.
     """
     tick = (tl.load(started).to(tl.int64) + 1).to(tl.int32)
     tl.debug_barrier()
@@ -190,7 +189,7 @@ def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
     for distance in tl.static_range(1, channel.world):
         peer = (channel.rank + distance) % channel.world
         await_slot(channel, peer, RELEASED, tick - 1 - lag, OF_PEER, False)
-    tl.store(word, tick)
+    tl.store(word, tick, mask=may_publish(channel))
 
 
 @triton.jit
@@ -221,5 +220,6 @@ def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.
     tl.debug_barrier()
     if tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(tickets, 0)
+        publishes = may_publish(channel)
         for distance in tl.static_range(1, channel.world):
-            set_slot(channel, (channel.rank + distance) % channel.world, RELEASED, tick)
+            set_slot(channel, (channel.rank + distance) % channel.world, RELEASED, tick, publishes)

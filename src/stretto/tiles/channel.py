@@ -1,6 +1,7 @@
 """`BlockChannel`: what tiles of one group signal and move data through, on the host's side."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,18 +9,17 @@ import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
-from stretto.memory import MAX_SIGNALS, PeerError, SymmetricMemory, allocate, find_own_rank
+from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, find_own_rank, group_timeout
 from stretto.tiles import reports
 from stretto.tiles.intrinsics import INTERPRETED
 from stretto.tiles.launches import Launches
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
-from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, REPORT_WORDS, begin_call
+from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, begin_call
 from stretto.tiles.streams import SideStream
 
 _ALIGNMENT = 128
 _MOST_KEPT = 1024  # tensors that a channel knows
 _MODES = ("local", "p2p", "broadcast")
-DEFAULT_TIMEOUT = 30.0
 
 
 class Channel(NamedTuple):
@@ -28,8 +28,9 @@ class Channel(NamedTuple):
     rank, world: this rank and how many there are. capacity: channels; peer_tiles: slots between peers. mode: whom
     producers notify. operator: its number in the report. signals: this rank's counters, int32. addresses: int64
     [2 * world], where each rank's counters lie, and how far each rank's buffer is from this rank's. state: int32, the
-    call's number, whether a wait was given up, the targets of all counters and what this rank will have sent. clock:
-    int64 [2], the latest time seen and the limit of a wait, in ns. report: int32, in memory that the host reads.
+    call's number, what its programs have claimed, the targets of all counters and what this rank will have sent. clock:
+    int64 [2], the latest time seen and the limit of a wait, in ns. report, failed: int32 [16] and [1], the channel's
+    failure record and the process's failure flag (`stretto.memory.failures`).
     inside: whether the call's kernel begins and ends the call by itself (`BlockChannel.enter`).
 
     The mappings are arguments of their own: Triton 3.6 forgets the constants of a tuple in a tuple.
@@ -46,6 +47,7 @@ class Channel(NamedTuple):
     state: Tensor
     clock: Tensor
     report: Tensor
+    failed: Tensor
     inside: Any = tl.constexpr(False)
 
 
@@ -77,9 +79,9 @@ class BlockChannel:
         self._addresses = torch.tensor(first + distances, dtype=torch.int64, device=self.device)
         self._state = torch.zeros(HEADER.value + 2 * counters, dtype=torch.int32, device=self.device)
         self._clock = torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=self.device)
-        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self._reported = self._report.numpy()
         self._operators: list[str] = []
+        describe = partial(describe_failure, self.rank, self.world_size, timeout, self._operators)
+        self._record = failures.register(self, describe, self.device)
         self.launch = Launches()
         self._tensors: dict[Hashable, Tensor] = {}
         self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -87,7 +89,7 @@ class BlockChannel:
         self._current: Channel | None = None
         self._sides: dict[int, SideStream] = {}
         self.open_lanes: set[int] = set()
-        reports.register(self._report.data_ptr(), self)
+        reports.register(self._record.words.data_ptr(), self)
 
     @classmethod
     def allocate(
@@ -97,14 +99,15 @@ class BlockChannel:
         channels: int,
         peer_tiles: int = 0,
         data_bytes: int = 0,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
         backend: str = "cuda",
     ) -> "BlockChannel":
         """Make a channel. All ranks of the group call it, with the same arguments; group: None for all ranks.
 
         channels: of all ranks together. peer_tiles: how many tiles `peer_tile_notify` may name. data_bytes: the size
-        of each rank's buffer. timeout: seconds that a wait may last. backend: "cuda", or "host" for processes whose
-        kernels are interpreted. ValueError for sizes out of bounds; PeerError for ranks that do not come.
+        of each rank's buffer. timeout: seconds that a wait may last; None: the group's own limit. backend: "cuda", or
+        "host" for processes whose kernels are interpreted. ValueError for sizes out of bounds; PeerError for ranks that
+        do not come.
         """
         if backend == "host" and not INTERPRETED.value:
             raise ValueError(
@@ -117,7 +120,7 @@ class BlockChannel:
                 "a channel has 1 or more channels, 0 or more peer_tiles and 0 or more data_bytes, not "
                 f"{channels}, {peer_tiles} and {data_bytes}"
             )
-        if timeout <= 0:
+        if timeout is not None and timeout <= 0:
             raise ValueError(f"a wait may last more than 0 seconds, not {timeout}")
         _, world_size = find_own_rank(group)
         words = world_size * (channels + peer_tiles + 1)
@@ -127,6 +130,7 @@ class BlockChannel:
                 f"there are at most {MAX_SIGNALS}"
             )
         size = _signal_bytes(world_size, channels, peer_tiles) + data_bytes
+        timeout = group_timeout(group) if timeout is None else timeout
         return cls(allocate(size, group, backend=backend), channels, peer_tiles, timeout)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
@@ -234,7 +238,8 @@ class BlockChannel:
             self._addresses,
             self._state,
             self._clock,
-            self._report,
+            self._record.words,
+            self._record.failed,
             tl.constexpr(inside),
         )
         return made
@@ -255,26 +260,11 @@ class BlockChannel:
         return self._signals[rank][at : at + 1]
 
     def check(self) -> None:
-        """Raise PeerError if a wait was given up, with its operator, call, tile and the rank that was waited for.
+        """Raise PeerError if a wait of this process has failed, with its operator, call, tile and the awaited rank.
 
         It reads memory that kernels write to, and waits for nothing: synchronize first to be sure of what has run.
         """
-        words = self._reported
-        if not words[0]:
-            return
-        kind, operator, epoch, tile, index, peer, seen, target = (int(word) for word in words[:8])
-        what = {
-            OF_CONSUMER.value: f"tile {tile} (channel {index})",
-            OF_PEER.value: f"tile {tile} between peers",
-            OF_BEGIN.value: "the beginning of the call",
-            OF_HOST.value: f"channel {index} (rank_wait)",
-            OF_PACKETS.value: f"packets of part {tile}",
-        }[kind]
-        raise PeerError(
-            f"rank {self.rank} of {self.world_size}: {self._operators[operator]}, call {epoch & 0xFFFFFFFF}: waited in "
-            f"vain for rank {peer}, {what}, {self.timeout:g} s: its signal is at {seen}, the target is {target}. The "
-            "channel is broken from here on"
-        )
+        failures.check()
 
     @property
     def current(self) -> Channel:
@@ -315,6 +305,7 @@ class BlockChannel:
         self._current = None
         for known in (self._described, self.launch, self._tensors, self._notified):
             known.clear()
+        self._record.close()
         self._memory.close()
 
     def __enter__(self) -> "BlockChannel":
@@ -372,6 +363,22 @@ class BlockChannel:
                     "producer and consumer share their channels: rows, channels and channel_rows of their mappings "
                     f"must agree; they are {_geometry(producer)} and {_geometry(consumer)}"
                 )
+
+
+def describe_failure(rank: int, world: int, timeout: float, operators: Sequence[str], words: Sequence[int]) -> str:
+    """What a channel's failure record says: which wait of which operator's call has failed."""
+    kind, operator, epoch, tile, index, peer, seen, target = words[:8]
+    what = {
+        OF_CONSUMER.value: f"tile {tile} (channel {index})",
+        OF_PEER.value: f"tile {tile} between peers",
+        OF_BEGIN.value: "the beginning of the call",
+        OF_HOST.value: f"channel {index} (rank_wait)",
+        OF_PACKETS.value: f"packets of part {tile}",
+    }[kind]
+    return (
+        f"rank {rank} of {world}: {operators[operator]}, call {epoch & 0xFFFFFFFF}: waited in vain for rank {peer}, "
+        f"{what}, {timeout:g} s: its signal is at {seen}, the target is {target}. The channel is broken from here on"
+    )
 
 
 def _value(number: Any) -> int:

@@ -50,6 +50,13 @@ def _backend(_semantic: Any = None) -> tl.constexpr:
 
 
 @tl.core.builtin
+def count_threads(_semantic: Any = None) -> tl.constexpr:
+    """How many threads a compiled program has."""
+    options = _semantic.builder.options
+    return tl.constexpr(options.num_warps * getattr(options, "warp_size", 32))
+
+
+@tl.core.builtin
 def _require_tma(_semantic: Any = None) -> None:
     options = _semantic.builder.options
     arch = str(options.arch)

@@ -6,31 +6,40 @@ protocol sends as many bits of flags as of data.) Data of 0 travels as the bits 
 
 Who takes a packet puts 0 back, so memory is left as it was found: it holds packets and nothing else, each is taken by
 one program, and calls of two numbers in a row use two slots (`call_slot`).
+
+Each packet is loaded by one thread alone. A block of fewer elements than the program has threads is held several times,
+and each copy is loaded by itself: one may see a packet that another does not see yet, the check may look at one and
+what is stored afterwards may be the other. Triton may even load such a block again, in another layout, after the check.
+So blocks of packets have at least as many elements as the program has threads (`_require_one_load`).
 """
 
 import triton
 import triton.language as tl
 
 from stretto.tiles.data import peer_pointer
-from stretto.tiles.intrinsics import require_own
-from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, call_number, watch_clock
+from stretto.tiles.intrinsics import INTERPRETED, count_threads, require_own
+from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, call_number, may_publish, watch_clock
 
 _ZERO = tl.constexpr(-(1 << 31))  # what 0 travels as
 
 
 @triton.jit
 def push_packets(  # type: ignore[no-untyped-def]
-    channel, pointer, offsets, data, mask, rank=None, ranks=None, in_fours: tl.constexpr = False
+    channel, pointer, offsets, data, mask, rank=None, ranks=None, in_fours: tl.constexpr = False, publishes=None
 ):
     """Put 32-bit `data`, as `pack` makes it, as packets at `pointer` + `offsets` in the memory of `rank`.
 
     pointer: a scalar into this rank's memory, of int32. ranks: instead of a rank, one for each packet. in_fours: every
     four packets along the last dim are neighbours that go together, by one store: the first one's place is a multiple
-    of 16 bytes, and they have one rank and one mask.
+    of 16 bytes, and they have one rank and one mask. publishes: what `may_publish` gave, if the caller has asked
+    already: data that was made after a wait has failed is not sent.
     """
     tl.static_assert(
         pointer.dtype.element_ty == tl.int32 and data.dtype == tl.int32, "packets are int32: pack makes them of numbers"
     )
+    if publishes is None:
+        publishes = may_publish(channel)
+    mask = mask & publishes
     packets = tl.where(data == 0, _ZERO, data)
     if ranks is None:
         places = peer_pointer(channel, pointer, rank) + offsets
@@ -73,6 +82,7 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
 
     part, peer: for the report of a wait that fails: which packets, and which rank sends them.
     """
+    _require_one_load(pointers)
     packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True)
     began = tl.cast(0, tl.int64)
     looks = 0
@@ -85,6 +95,16 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, peer, 0, call_number(channel))
     tl.store(pointers, tl.zeros(pointers.shape, tl.int32), mask=mask)
     return tl.where(packets == _ZERO, 0, packets)
+
+
+@triton.jit
+def _require_one_load(block):  # type: ignore[no-untyped-def]
+    """Refuse a block of packets that several threads would load for themselves."""
+    if not INTERPRETED:
+        tl.static_assert(
+            block.numel >= count_threads(),
+            "a block of packets has at least as many elements as the program has threads",
+        )
 
 
 @triton.jit
@@ -101,11 +121,13 @@ def _greatest(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 (low, high): the sums over all ranks, in their order, of the numbers in packets that are taken here.
+    """(low, high, are_there): fp32 sums over all ranks, in their order, of the numbers in packets that are taken here;
+    and whether all packets came before the time limit. If not, the sums are wrong, and must not be sent on.
 
     Rank r's are at pointer + r * stride + offsets. dtype: of the numbers; those of 16 bits come in twos, and of one of
     32 bits both results are the same. All ranks' packets are looked at in one go, until all are there.
     """
+    _require_one_load(offsets)
     stride = tl.cast(stride, tl.int64)  # of all ranks' packets there may be 2^31 and more
     low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
     began = tl.cast(0, tl.int64)
@@ -119,7 +141,7 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, late, 0, call_number(channel))
     for rank in tl.static_range(channel.world):
         tl.store(pointer + rank * stride + offsets, tl.zeros(offsets.shape, tl.int32), mask=mask)
-    return low, high
+    return low, high, late < 0
 
 
 @triton.jit

@@ -9,13 +9,16 @@ before the signal, an atomic operation with release at system scope. Wait: reads
 target is met, and gives 0, made of what was seen: add it to the offset of whatever is loaded after the wait, so that no
 compiler, the software pipeliner included, can load it earlier.
 
-A wait that lasts longer than the channel's time limit writes a report, gives up the launch's other waits and lets the
-kernel come to its end; interpreted kernels raise at once.
+A wait that lasts longer than the channel's time limit fails: the kernel sets the process's failure flag, writes the
+channel's failure record (`stretto.memory.failures`), gives up its other waits and runs to its end without them.
+Interpreted kernels raise at once. While the failure flag is set, no kernel of this process signals: what it stores may
+be wrong, and no peer may trust it (`may_publish`). The peers' waits then reach their own time limits.
 """
 
 import triton
 import triton.language as tl
 
+from stretto.memory import failures
 from stretto.tiles.intrinsics import (
     INTERPRETED,
     count_up_by_thread,
@@ -30,17 +33,19 @@ from stretto.tiles.mapping import tile_channels, tile_rank
 # Triton 3.6 takes no plain string as a default.
 P2P = tl.constexpr("p2p")
 
-# Words of `Channel.state`; targets and sends follow from HEADER on. Words of `Channel.clock` and of the report.
+# Words of `Channel.state`; targets and sends follow from HEADER on. Words of `Channel.clock`.
 EPOCH = tl.constexpr(0)
-BROKEN = tl.constexpr(1)
-ENDED = tl.constexpr(2)  # programs that have ended the call
-CLAIMED = tl.constexpr(3)  # work that programs have claimed in the call
-LATE = tl.constexpr(4)  # the tile that a poll has given up in the call, plus 1; 0: none
-USED = tl.constexpr(5)  # for each of two slots, the number of the last call that used it
-HEADER = tl.constexpr(7)
+ENDED = tl.constexpr(1)  # programs that have ended the call
+CLAIMED = tl.constexpr(2)  # units of work that programs have claimed in the call
+MOVED = tl.constexpr(3)  # pieces of data that programs have claimed to move in the call
+PRODUCED = tl.constexpr(4)  # programs that have finished all that peers wait for
+LATE = tl.constexpr(5)  # the tile that a poll has given up in the call, plus 1; 0: none
+USED = tl.constexpr(6)  # for each of two slots, the number of the last call that used it
+HEADER = tl.constexpr(8)
 LATEST = tl.constexpr(0)
 LIMIT = tl.constexpr(1)
-REPORT_WORDS = 10
+
+SUMMARY_ADDRESS = tl.constexpr(failures.SUMMARY_ADDRESS)
 
 # Which wait a report is about.
 OF_CONSUMER = tl.constexpr(1)
@@ -93,6 +98,33 @@ def claim(channel):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def claim_move(channel):  # type: ignore[no-untyped-def]
+    """As `claim`, of a count of its own: for data that programs move before they compute."""
+    return tl.atomic_add(channel.state + MOVED, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def arrive_produced(channel):  # type: ignore[no-untyped-def]
+    """int32: how many programs of the call had finished all that peers wait for, before this one did.
+
+    Programs that come early can end instead of waiting, which gives their place on the GPU to other groups' kernels.
+    """
+    return tl.atomic_add(channel.state + PRODUCED, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def may_publish(channel):  # type: ignore[no-untyped-def]
+    """Whether peers may trust what this program has stored: no wait of this process has failed yet.
+
+    Use it as the mask of a signal or a store, never in a branch: each thread loads it for itself, and a flag that is
+    set meanwhile would make threads of a block part ways.
+    """
+    # Interpreted, a wait that fails ends the launch, and a volatile load would count as waiting.
+    flag = tl.load(channel.failed, volatile=not INTERPRETED)
+    return flag == 0
+
+
+@triton.jit
 def end_call(channel, producer):  # type: ignore[no-untyped-def]
     """The last thing that each program of a call does that began by `enter`; the last of them ends the call.
 
@@ -134,8 +166,8 @@ def _require_static(producer):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _end(channel):  # type: ignore[no-untyped-def]
-    tl.store(channel.state + ENDED, 0)
-    tl.store(channel.state + CLAIMED, 0)
+    for word in tl.static_range(ENDED, PRODUCED + 1):
+        tl.store(channel.state + word, 0)
     tl.store(channel.state + EPOCH, call_number(channel))
 
 
@@ -158,16 +190,17 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
     first, _ = tile_channels(mapping, tile)
     _check_channels(channel, mapping, first, first + 1)
     counter = channel.rank * channel.capacity + first
+    publishes = may_publish(channel)  # first, so that the load goes on beside the stores that are awaited
     _order_stores(after_tma)
     if mode == "local":
-        _count_up(channel, channel.rank, counter, count)
+        _count_up(channel, channel.rank, counter, count, publishes)
     elif mode == "p2p":
-        _count_up(channel, tile_rank(mapping, tile), counter, count)
+        _count_up(channel, tile_rank(mapping, tile), counter, count, publishes)
     elif rank is not None:
-        _count_up(channel, rank, counter, count)
+        _count_up(channel, rank, counter, count, publishes)
     else:
         for distance in tl.static_range(1, channel.world + 1):
-            _count_up(channel, (channel.rank + distance) % channel.world, counter, count)
+            _count_up(channel, (channel.rank + distance) % channel.world, counter, count, publishes)
 
 
 @triton.jit
@@ -262,13 +295,14 @@ def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_t
     tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
     tl.device_assert((tile >= 0) & (tile < channel.peer_tiles), "the channel has fewer peer_tiles")
+    publishes = may_publish(channel)
     _order_stores(after_tma)
     epoch = call_number(channel)
     if mode == "p2p":
-        set_slot(channel, rank, tile, epoch)
+        set_slot(channel, rank, tile, epoch, publishes)
     else:
         for distance in tl.static_range(1, channel.world):
-            set_slot(channel, (channel.rank + distance) % channel.world, tile, epoch)
+            set_slot(channel, (channel.rank + distance) % channel.world, tile, epoch, publishes)
 
 
 @triton.jit
@@ -307,17 +341,18 @@ def _order_stores(after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_up(channel, rank, counter, count):  # type: ignore[no-untyped-def]
-    tl.atomic_add(_signals_of(channel, rank) + counter, count, sem="release", scope="sys")
+def _count_up(channel, rank, counter, count, publishes):  # type: ignore[no-untyped-def]
+    tl.atomic_add(_signals_of(channel, rank) + counter, count, mask=publishes, sem="release", scope="sys")
 
 
 @triton.jit
-def set_slot(channel, rank, tile, epoch):  # type: ignore[no-untyped-def]
-    """Write a call's number into this rank's slot for a tile at `rank`. The block's stores come before it only if a
-    barrier stands between (`peer_tile_notify` has one).
+def set_slot(channel, rank, tile, epoch, publishes):  # type: ignore[no-untyped-def]
+    """Write a call's number into this rank's slot for a tile at `rank`, if `publishes` (see `may_publish`).
+
+    The block's stores come before it only if a barrier stands between (`peer_tile_notify` has one).
     """
     slot = channel.world * channel.capacity + tile * channel.world + channel.rank
-    tl.atomic_xchg(_signals_of(channel, rank) + slot, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(_signals_of(channel, rank) + slot, epoch, mask=publishes, sem="release", scope="sys")
 
 
 @triton.jit
@@ -404,10 +439,10 @@ def _read_clock(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Whether a wait may go on; if its time is over, it is reported, and the launch's other waits give up too."""
+    """Whether a wait may go on; if its time is over, it is reported, and this process's other waits give up too."""
     latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
-    broken = tl.atomic_add(channel.state + BROKEN, 0, sem="relaxed", scope="gpu")
-    goes_on = broken == 0
+    failed = tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu")
+    goes_on = failed == 0
     if goes_on & (latest - began > tl.load(channel.clock + LIMIT)):
         _report(channel, kind, tile, index, peer, seen, target)
         goes_on = False
@@ -416,8 +451,12 @@ def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, targe
 
 @triton.jit
 def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Write down the wait that was given up, unless another one was before; its first word last."""
-    if tl.atomic_cas(channel.state + BROKEN, 0, 1, sem="relaxed", scope="gpu") == 0:
+    """Set the failure flag and write the failure record, unless a wait of this process has failed before.
+
+    Order: the flag first, so that this program's signals stop; the record's first word after its others; and the
+    word that the host looks at last.
+    """
+    if tl.atomic_xchg(channel.failed, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(channel.report + 1, channel.operator)
         tl.store(channel.report + 2, call_number(channel))
         tl.store(channel.report + 3, tile)
@@ -427,6 +466,8 @@ def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # ty
         tl.store(channel.report + 7, target)
         tl.debug_barrier()
         tl.atomic_xchg(channel.report, kind, sem="release", scope="sys")
+        summary = tl.load((channel.report + SUMMARY_ADDRESS).to(tl.pointer_type(tl.int64)))
+        tl.atomic_xchg(summary.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
     give_up(channel.report)
 
 
@@ -436,7 +477,11 @@ def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ig
 
     counts: None where the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
     notify each channel here, and how often this rank will notify each channel of each destination.
+
+    Once a wait of this process has failed, `sends` stay: a copy engine then signals by an old number, which meets no
+    target.
     """
+    publishes = may_publish(channel)
     index = tl.arange(0, BLOCK)
     targets = channel.state + HEADER
     sends = targets + channel.world * channel.capacity
@@ -449,7 +494,7 @@ def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ig
         else:
             coming, going = _count_static(channel, producer, index, other)
         _add_to(targets + word, coming, inside)
-        _add_to(sends + word, going, inside)
+        _add_to(sends + word, going, inside & publishes)
 
 
 @triton.jit
@@ -498,11 +543,13 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
     tl.store(channel.state + EPOCH, epoch)
     if slot is not None:
         tl.store(channel.state + USED + slot, epoch)
-    tl.store(channel.state + CLAIMED, 0)
-    tl.store(channel.state + LATE, tl.load(channel.state + BROKEN))  # nobody waits in a broken channel
+    for claimed in tl.static_range(CLAIMED, PRODUCED + 1):
+        tl.store(channel.state + claimed, 0)
+    tl.store(channel.state + LATE, tl.load(channel.failed))  # once a wait has failed, polls give up at once
     if MEETS:
+        publishes = may_publish(channel)
         for distance in tl.static_range(1, channel.world):
-            set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch)
+            set_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch, publishes)
         for distance in tl.static_range(1, channel.world):
             peer = (channel.rank + distance) % channel.world
             await_slot(channel, peer, channel.peer_tiles, awaited, OF_BEGIN, False)

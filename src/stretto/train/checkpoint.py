@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.parallel.grid import AXES
 from stretto.parallel.layout import layout_of
@@ -144,8 +145,9 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
     """Write a training state, `model.<name>` and `optimizer.<name>.<key>`, as `save_checkpoint` does. Collective.
 
     A tensor of which this rank holds nothing may be left out. `description`: CheckpointMetadata's optimizer, model, run
-    and data.
+    and data. PeerError, on all ranks, where a wait for another rank has failed on one of them: nothing is written then.
     """
+    _require_no_failure()
     require_finite_weights(state, step)
     path = checkpoint_path(out, step)
     with _first_failure(OSError, f"the checkpoint {path} could not be written"):
@@ -158,6 +160,24 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
         for old in _by_step(out)[:-keep]:
             remove_folder(old)
     return path
+
+
+def _require_no_failure() -> None:
+    """PeerError, on all ranks, unless all that they have launched has ended without a failed wait. Collective."""
+    error = ""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        failures.check()
+    except PeerError as failure:
+        error = str(failure)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        found = [error]
+    else:
+        found = exchange(error, None, group_timeout(None))
+    for text in found:
+        if text:
+            raise PeerError(text)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | None = None) -> CheckpointMetadata:

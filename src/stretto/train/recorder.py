@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stretto.memory import failures
 from stretto.train.divergence import DivergenceError
 from stretto.train.metrics import MetricsLog, StepMetrics
 from stretto.train.progress import Reporter
@@ -103,6 +104,7 @@ class StepRecorder:
     def _measure(self, launched: _Launched) -> StepMetrics:
         if launched.arrival is not None:
             launched.arrival.synchronize()
+        failures.check()  # a wait that failed in this step has made its numbers wrong
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if launched.began is not None and launched.arrival is not None:

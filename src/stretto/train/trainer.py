@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.memory import allocated_bytes
+from stretto.memory import allocated_bytes, failures
 from stretto.parallel import AXES, Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
 from stretto.train.divergence import DivergenceError
@@ -55,6 +55,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
         if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
             dist.destroy_process_group()
         raise
+    failures.synchronize(grid.device)
     if not is_callers_group:
         # Python's own end would close the connections at any moment, also while another rank uses them.
         dist.barrier()

@@ -2,7 +2,7 @@
 
 import typer
 
-from stretto.cli.bench import collectives, operators, training
+from stretto.cli.bench import checkouts, collectives, operators, training
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the README claims, peers beside it in the same run.")
 app.command()(training.train)
@@ -18,3 +18,4 @@ app.command()(operators.embedding)
 app.command()(operators.ops)
 app.command("two-level")(collectives.two_level)
 app.command()(training.dlrm)
+app.command()(checkouts.checkouts)

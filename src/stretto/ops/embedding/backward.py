@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
+from stretto.memory import failures
 from stretto.ops.embedding.backward_kernel import (
     QUANTUM,
     Segments,
@@ -38,6 +39,7 @@ from stretto.ops.embedding.ways import (
     round_up_to_power,
     send_words,
 )
+from stretto.ops.gemm import bound_programs
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient
@@ -128,7 +130,7 @@ def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
     num_warps = min(max(block_bytes // 1024, 1), 8)
     chunks = 1 if block_bytes > 512 else 2 if block_bytes > 128 else 4
     processors = count_multiprocessors(device)
-    return BackwardWay(1024, chunks, 2, num_warps, 32 // num_warps, min(processors, 32), 1024)
+    return BackwardWay(1024, chunks, 2, num_warps, 32 // num_warps, min(bound_programs(processors), 32), 1024)
 
 
 def stage_gradients(
@@ -305,7 +307,8 @@ def reduce_rows(
     multiple = common_multiple((*dims, *places), itemsize)
     target = _describe_target(tuple(dims), multiple, action, by_number, device)
     hold_for_replays(target.tables_of)
-    target = target._replace(meta=meta, settings=settings)
+    failed = None if action == "store" else failures.failure_flag(device)
+    target = target._replace(meta=meta, settings=settings, failed=failed)
     block = target.block.value
     cuts = (segments.total - 1) // way.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
@@ -326,7 +329,7 @@ def _describe_target(
 ) -> Target:
     """A target without addresses and settings."""
     constants = (action, by_number, round_up_to_power(max(dims)), multiple)
-    return Target(None, _find_tables_of(dims, device), None, *(tl.constexpr(value) for value in constants))
+    return Target(None, _find_tables_of(dims, device), None, None, *(tl.constexpr(value) for value in constants))
 
 
 @functools.lru_cache(maxsize=64)

@@ -48,12 +48,14 @@ class Target(NamedTuple):
     meta: int64 [tables, 4]: address, first key, dim, address of the table's state (fp32 [rows]), or with by_number the
     number of its first segment. tables_of: int32, the table of each QUANTUM of columns. action: one of `ACTIONS`.
     by_number: rows are segments' numbers (sparse gradients), not tables' rows. settings: fp32 [2], learning rate and
-    epsilon. multiple: every dim and every address, in elements, is one.
+    epsilon. failed: int32 [1], the process's failure flag, for actions of optimizers: while it is set nothing is
+    updated. multiple: every dim and every address, in elements, is one.
     """
 
     meta: Any
     tables_of: Any
     settings: Any
+    failed: Any
     action: Any
     by_number: Any
     block: Any
@@ -67,11 +69,14 @@ def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS:
     columns: int64 [world + 1], where each rank's begin.
     Order: the next rank's first, own ones last. Signals: after some rows' stores, their channel at the owner ("p2p").
     Waits: at the end, each program for its share of (source, channel), so that when the kernel has ended, staging is
-    complete. All programs are resident: there is at most one for each multiprocessor.
+    complete. Rows are claimed, so no program waits before programs that run have all rows; and a launch leaves room for
+    another group's (`bound_programs`).
     Reuse: staging is stored to only when all ranks have begun this call, and so ended the one before.
     """
     groups = tl.cdiv(batch, ROWS)
-    for index in range(tl.program_id(0), channel.world * groups, tl.num_programs(0)):
+    index = tiles.claim(channel)
+    while index < channel.world * groups:
+        following = tiles.claim(channel)  # before the copy, which takes longer
         owner = (channel.rank + 1 + index // groups) % channel.world
         group = index % groups
         row = group * ROWS + tl.arange(0, ROWS)
@@ -86,6 +91,7 @@ def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS:
             values = tl.load(grad + (source[:, None] + at[None, :]), mask=inside)
             tl.store(there + (target[:, None] + at[None, :]), values, mask=inside)
         tiles.producer_tile_notify(channel, mapping, owner * groups + group, "p2p")
+        index = following
     for index in range(tl.program_id(0), channel.world * mapping.channels, tl.num_programs(0)):
         source_rank = (channel.rank + 1 + index // mapping.channels) % channel.world
         tile = channel.rank * groups + index % mapping.channels * (mapping.channel_rows)
@@ -318,6 +324,10 @@ def _apply(target, pointers, mask, row, state, dim, held, total, inside):  # typ
     if target.action == "store":
         tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)
     else:
+        # Gradients that came after a wait had failed are wrong: tables and their state stay as they are.
+        updates = tl.load(target.failed) == 0
+        mask = mask & updates
+        inside = inside & updates
         step = total * tl.load(target.settings)
         if target.action == "adagrad":
             squares_at = state.to(tl.pointer_type(tl.float32)) + row

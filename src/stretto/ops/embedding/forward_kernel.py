@@ -7,7 +7,7 @@ from stretto import tiles
 from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
 from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.intrinsics import now
-from stretto.tiles.signals import BROKEN, EPOCH
+from stretto.tiles.signals import EPOCH
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 """by_table: table after table, and of each the next rank's samples first, own ones last. mixed: the same, slice by
@@ -36,11 +36,12 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, finger
     tl.debug_barrier()
     epoch = tl.load(channel.state + EPOCH)
     word = ((epoch & 1) * channel.world + channel.rank) * 2
+    publishes = tiles.may_publish(channel)
     for distance in tl.static_range(channel.world):
         peer = (channel.rank + distance) % channel.world
         words = tiles.peer_pointer(channel, destinations, peer) + word
-        tl.store(words, tl.cast(offset, tl.int64))
-        tl.store(words + 1, tl.cast(fingerprint, tl.int64))
+        tl.store(words, tl.cast(offset, tl.int64), mask=publishes)
+        tl.store(words + 1, tl.cast(fingerprint, tl.int64), mask=publishes)
     tl.store(tickets, 0)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
 
@@ -55,8 +56,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     A task is a slice: some samples of one rank, one table. Programs take tasks by tickets, in the order of `ORDERS`.
     Signals: after a slice's stores (the block's barrier, then release at system scope), its channel at its rank, by the
     number of its samples; a channel is of some of a rank's tables. So whom it is for need not know how it was sliced.
-    Waits: before a program's first store to a rank, until that has begun the call. At the end, each program for its
-    share of (source, channel), so that when the kernel has ended the output is complete.
+    Waits: before a program's first store to a rank, until that has begun the call. At the end, the programs that come
+    last for their shares of (source, channel), so that when the kernel has ended the output is complete.
     No cycle, and no need for all programs to be resident: a program waits for slices only when all of its rank's tasks
     are taken by programs that run, and those wait for nothing but other ranks' `begin_pooling`.
     Reuse: slots are stored to only after their rank has said so in this call; which is free, its host knows.
@@ -81,6 +82,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
         address, rows, dim, column = find_table(lookup, table)
         first = group * pooling.slice
         slot = tl.cast(destination, tl.int64) * 0
+        publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
             inside = sample < lookup.batch
@@ -99,8 +101,12 @@ def pool_and_send(  # type: ignore[no-untyped-def]
                 words = destinations + ready + (parity + destination) * 2
                 slot = tl.load(words) * units
                 is_other = tl.load(words + 1) != fingerprint
-                if is_other & (tl.load(channel.state + BROKEN) == 0):  # else the wait was given up, and says why
+                # An atomic, so that all threads see the same: a wait that has failed says why by itself.
+                if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
                     write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
+                # After a wait that has failed, the place may be one that its rank has given to another tensor.
+                publishes = tiles.may_publish(channel)
+            inside = inside & publishes
             out = tl.multiple_of(tiles.peer_pointer(channel, slots, destination) + slot, 16)
             store_bags(lookup, out, sample, inside, dim, column, total)
         if destination != channel.rank:
@@ -117,10 +123,14 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     waits = tl.zeros((), tl.int64)
     if trace is not None:
         waits = now()
-    for index in range(tl.program_id(0), (channel.world - 1) * mapping.channels, tl.num_programs(0)):
-        source = (channel.rank + 1 + index // mapping.channels) % channel.world
-        tile = channel.rank * mapping.channels + index % mapping.channels
-        tiles.consumer_tile_wait(channel, mapping, tile, source=source)
+    # A quarter of the programs ends here, which leaves room for other groups' kernels while the last ones wait.
+    programs = tl.num_programs(0)
+    waiter = tiles.arrive_produced(channel) - programs // 4
+    if waiter >= 0:
+        for index in range(waiter, (channel.world - 1) * mapping.channels, programs - programs // 4):
+            source = (channel.rank + 1 + index // mapping.channels) % channel.world
+            tile = channel.rank * mapping.channels + index % mapping.channels
+            tiles.consumer_tile_wait(channel, mapping, tile, source=source)
     if trace is not None:
         words = trace + (tasks + tl.program_id(0)).to(tl.int64) * 4
         tl.store(words, began)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.memory import PeerError, shared_gpus
+from stretto.memory import failures, group_timeout, shared_gpus
 from stretto.ops.checks import find_name
 from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward import count_programs, find_way
@@ -22,8 +22,7 @@ from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.embedding.ways import Way, describe_pooling, describe_tables, keep_words
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
-from stretto.tiles.channel import DEFAULT_TIMEOUT
-from stretto.tiles.signals import HEADER, OF_BEGIN, REPORT_WORDS
+from stretto.tiles.signals import HEADER, OF_BEGIN
 
 NAME = "embedding_all_to_all_put"
 STAGING_BYTES = 16 << 20
@@ -138,7 +137,7 @@ class PutSlots:
 
     def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
         world, device = len(addresses), storage.device
-        self.rank, self.device, self.timeout = rank, device, timeout
+        self.rank, self.device = rank, device
         self.faults = Faults(rank, device)
         self.mapped = tuple(bool(address) for address in addresses)
         own = addresses[rank]
@@ -152,7 +151,7 @@ class PutSlots:
         self._staging = storage[_head_bytes(world) + 2 * slot_bytes :]
         self._targets = torch.zeros(world * CHANNELS, dtype=torch.int64, device=device)
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
-        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._record = failures.register(self, functools.partial(_describe_failure, rank, world, timeout), device)
         self._calls = 0
         state = torch.zeros(HEADER.value, dtype=torch.int32, device=device)
         self.channel = Channel(
@@ -166,7 +165,8 @@ class PutSlots:
             torch.tensor([0] * world + distances, dtype=torch.int64, device=device),
             state,
             torch.tensor([0, int(timeout * 1e9)], dtype=torch.int64, device=device),
-            self._report,
+            self._record.words,
+            self._record.failed,
         )
 
     @classmethod
@@ -191,7 +191,7 @@ class PutSlots:
         addresses = symmetric.rendezvous(storage, process_group).buffer_ptrs
         shared_gpus.barrier(process_group, device)
         torch.cuda.synchronize(device)
-        return cls(storage, addresses, process_group.rank(), slot_bytes, DEFAULT_TIMEOUT)
+        return cls(storage, addresses, process_group.rank(), slot_bytes, group_timeout(process_group))
 
     def find_reach(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
         """Whether each rank is stored to: what was asked for, or all that can be. ValueError for one that cannot be."""
@@ -220,16 +220,17 @@ class PutSlots:
     def check(self) -> None:
         """Raise what kernels have found wrong, or waited for in vain; synchronize first to be sure of what has run."""
         self.faults.check()
-        words = self._report.numpy()
-        if not words[0]:
-            return
-        kind, _, call, _, channel, peer, seen, target = (int(word) for word in words[:8])
-        what = "the beginning of the call" if kind == OF_BEGIN.value else f"channel {channel}"
-        raise PeerError(
-            f"rank {self.rank} of {len(self.mapped)}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, "
-            f"{self.timeout:g} s: its signal is at {seen}, the target is {target}. The group's calls are broken from "
-            "here on"
-        )
+        failures.check()
+
+
+def _describe_failure(rank: int, world: int, timeout: float, words: Sequence[int]) -> str:
+    """What the failure record says: which wait has failed."""
+    kind, _, call, _, channel, peer, seen, target = words[:8]
+    what = "the beginning of the call" if kind == OF_BEGIN.value else f"channel {channel}"
+    return (
+        f"rank {rank} of {world}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, {timeout:g} s: its "
+        f"signal is at {seen}, the target is {target}. The group's calls are broken from here on"
+    )
 
 
 def find_put_slots(group: str) -> list[PutSlots]:

@@ -13,7 +13,7 @@ from stretto import tiles
 from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
 from stretto.ops.embedding.forward_kernel import place_task
 from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
-from stretto.tiles.signals import BROKEN, EPOCH, LOOKS_A_TIME, OF_BEGIN, OF_CONSUMER, watch_clock
+from stretto.tiles.signals import EPOCH, LOOKS_A_TIME, OF_BEGIN, OF_CONSUMER, watch_clock
 
 # Of NVSHMEM's headers, device_host_transport/nvshmem_common_transport.h and nvshmem_constants.h. What the bindings' own
 # documentation says of them (5 to add, 3 for "greater or equal") is not so.
@@ -63,6 +63,8 @@ def begin_putting(channel, exchange, counts, fingerprint, BLOCK: tl.constexpr): 
     tl.store(channel.state + EPOCH, epoch)
     tl.store(exchange.tickets, 0)
     said = (epoch.to(tl.int64) << CALL) | fingerprint
+    # Once a wait has failed, a word that stands for no call. An atomic, so that all threads see the same.
+    said = tl.where(tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0, said, 0)
     own = exchange.begun + (epoch & 1) * channel.world + channel.rank
     for distance in tl.static_range(1, channel.world):
         peer = (channel.rank + distance) % channel.world
@@ -116,14 +118,15 @@ def pool_and_put(  # type: ignore[no-untyped-def]
                 store_bags(lookup, there, sample, inside, dim, column, total)
             else:
                 put_bags(
-                    exchange, lookup, pooling, out, counter, first, first + part, end_sample, destination, dim, column,
-                    total,
+                    channel, exchange, lookup, pooling, out, counter, first, first + part, end_sample, destination, dim,
+                    column, total,
                 )  # fmt: skip
                 puts += 1
         if in_reach & (destination != channel.rank):
             tl.debug_barrier()
             stored = (end_sample - first).to(tl.int64)
-            tl.atomic_add(tiles.peer_pointer(channel, counter, destination), stored, sem="release", scope="sys")
+            there = tiles.peer_pointer(channel, counter, destination)
+            tl.atomic_add(there, stored, mask=tiles.may_publish(channel), sem="release", scope="sys")
         ticket = tl.atomic_add(exchange.tickets, 1, sem="relaxed", scope="gpu")
     if puts > 0:
         nvshmem.quiet()
@@ -133,7 +136,8 @@ def pool_and_put(  # type: ignore[no-untyped-def]
         word = exchange.begun + (epoch & 1) * channel.world + source
         said = await_word(channel, word, epoch.to(tl.int64), CALL, OF_BEGIN, index, source)
         is_other = said.to(tl.int32) != fingerprint
-        if is_other & (tl.load(channel.state + BROKEN) == 0):  # else the wait was given up, and says why
+        # An atomic, so that all threads see the same: a wait that has failed says why by itself.
+        if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
             write_fault(report, OTHER_TABLES, source, source, source, source)
     for index in range(tl.program_id(0), (channel.world - 1) * channel.capacity, tl.num_programs(0)):
         source = (channel.rank + 1 + index // channel.capacity) % channel.world
@@ -148,7 +152,7 @@ def pool_and_put(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def put_bags(  # type: ignore[no-untyped-def]
-    exchange, lookup, pooling, out, counter, slice_first, first, end, destination, dim, column, total
+    channel, exchange, lookup, pooling, out, counter, slice_first, first, end, destination, dim, column, total
 ):
     """Round a tile, stage it in symmetric memory, and put samples `first` to `end` - 1 of it, vector by vector.
 
@@ -173,7 +177,9 @@ def put_bags(  # type: ignore[no-untyped-def]
         else:
             nvshmem.fence()
             size = length * (out.dtype.element_ty.primitive_bitwidth // 8)
-            nvshmem.putmem_signal_block(there, source, size, counter, end - slice_first, SIGNAL_ADD, destination)
+            failed = tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu")
+            count = tl.where(failed == 0, end - slice_first, 0)
+            nvshmem.putmem_signal_block(there, source, size, counter, count, SIGNAL_ADD, destination)
     tl.debug_barrier()
 
 

@@ -1,0 +1,435 @@
+"""Two checkouts of Stretto measured in turn in one run, case by case: what a change costs.
+
+Each checkout has ranks of its own, processes that import Stretto from there, and one set of ranks works at a time. A
+round measures every case once by each checkout, one right after the other in random order, and what counts is the
+median over the rounds of the ratio of such a pair: the machine's drift is in both, and cancels.
+
+All ranks share one GPU, under MPS. So the times hold for comparing two checkouts, and for nothing else.
+"""
+
+import contextlib
+import hashlib
+import math
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import stretto
+from stretto.bench.checkouts_cases import CPU_CASES, Case, list_cases
+from stretto.bench.checkouts_plot import plot_checkouts
+from stretto.bench.checkouts_ranks import CheckoutRanks, RanksFailed
+from stretto.bench.harness import Column, print_table, require_least, write_result
+from stretto.bench.mps import mps_daemon
+
+BOUND = 0.02
+"""Ratios of medians nearer to 1 than this count as equal."""
+
+_BEFORE, _AFTER = "before", "after"
+_MOST_STARTS = 4
+_PREPARATION = 0.6  # of the time, after which no further case is prepared
+_START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device gives up after 30
+_TARGET = 4e-3  # seconds of a measurement
+_MOST_TIMES = 64
+_NORMAL_QUANTILE = 1.96  # of a confidence of 95%
+_LEAST_RATIOS = 6  # whose least and greatest hold the median with that confidence
+
+COLUMNS = (
+    Column("case", "case"),
+    Column("rounds", "rounds"),
+    Column("before", "before (us)", "{:.1f}"),
+    Column("after", "after (us)", "{:.1f}"),
+    Column("ratio", "after / before", "{:.3f}"),
+    Column("low", "from", "{:.3f}"),
+    Column("high", "to", "{:.3f}"),
+    Column("verdict", "verdict"),
+    Column("host_before", "host before (us)", "{:.1f}"),
+    Column("host_after", "host after (us)", "{:.1f}"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared, and for how long.
+
+    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
+    rounds: of every case; then more of those whose confidence interval still holds a bound, up to most_rounds, until
+    `seconds` have passed since the start of the command. only: parts of names, of which a case has one (none: all).
+    percentage: of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of ranks works at a time).
+    At 100 / (2 ranks) or less, both sets have multiprocessors of their own, and prepare cases at the same time. on_cpu:
+    a few cases by interpreted kernels, to try the command. ValueError for a setting that cannot be.
+    """
+
+    before: Path
+    after: Path = field(default_factory=lambda: Path(stretto.__file__).parents[1])
+    ranks: int = 4
+    rounds: int = 30
+    most_rounds: int = 300
+    seconds: float = 270.0
+    only: tuple[str, ...] = ()
+    percentage: int | None = None
+    seed: int = 0
+    on_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        require_least(2, ranks=self.ranks, rounds=self.rounds)
+        require_least(self.rounds, most_rounds=self.most_rounds)
+        require_least(1, seconds=self.seconds)
+        if self.share * self.ranks > 100 or self.share < 1:
+            least = 100 // self.ranks
+            raise ValueError(
+                f"{self.ranks} ranks with {self.share}% of the multiprocessors each: up to {least}% will do, since "
+                "ranks that wait for each other run at once"
+            )
+        for name, path in ((_BEFORE, self.before), (_AFTER, self.after)):
+            find_source(name, path)
+        if not self.cases():
+            raise ValueError(f"no case has {' or '.join(self.only)} in its name; one is {list_cases()[0].name!r}")
+
+    @property
+    def share(self) -> int:
+        """Percent of the multiprocessors that a rank gets."""
+        return 100 // self.ranks if self.percentage is None else self.percentage
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """The folder to import from, of each checkout."""
+        return {name: find_source(name, path) for name, path in ((_BEFORE, self.before), (_AFTER, self.after))}
+
+    def cases(self) -> list[Case]:
+        """The cases to measure."""
+        every = CPU_CASES if self.on_cpu else list_cases()
+        return [case for case in every if not self.only or any(part in case.name for part in self.only)]
+
+
+@dataclass
+class _Measured:
+    """Seconds of a call, on the device and to issue, of each round's pair of measurements."""
+
+    device: list[tuple[float, float]] = field(default_factory=list)
+    host: list[tuple[float, float]] = field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        return [after / before for before, after in self.device]
+
+    def is_decided(self) -> bool:
+        """Whether the confidence interval of the ratio lies inside the bounds, or outside of them."""
+        low, high = find_interval(self.ratios())
+        return (low >= 1 - BOUND and high <= 1 + BOUND) or low > 1 + BOUND or high < 1 - BOUND
+
+
+@dataclass
+class _Outcome:
+    """Measurements by case, why others have none, and what broke the run off; processors: that a rank saw."""
+
+    measured: dict[str, _Measured] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    processors: int = 0
+
+
+def find_source(name: str, path: Path) -> Path:
+    """The folder of a checkout that holds the package. ValueError where there is none."""
+    for folder in (path, path / "src"):
+        if (folder / "stretto" / "__init__.py").is_file():
+            return folder.resolve()
+    raise ValueError(f"--{name} is {str(path)!r}, which holds no package stretto: give a checkout, or its src")
+
+
+def bench_checkouts(setting: Setting, out: Path) -> dict[str, Any]:
+    """Measure, print tables, and write checkouts.json, .md and .png to `out`.
+
+    Returns "rows" (a case each), "refused" (case to the reason that it was not measured) and "failure" (None, or what
+    broke the measuring off; rows are what was measured until then). Every process is ended, and the MPS daemon too.
+    ValueError where there is no GPU or no MPS.
+    """
+    deadline = time.monotonic() + setting.seconds
+    with _raising_on_sigterm(), tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
+        # Neither checkout chooses by times that the other, or an earlier run, has measured.
+        environment = {
+            "STRETTO_CACHE": str(Path(folder) / "cache"),
+            "STRETTO_SHARE_GPUS": "1",
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        }
+        if setting.on_cpu:
+            outcome = _run(setting, Path(folder), environment | {"TRITON_INTERPRET": "1"}, deadline)
+        else:
+            _require_gpu()
+            with mps_daemon(setting.share) as variables:
+                outcome = _run(setting, Path(folder), environment | dict(variables), deadline)
+    return _write(setting, outcome, out)
+
+
+def find_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The confidence interval (95%) of the median, from order statistics: no distribution is assumed."""
+    ordered = sorted(values)
+    below = max(0, math.floor((len(ordered) - _NORMAL_QUANTILE * math.sqrt(len(ordered))) / 2))
+    return ordered[below], ordered[len(ordered) - 1 - below]
+
+
+def judge(ratios: Sequence[float]) -> str:
+    """What is said of a case: "same", "slower" or "faster" by more than the bound, or "unclear".
+
+    A case is called slower or faster if its whole confidence interval is beyond the bound, and the same if its median
+    is within. Fewer than six ratios have no such interval.
+    """
+    low, high = find_interval(ratios)
+    if abs(statistics.median(ratios) - 1) <= BOUND:
+        return "same"
+    if len(ratios) < _LEAST_RATIOS or (low <= 1 + BOUND and high >= 1 - BOUND):
+        return "unclear"
+    return "slower" if low > 1 + BOUND else "faster"
+
+
+def _run(setting: Setting, folder: Path, environment: Mapping[str, str], deadline: float) -> _Outcome:
+    """Start both sets of ranks, prepare and measure; start them again without a case that has broken them."""
+    outcome, began = _Outcome(), time.monotonic()
+    prepare_until = began + _PREPARATION * (deadline - began)
+    for attempt in range(_MOST_STARTS):
+        with contextlib.ExitStack() as stack:
+            try:
+                sets = _start(setting, folder / f"store-{attempt}", environment, deadline, stack, outcome)
+            except RanksFailed as error:
+                outcome.failure = str(error)
+                return outcome
+            times = _prepare(setting, sets, outcome, prepare_until)
+            if times is None:
+                continue
+            seconds = time.monotonic() - began
+            _say(f"{len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
+            try:
+                _measure(setting, sets, times, outcome, deadline)
+            except RanksFailed as error:
+                outcome.failure = str(error)
+            return outcome
+    outcome.failure = f"ranks were lost {_MOST_STARTS} times while they prepared cases"
+    return outcome
+
+
+def _start(
+    setting: Setting,
+    store: Path,
+    environment: Mapping[str, str],
+    deadline: float,
+    stack: contextlib.ExitStack,
+    outcome: _Outcome,
+) -> list[CheckoutRanks]:
+    """Both sets of ranks, before and after.
+
+    On a GPU the second starts when the first has its share of the multiprocessors, so that MPS puts ranks of one set
+    side by side.
+    """
+    device = "cpu" if setting.on_cpu else "cuda"
+    sets: list[CheckoutRanks] = []
+    for name, source in setting.sources.items():
+        path = store.with_name(f"{store.name}-{name}")
+        sets.append(stack.enter_context(CheckoutRanks(name, source, setting.ranks, path, device, environment)))
+        if not setting.on_cpu:
+            outcome.processors = _await_start(sets[-1], deadline)
+    if setting.on_cpu:
+        for each in sets:
+            _await_start(each, deadline)
+    return sets
+
+
+def _await_start(ranks: CheckoutRanks, deadline: float) -> int:
+    limit = min(_START_LIMIT, max(1.0, deadline - time.monotonic()))
+    started = ranks.wait_for_start(limit)
+    if "error" in started[0]:
+        raise RanksFailed(f"{ranks.name} does not start: {started[0]['error']}")
+    return int(started[0]["processors"])
+
+
+def _prepare(setting: Setting, sets: Sequence[CheckoutRanks], outcome: _Outcome, until: float) -> dict[str, int] | None:
+    """Have both sets prepare all cases; how many rows a measurement of each takes. None where ranks were lost."""
+    times: dict[str, int] = {}
+    is_apart = 2 * setting.ranks * setting.share <= 100 or setting.on_cpu
+    for case in setting.cases():
+        if case.name in outcome.refused:
+            continue
+        if time.monotonic() > until:
+            outcome.refused[case.name] = "there was no time left to prepare it"
+            continue
+        command = {"do": "prepare", "case": case.name, **case.describe()}
+        try:
+            if is_apart:
+                for each in sets:
+                    each.tell(command)
+                answers = [each.hear(command, _PREPARE_LIMIT) for each in sets]
+            else:
+                answers = [each.ask(command, _PREPARE_LIMIT) for each in sets]
+            errors = [f"{each.name}: {said[0]['error']}" for each, said in zip(sets, answers, strict=True) if said[0]]
+            if errors:
+                outcome.refused[case.name] = "; ".join(errors)
+                continue
+            seconds = max(_time(each, case, 1)[0] for each in sets)
+        except RanksFailed as error:
+            outcome.refused[case.name] = str(error)
+            _say(f"{case.name}: {error}")
+            return None
+        calls = case.options["calls"]
+        times[case.name] = min(_MOST_TIMES, max(1, round(_TARGET / (seconds * calls))))
+    return times
+
+
+def _measure(
+    setting: Setting, sets: Sequence[CheckoutRanks], times: Mapping[str, int], outcome: _Outcome, deadline: float
+) -> None:
+    """Rounds over all cases, then over those that are undecided. RanksFailed leaves what was measured."""
+    chosen = random.Random(setting.seed)
+    cases = [case for case in setting.cases() if case.name in times]
+    began = time.monotonic()
+    for number in range(setting.most_rounds):
+        if number >= setting.rounds:
+            cases = [case for case in cases if not outcome.measured[case.name].is_decided()]
+        if not cases:
+            return
+        if number in (1, setting.rounds):
+            _say(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
+        for case in chosen.sample(cases, len(cases)):
+            if time.monotonic() > deadline:
+                _say(f"the time is over in round {number + 1}, of {len(cases)} cases")
+                return
+            pair = {each.name: (0.0, 0.0) for each in sets}
+            for each in chosen.sample(sets, len(sets)):
+                pair[each.name] = _time(each, case, times[case.name])
+            found = outcome.measured.setdefault(case.name, _Measured())
+            found.device.append((pair[_BEFORE][0], pair[_AFTER][0]))
+            found.host.append((pair[_BEFORE][1], pair[_AFTER][1]))
+
+
+def _time(ranks: CheckoutRanks, case: Case, times: int) -> tuple[float, float]:
+    """Seconds a call on the slowest rank: on the device, and to issue it."""
+    answers = ranks.ask({"do": "run", "case": case.name, "times": times}, _RUN_LIMIT)
+    if "error" in answers[0]:
+        raise RanksFailed(f"{ranks.name} at {case.name}: {answers[0]['error']}")
+    return max(said["seconds"] for said in answers), max(said["host"] for said in answers)
+
+
+def _write(setting: Setting, outcome: _Outcome, out: Path) -> dict[str, Any]:
+    rows = [_row(case, outcome.measured[case.name]) for case in setting.cases() if case.name in outcome.measured]
+    summary = {name: _summarize(part) for name, part in _split(rows).items()}
+    for name, part in _split(rows).items():
+        print_table(f"{name}: {setting.ranks} ranks on one device", COLUMNS, part)
+        print(f"{name}: {describe(summary[name])}")
+    for name, reason in outcome.refused.items():
+        _say(f"not measured: {name}: {reason}")
+    if outcome.failure is not None:
+        _say(f"broken off: {outcome.failure}")
+    about = {
+        "ranks": setting.ranks,
+        "percentage": setting.share,
+        "processors": outcome.processors,
+        "rounds": setting.rounds,
+        "seed": setting.seed,
+        "bound": BOUND,
+        "checkouts": {name: _digest(source) for name, source in setting.sources.items()},
+        "summary": summary,
+        "refused": outcome.refused,
+        "failure": outcome.failure,
+    }
+    path = write_result(out, "checkouts", COLUMNS, rows, **about)
+    lines = [f"{name}: {describe(found)}" for name, found in summary.items()]
+    table = path.with_suffix(".md")
+    table.write_text("\n\n".join([table.read_text().rstrip(), *lines]) + "\n")
+    plot_checkouts(path, path.with_suffix(".png"))
+    return {"rows": rows, "refused": outcome.refused, "failure": outcome.failure, "summary": summary}
+
+
+def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of kernels whose programs were bounded (or not) apart from all others, which are to stay as fast."""
+    parts = {
+        "cases": [row for row in rows if not row["is_bounded"]],
+        "cases whose kernels fill the GPU and wait": [row for row in rows if row["is_bounded"]],
+    }
+    return {name: part for name, part in parts.items() if part}
+
+
+def _row(case: Case, found: _Measured) -> dict[str, Any]:
+    ratios = found.ratios()
+    low, high = find_interval(ratios)
+    row = {
+        "case": case.name,
+        "kind": case.kind,
+        "mode": case.mode,
+        "is_bounded": case.is_bounded,
+        "rounds": len(ratios),
+        "before": 1e6 * statistics.median(before for before, _ in found.device),
+        "after": 1e6 * statistics.median(after for _, after in found.device),
+        "ratio": statistics.median(ratios),
+        "low": low,
+        "high": high,
+        "verdict": judge(ratios),
+    }
+    if case.mode == "eager":
+        row |= {
+            "host_before": 1e6 * statistics.median(before for before, _ in found.host),
+            "host_after": 1e6 * statistics.median(after for _, after in found.host),
+        }
+    return row
+
+
+def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    verdicts = {
+        name: [row["case"] for row in rows if row["verdict"] == name]
+        for name in ("same", "slower", "faster", "unclear")
+    }
+    mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
+    return {"cases": len(rows), "mean_ratio": mean, **verdicts}
+
+
+def describe(summary: Mapping[str, Any]) -> str:
+    """A summary of "cases", "mean_ratio" and the cases of each verdict, in words."""
+    text = (
+        f"{len(summary['same'])} of {summary['cases']} medians within {BOUND:.0%}, geometric mean of the ratios "
+        f"{summary['mean_ratio']:.3f}"
+    )
+    for name in ("slower", "faster", "unclear"):
+        if summary[name]:
+            text += f"; {name}: {', '.join(summary[name])}"
+    return text
+
+
+def _digest(source: Path) -> str:
+    """A checkout's name where paths and commits say nothing: a hash of its package's files."""
+    found = hashlib.sha256()
+    for path in sorted((source / "stretto").rglob("*")):
+        if path.suffix in (".py", ".cu", ".cpp", ".hpp"):
+            found.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("this bench takes a GPU, which all ranks share: torch sees none here; --cpu tries the command")
+
+
+@contextlib.contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that processes and daemon are ended; outside of the main thread, nothing."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous: Callable[..., Any] | int | None = None
+    try:
+        previous = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,121 @@
+"""What `stretto bench checkouts` measures: a table of cases, which each checkout's ranks make for themselves."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MODES = ("graph", "eager")
+_SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20}
+_EAGER_SIZES = ("1 KB", "1 MB")  # of calls from the host: what it takes shows at these
+_COLLECTIVES = {
+    "allreduce": "two-shot-all-reduce",
+    "allgather": "direct-all-gather",
+    "reducescatter": "direct-reduce-scatter",
+    "alltoall": "direct-all-to-all",
+}
+_UNROLLS = {"LL": 1, "LL128": 1, "Simple": 4, "Copy": 4}
+_FILLING = 1 << 20  # bytes from which on a fused schedule takes all multiprocessors, by about 1024 threads a block
+_N, _K = 4096, 1024
+_PACKETS = {"exchange": "packets"}
+_PLANS: tuple[tuple[str, str, dict[str, Any], tuple[int, ...]], ...] = (
+    ("all_gather_matmul", "programs", {"transfer": "programs"}, (16, 512, 2048)),
+    ("all_gather_matmul", "copies", {"transfer": "copies"}, (512, 2048)),
+    ("matmul_reduce_scatter", "packets", _PACKETS, (16,)),
+    ("matmul_reduce_scatter", "tiles by programs", {"transfer": "programs"}, (512, 2048)),
+    ("matmul_reduce_scatter", "tiles by copies", {"transfer": "copies"}, (2048,)),
+    ("matmul_all_reduce", "one shot", _PACKETS | {"shots": 1}, (16,)),
+    ("matmul_all_reduce", "two shots", _PACKETS | {"shots": 2}, (16, 512)),
+)
+"""Operator, the name of a plan, what it pins, and rows of the whole. Of an all-reduce by tiles the second half is the
+library's all-gather, which says nothing of Stretto where gloo runs it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time, in one mode ("graph": replays of a CUDA graph; "eager": calls from the host).
+
+    kind and options: what a rank makes it from (`checkouts_worker`); options["calls"]: calls of a row, or of a graph.
+    is_bounded: whether its kernel fills the GPU and waits for other ranks, so that it is listed apart where a change
+    bounds what such kernels take.
+    """
+
+    name: str
+    kind: str
+    mode: str
+    options: dict[str, Any]
+    is_bounded: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """What a rank is told."""
+        return {"kind": self.kind, "mode": self.mode, "options": self.options}
+
+
+def list_cases() -> list[Case]:
+    """All cases on a GPU; first what takes little to compile, so that it is measured in any case."""
+    return [*_list_collectives(), *_list_tiles(), *_list_embeddings(), *_list_operators()]
+
+
+def _list_collectives() -> Iterator[Case]:
+    for mode in MODES:
+        for collective, algorithm in _COLLECTIVES.items():
+            for protocol, unroll in _UNROLLS.items():
+                for name in _SIZES if mode == "graph" else _EAGER_SIZES:
+                    size = _SIZES[name]
+                    options = {
+                        "collective": collective,
+                        "algorithm": algorithm,
+                        "protocol": protocol,
+                        "unroll": unroll,
+                        "size": size,
+                        "calls": 4 if size <= _FILLING else 1,
+                    }
+                    is_bounded = protocol != "Copy" and size >= _FILLING
+                    yield Case(f"{collective} {protocol} {name} {mode}", "collective", mode, options, is_bounded)
+
+
+def _list_tiles() -> Iterator[Case]:
+    for way in ("push", "copies"):
+        for rows in (16, 1024):
+            for mode in MODES:
+                options = {"way": way, "rows": rows, "columns": 1024, "calls": 4}
+                yield Case(f"tiles by {way}, {rows} rows {mode}", "tiles", mode, options)
+
+
+def _list_embeddings() -> Iterator[Case]:
+    shape = {"tables": 4, "rows": 10_000, "dim": 128, "pooling": 8, "batch": 2048}
+    for part in ("forward", "update", "backward"):
+        for mode in MODES:
+            if part != "backward" or mode == "eager":  # autograd is called by the host
+                options = {"part": part, **shape, "calls": 2}
+                yield Case(f"embedding {part} {mode}", "embedding", mode, options)
+
+
+def _list_operators() -> Iterator[Case]:
+    for operator, name, plan, rows in _PLANS:
+        for m in rows:
+            for mode in MODES:
+                options = {"operator": operator, "m": m, "n": _N, "k": _K, "dtype": "bfloat16", "plan": plan}
+                is_bounded = (operator, name) != ("all_gather_matmul", "copies")  # which waits for copy engines
+                title = f"{operator} {name} m={m} {mode}"
+                yield Case(title, "operator", mode, options | {"calls": 4}, is_bounded)
+
+
+CPU_CASES = [
+    Case("tiles by push, 16 rows eager", "tiles", "eager", {"way": "push", "rows": 16, "columns": 32, "calls": 1}),
+    Case(
+        "matmul_all_reduce one shot m=4 eager",
+        "operator",
+        "eager",
+        {
+            "operator": "matmul_all_reduce",
+            "m": 4,
+            "n": 32,
+            "k": 32,
+            "dtype": "float32",
+            "plan": _PACKETS | {"shots": 1},
+            "calls": 1,
+        },
+        is_bounded=True,
+    ),
+]
+"""Two small cases that kernels run as interpreted, by ranks on CPUs."""

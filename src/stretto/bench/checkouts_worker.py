@@ -1,0 +1,332 @@
+"""One rank of `stretto bench checkouts`: prepares cases with the checkout on PYTHONPATH, and times them on command.
+
+The command runs this file by its path, in a process whose PYTHONPATH begins with the checkout to measure, so that
+`stretto` is that checkout. The file therefore uses only what both checkouts have, and imports nothing beside it.
+
+It reads one command a line from stdin, as JSON, and answers each by one line of JSON on stdout:
+
+    {"do": "prepare", "case": name, "kind": ..., "mode": ..., "options": {...}}    -> {}
+    {"do": "run", "case": name, "times": n}     -> {"seconds": a call on the device, "host": a call on the host}
+    {"do": "end"}
+
+An exception is answered by {"error": its text}. Everything that is printed goes to stderr. When stdin ends, so does the
+process, whatever it is doing.
+"""
+
+import importlib
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import stretto
+from stretto import ops, tiles
+
+_GROUP_LIMIT = timedelta(seconds=60)  # also of waits on the device, where these are the group's
+_WARM_UP = 3
+_BLOCK = 256  # columns that a tile's kernel takes at once
+_TILE_ROWS = 16
+
+
+class _Prepared(NamedTuple):
+    """What a command times: a row of `calls` calls, and a look at whether a wait of them was given up."""
+
+    row: Callable[[], Any]
+    calls: int
+    check: Callable[[], Any]
+
+
+class _Case(NamedTuple):
+    """One call of a case, the calls that a row (or CUDA graph) has, and what raises if a wait was given up."""
+
+    call: Callable[[], Any]
+    calls: int
+    check: Callable[[], Any]
+
+
+def main() -> None:
+    """Join the ranks, then obey. argv: JSON with rank, world, store (a path) and device."""
+    settings = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    commands = _read_commands()
+
+    def answer(reply: dict[str, Any]) -> None:
+        answers.write(json.dumps(reply) + "\n")
+
+    torch.set_num_threads(1)
+    rank = _Rank(**settings)
+    answer({"stretto": stretto.__file__, "torch": torch.__version__, "processors": rank.processors})
+    while True:
+        command = commands.get()
+        if command["do"] == "end":
+            answers.flush()
+            os._exit(0)  # torn down in order, ranks would wait for each other
+        try:
+            answer(rank.prepare(**command) if command["do"] == "prepare" else rank.run(**command))
+        except Exception as error:  # noqa: BLE001 - whatever a checkout raises is said to the command, which decides
+            answer({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def _read_commands() -> "queue.Queue[dict[str, Any]]":
+    """Commands from stdin; its end, when the parent is gone, ends this process even in the middle of a case."""
+    found: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def read() -> None:
+        with os.fdopen(os.dup(0)) as lines:
+            for line in lines:
+                found.put(json.loads(line))
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+class _Rank:
+    """This process as one of `world` ranks, all on the first GPU, or on the CPU with interpreted kernels."""
+
+    def __init__(self, rank: int, world: int, store: str, device: str) -> None:
+        self.world, self.rank = world, rank
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self.processors = 0
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.zeros(1, device=self.device)
+            self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        _accept_shared_gpu()
+        backend = "cpu:gloo,cuda:gloo" if self.device.type == "cuda" else "gloo"
+        files = dist.FileStore(store, world)
+        dist.init_process_group(backend, store=files, rank=rank, world_size=world, timeout=_GROUP_LIMIT)
+        dist.barrier()
+        self._cases: dict[str, _Prepared] = {}
+        self._communicator: Any = None
+
+    def prepare(self, do: str, case: str, kind: str, mode: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Compile and warm up a case, and capture it where its mode is "graph". Collective."""
+        kinds: dict[str, Callable[..., _Case]] = {
+            "collective": self._collective,
+            "operator": self._operator,
+            "embedding": self._embedding,
+            "tiles": self._tiles,
+        }
+        torch.manual_seed(self.rank)
+        made = kinds[kind](case, **options)
+        for _ in range(_WARM_UP):
+            made.call()
+        self._synchronize()
+
+        def row() -> None:
+            for _ in range(made.calls):
+                made.call()
+
+        replay: Callable[[], Any] = row
+        if mode == "graph":
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                row()
+            replay = graph.replay
+        replay()
+        self._synchronize()
+        made.check()
+        self._cases[case] = _Prepared(replay, made.calls, made.check)
+        return {}
+
+    def run(self, do: str, case: str, times: int) -> dict[str, float]:
+        """Seconds a call, of `times` rows of calls one after another, on the device and for the host to issue."""
+        row, calls, check = self._cases[case]
+        count = times * calls
+        row()  # not timed: in it, ranks whose command came earlier wait for the others
+        if self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            began = time.perf_counter()
+            for _ in range(times):
+                row()
+            host = time.perf_counter() - began
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        else:
+            began = time.perf_counter()
+            for _ in range(times):
+                row()
+            seconds = host = time.perf_counter() - began
+        check()
+        return {"seconds": seconds / count, "host": host / count}
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _collective(
+        self, case: str, collective: str, algorithm: str, protocol: str, unroll: int, size: int, calls: int
+    ) -> _Case:
+        """A schedule of a collective by a protocol; size: bytes of the whole array, bf16."""
+        from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+        from stretto.collectives.selection import Table, Way
+
+        if self._communicator is None:
+            self._communicator = CudaCommunicator(table=Table())
+        kernel = self._communicator.kernel(Way(algorithm, protocol, unroll), "bfloat16", in_place=False)
+        whole = max(size // 2 // self.world, 1) * self.world
+        given = whole // self.world if collective == "allgather" else whole
+        taken = whole // self.world if collective == "reducescatter" else whole
+        input = torch.randn(given, device=self.device).bfloat16()
+        output = torch.empty(taken, dtype=torch.bfloat16, device=self.device)
+        return _Case(lambda: kernel(input, output), calls, self._communicator.workspace.check)
+
+    def _operator(
+        self, case: str, operator: str, m: int, n: int, k: int, dtype: str, plan: dict[str, Any], calls: int
+    ) -> _Case:
+        """An overlapped GEMM by a pinned plan; m: rows of the whole; n, k: of a rank's weight."""
+        rows = m // self.world if operator == "all_gather_matmul" else m
+        kind = getattr(torch, dtype)
+        x = torch.randn(rows, k, device=self.device).to(kind)
+        weight = (torch.randn(n, k, device=self.device) / k**0.5).to(kind)
+        run, implementation = getattr(ops, operator), ops.Plan(**plan)
+        return _Case(lambda: run(x, weight, implementation=implementation), calls, _nothing)
+
+    def _embedding(
+        self, case: str, part: str, tables: int, rows: int, dim: int, pooling: int, batch: int, calls: int
+    ) -> _Case:
+        """An embedding look-up with its exchange, its backward pass or its fused step of SGD; batch: the global."""
+        device, count = self.device, tables * batch
+        weights = [torch.rand(rows, dim, device=device, requires_grad=part == "backward") for _ in range(tables)]
+        indices = torch.randint(0, rows, (count * pooling,), device=device)
+        offsets = torch.arange(count + 1, device=device) * pooling
+
+        def look_up() -> Any:
+            return ops.embedding_all_to_all(indices, offsets, weights, batch=batch, name=case)
+
+        grad = torch.randn(batch // self.world, tables * dim * self.world, device=device) * 1e-3
+        if part == "forward":
+            return _Case(look_up, calls, _nothing)
+        if part == "backward":
+            out = look_up()
+            return _Case(lambda: torch.autograd.grad(out, weights, grad, retain_graph=True), calls, _nothing)
+        look_up()
+        settings = torch.tensor([1e-6, 1e-8], device=device)
+
+        def update() -> None:
+            ops.embedding_all_to_all_update(
+                grad, indices, offsets, weights, optimizer="sgd", settings=settings, batch=batch, name=case
+            )
+
+        return _Case(update, calls, _nothing)
+
+    def _tiles(self, case: str, way: str, rows: int, columns: int, calls: int) -> _Case:
+        """An all-gather by tiles: `begin`, tiles or copies that notify, and a kernel that waits for tiles."""
+        world, device = self.world, self.device
+        producer = tiles.shard_tiles(rows, world, _TILE_ROWS, channels=2)
+        consumer = tiles.shard_tiles(rows, world, _TILE_ROWS, channels=2, channel_rows=producer.channel_rows)
+        channel = tiles.BlockChannel.allocate(
+            channels=2 * world,
+            data_bytes=4 * rows * world * columns + 128,
+            backend="cuda" if device.type == "cuda" else "host",
+        )
+        x = torch.randn(rows, columns, device=device)
+        gathered = channel.tensor((rows * world, columns), torch.float32)
+        out = torch.empty(rows * world, columns, device=device)
+        count = tiles.count_tiles(consumer)
+        # Few programs, fewer than a rank's share of the multiprocessors: pushes are there before anybody waits.
+        programs = 8 if device.type == "cuda" else 2
+
+        def call() -> None:
+            begun = channel.begin(case, producer, consumer, "broadcast")
+            if way == "push":
+                _push_tiles[(programs,)](begun, producer, x, gathered, columns, programs, _TILE_ROWS, _BLOCK)
+            else:
+                self._copy_to_peers(channel, x, rows, columns)
+            _take_tiles[(programs,)](begun, consumer, gathered, out, columns, count, programs, _TILE_ROWS, _BLOCK)
+            if way == "copies":
+                tiles.join_copies(channel)
+
+        return _Case(call, calls, channel.check)
+
+    def _copy_to_peers(self, channel: Any, x: torch.Tensor, rows: int, columns: int) -> None:
+        shape = rows * self.world, columns
+        with tiles.copy_engine(channel):
+            for distance in range(self.world):
+                peer = (self.rank + distance) % self.world
+                there = channel.tensor(shape, torch.float32, rank=peer)
+                tiles.rank_copy_data(there[self.rank * rows : (self.rank + 1) * rows], x)
+                for index in (2 * self.rank, 2 * self.rank + 1):
+                    tiles.rank_notify(channel, index, peer)
+
+
+def _nothing() -> None:
+    """Operators look by themselves, at their next call."""
+
+
+def _accept_shared_gpu() -> None:
+    """Let ranks that share a GPU run Stretto's kernels in a checkout that knows no switch for it.
+
+    Such a checkout finds that its ranks share a GPU, and gives `device_ids` to `dist.barrier`, which gloo refuses. Of a
+    checkout that reads STRETTO_SHARE_GPUS nothing changes: it finds no such obstacle.
+    """
+    meet = dist.barrier
+
+    def barrier(*arguments: Any, device_ids: Any = None, **options: Any) -> Any:
+        return meet(*arguments, **options)
+
+    dist.barrier = barrier
+    gpus: Any = importlib.import_module("stretto.memory.gpus")
+    look = gpus.find_obstacle
+
+    def find_obstacle(*arguments: Any, **options: Any) -> str | None:
+        found: str | None = look(*arguments, **options)
+        return None if found is not None and "share a GPU" in found else found
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "find_obstacle", None) is look:
+            module.find_obstacle = find_obstacle  # type: ignore[attr-defined]
+
+
+@triton.jit
+def _push_tiles(  # type: ignore[no-untyped-def]
+    channel, producer, x, gathered, columns, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Push this rank's x [rows, columns] to its place in all ranks' gathered, and notify all of each tile."""
+    own = tiles.rank_tiles(producer)
+    for index in range(tl.program_id(0), own, PROGRAMS):
+        tile = channel.rank * own + index
+        low, high = tiles.tile_rows(producer, tile)
+        rows = low + tl.arange(0, ROWS)[:, None]
+        for first in range(0, columns, BLOCK):
+            at = first + tl.arange(0, BLOCK)[None, :]
+            inside = (rows < high) & (at < columns)
+            value = tl.load(x + (rows - channel.rank * producer.rows) * columns + at, mask=inside)
+            tiles.tile_push_data(channel, gathered, rows * columns + at, value, mask=inside, mode="broadcast")
+        tiles.producer_tile_notify(channel, producer, tile, "broadcast")
+
+
+@triton.jit
+def _take_tiles(  # type: ignore[no-untyped-def]
+    channel, consumer, gathered, out, columns, TILES: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = gathered, each tile as soon as its producer has notified it."""
+    for tile in range(tl.program_id(0), TILES, PROGRAMS):
+        ready = tiles.consumer_tile_wait(channel, consumer, tile)
+        low, high = tiles.tile_rows(consumer, tile)
+        rows = low + tl.arange(0, ROWS)[:, None]
+        for first in range(0, columns, BLOCK):
+            at = first + tl.arange(0, BLOCK)[None, :]
+            inside = (rows < high) & (at < columns)
+            value = tl.load(gathered + ready + rows * columns + at, mask=inside)
+            tl.store(out + rows * columns + at, value, mask=inside)
+
+
+if __name__ == "__main__":
+    main()

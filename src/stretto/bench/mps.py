@@ -1,0 +1,72 @@
+"""A CUDA MPS daemon of this process's own, so that kernels of several processes run at once on one GPU.
+
+Without MPS the driver gives the processes of a GPU time slices, and kernels that wait for each other take milliseconds
+for what takes microseconds under MPS.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_CONTROL = "nvidia-cuda-mps-control"
+_LIMIT = 30.0  # seconds that the daemon has to start, and to end
+
+
+def has_mps() -> bool:
+    """Whether the control program of MPS is on PATH."""
+    return shutil.which(_CONTROL) is not None
+
+
+@contextlib.contextmanager
+def mps_daemon(percentage: int) -> Iterator[Mapping[str, str]]:
+    """Start an MPS daemon, and end it when the block is left, however that comes.
+
+    percentage: of the GPU's multiprocessors that each process gets, 1 to 100. Yields the environment variables that
+    make a process a client of this daemon; its own pipe and log folders keep it apart from any other daemon. End all
+    clients before the block is left. ValueError where there is no MPS or the daemon does not start.
+    """
+    if not 1 <= percentage <= 100:
+        raise ValueError(f"a process gets 1 to 100 percent of the multiprocessors, not {percentage}")
+    control = shutil.which(_CONTROL)
+    if control is None:
+        raise ValueError("ranks that share a GPU need MPS: nvidia-cuda-mps-control, of NVIDIA's driver, is not on PATH")
+    folder = tempfile.mkdtemp(prefix="stretto-mps-")  # short: the path of a socket has at most 107 characters
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    environment = os.environ | variables
+    try:
+        try:
+            # Its output goes nowhere: the daemon would inherit a pipe and keep it open.
+            _run([control, "-d"], environment).check_returncode()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ValueError(f"the MPS daemon does not start: {error}; its log: {_tail(folder)}") from error
+        yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
+    finally:
+        _end_daemon(control, Path(folder), environment)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: list[str], environment: Mapping[str, str], said: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    nowhere = subprocess.DEVNULL
+    return subprocess.run(command, input=said, env=environment, timeout=_LIMIT, stdout=nowhere, stderr=nowhere)
+
+
+def _end_daemon(control: str, folder: Path, environment: Mapping[str, str]) -> None:
+    """Ask the daemon to quit; kill it if it is there after all."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        _run([control], environment, b"quit\n")
+    with contextlib.suppress(OSError, ValueError):
+        process = int((folder / "nvidia-cuda-mps-control.pid").read_text())
+        if b"nvidia-cuda-mps" in Path(f"/proc/{process}/cmdline").read_bytes():
+            os.kill(process, signal.SIGKILL)
+
+
+def _tail(folder: str) -> str:
+    try:
+        return (Path(folder) / "control.log").read_text(errors="replace").strip()[-300:] or "(empty)"
+    except OSError:
+        return "(none)"

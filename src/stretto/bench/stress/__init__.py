@@ -1,0 +1,4 @@
+"""`stretto stress`: random calls of every kernel in every configuration, back to back, with results known to the bit.
+
+`catalogue` lists the configurations, `worker` is what a rank runs, `run` starts the ranks and keeps the accounts.
+"""

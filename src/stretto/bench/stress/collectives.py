@@ -1,0 +1,268 @@
+"""Configurations of the collectives: every algorithm by every protocol, fused, interpreted and by copy engines.
+
+CPU ranks run the same schedules on the host executor, since these kernels are CUDA C++.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.team import Team
+from stretto.collectives.algorithms import ALGORITHMS
+from stretto.collectives.collective import Collective
+from stretto.collectives.schedule import Schedule
+from stretto.collectives.verifier import verify
+
+FAMILY = "collectives"
+PROTOCOLS = ("LL", "LL128", "Simple")
+BY_COPIES = ("direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two-shot-all-reduce")
+FUSED_KERNEL = "collectives.executor.cuda.source:run/1"
+INTERPRETER_KERNEL = "collectives.executor.cuda.interpreter.cu:run"
+COPY_KERNELS = tuple(f"collectives.executor.cuda.copied.cu:{name}" for name in ("begin", "tell", "finish"))
+
+# Every configuration takes another of these, so that each protocol meets each several times.
+DTYPES = ("bfloat16", "float32", "float16", "int32", "float64", "uint8", "int8", "int64", "int16")
+REDUCTIONS = ("sum", "sum", "max", "sum", "min", "sum", "avg")
+UNROLLS = (1, 2, 4)
+
+SIZES = (1, 31, 255, 1000, 4097, 30_011, 64, 7)  # elements of a block, of each input
+SMALL_SIZES = (1, 7, 64, 255)
+OFFSETS = (0, 1, 0, 3)  # elements from an aligned address
+REGIONS = {"LL": 1 << 20, "LL128": 1 << 20, "Simple": 2 << 20}  # smaller than usual, so that large calls go in pieces
+POISON = 77  # of what surrounds and precedes a result; no result is larger
+POISON_BYTE = 0xA5  # four of them are no call's number, which flags of messages are compared with
+BORDER = 9
+_COPY_POISONED = 64 << 20  # bytes of the copy engines' memory
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a schedule is run: by which executor, and in which variant of it."""
+
+    algorithm: str
+    executor: str
+    protocol: str
+    dtype: str
+    reduction: str
+    unroll: int
+    in_place: bool
+    instances: int
+
+
+class CollectiveCase(Case):
+    """Calls of one schedule on tensors of several sizes, at several offsets."""
+
+    are_outputs_new = False
+
+    def __init__(self, way: Way, team: Team) -> None:
+        self._way, self._team = way, team
+        options = _find_sizes(way.algorithm, team.world)
+        if "in_place" in ALGORITHMS[way.algorithm]._names:
+            options["in_place"] = way.in_place
+        self._schedule = ALGORITHMS[way.algorithm].compile(**options, instances=way.instances)
+        self._collective = (
+            self._schedule.collective.aliased() if way.in_place else self._schedule.collective.out_of_place()
+        )
+        found = verify(self._schedule)
+        if not found.ok:
+            raise AssertionError(f"the schedule {self._schedule.name} is not safe to run: {found.errors[0]}")
+        self._kernel = _make_kernel(way, self._schedule, team) if team.is_cuda else None
+        self._dtype: torch.dtype = getattr(torch, way.dtype)
+        self._blocks = _Blocks.find(self._collective)
+        sizes = SIZES if team.is_cuda else SMALL_SIZES
+        self.entries = len(sizes)
+        self._inputs: list[tuple[Tensor, Tensor | None]] = []
+        self._templates: list[Tensor] = []
+        self._memories: list[Tensor] = []
+        self._checks: list[list[Check]] = []
+        for entry, size in enumerate(sizes):
+            self._prepare(entry, size * (self._blocks.chunks if self._needs_even() else 1))
+
+    def _needs_even(self) -> bool:
+        from stretto.collectives.executor.cuda.kernel import moves_chunks
+
+        return moves_chunks(self._collective, self._blocks.chunks)
+
+    def _prepare(self, entry: int, elements: int) -> None:
+        """Make the input number `entry`, and what its call writes to; elements: of a block."""
+        way, team, blocks = self._way, self._team, self._blocks
+        rank, offset = team.rank, OFFSETS[entry % len(OFFSETS)]
+        every = [self._draw(entry, peer, blocks.inputs * elements) for peer in range(team.world)]
+        values = [one.view(blocks.inputs, elements) if blocks.inputs else one for one in every]
+        whole = max(blocks.inputs, blocks.outputs)
+        length = (whole if way.in_place else blocks.outputs) * elements
+        template = torch.full((offset + length + BORDER,), POISON, dtype=self._dtype, device=team.device)
+        expected = torch.full_like(template, POISON)
+        mask = torch.ones(template.shape, dtype=torch.bool, device=team.device)
+        start_in = start_out = 0
+        if way.in_place:
+            start_in, start_out = (start // blocks.chunks for start in self._collective.starts(rank))
+            first = offset + start_in * elements
+            template[first : first + every[rank].numel()] = every[rank].to(self._dtype)
+            mask[offset : offset + length] = False  # but for the output, anything may be left there
+        for block in range(blocks.outputs):
+            part = slice(offset + (start_out + block) * elements, offset + (start_out + block + 1) * elements)
+            sources = self._collective.expected(rank, block * blocks.chunks)
+            mask[part] = sources is not None
+            if sources is not None:
+                parts = torch.stack([values[peer][index // blocks.chunks] for peer, index in sources])
+                expected[part] = self._reduce(parts).to(self._dtype)
+        memory = template.clone()
+        given = torch.zeros(offset + every[rank].numel(), dtype=self._dtype, device=team.device)
+        given[offset:] = every[rank].to(self._dtype)
+        target = memory[offset : offset + length]
+        self._inputs.append((target, None) if way.in_place else (given[offset:], target))
+        self._templates.append(template)
+        self._memories.append(memory)
+        checks = [Check(memory, expected, None if bool(mask.all()) else mask)]
+        if not way.in_place:
+            checks.append(Check(given, given.clone()))  # the input is as it was
+        self._checks.append(checks)
+
+    def _draw(self, entry: int, peer: int, count: int) -> Tensor:
+        """fp64: a rank's input. Numbers of which the average over the ranks is whole, where they are averaged."""
+        is_unsigned = self._way.dtype == "uint8"
+        numbers = self._team.integers((count,), entry, peer, low=0 if is_unsigned else -3, high=5)
+        return numbers * self._team.world if self._way.reduction == "avg" else numbers
+
+    def _reduce(self, parts: Tensor) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        match self._way.reduction:
+            case "max":
+                return parts.amax(0)
+            case "min":
+                return parts.amin(0)
+            case "avg" if self._kernel is not None:
+                return parts.sum(0) / len(parts)
+        return parts.sum(0)
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """See `Case`."""
+        self._memories[entry].copy_(self._templates[entry])
+        if self._kernel is not None:
+            self._kernel(*self._inputs[entry])
+        else:
+            self._run_on_host(*self._inputs[entry])
+        return self._checks[entry]
+
+    def _run_on_host(self, input: Tensor, output: Tensor | None) -> None:
+        from stretto.collectives.executor.host import run_on_host
+
+        reduction = "sum" if self._way.reduction == "avg" else self._way.reduction
+        run_on_host(self._schedule, input, output, self._team.group, reduction=reduction)
+
+    def poison(self) -> None:
+        """See `Case`: the mailboxes; not the flags before them, nor the heads of copy engines' memory."""
+        if self._kernel is None:
+            return
+        from stretto.collectives.executor.cuda.courses import HEAD
+
+        workspace = self._kernel.workspace
+        memory = workspace.memory.buffer()
+        for half in range(2):
+            for region in workspace.regions.values():
+                start = half * workspace.half + region.start
+                memory[start : start + region.size].fill_(POISON_BYTE)
+        if self._way.executor == "copy":
+            workspace.copy_area()
+            workspace._copy_memory.buffer()[HEAD:_COPY_POISONED].fill_(POISON_BYTE)
+
+    def check(self) -> None:
+        """See `Case`."""
+        if self._kernel is not None:
+            self._kernel.workspace.check()
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How many blocks the input and the output have, each of so many chunks."""
+
+    inputs: int
+    outputs: int
+    chunks: int
+
+    @classmethod
+    def find(cls, collective: Collective) -> "_Blocks":
+        from stretto.collectives.executor.layout import find_layout
+
+        chunks = find_layout(collective, 0, None).block_chunks
+        return cls(collective.input_chunks // chunks, collective.output_chunks // chunks, chunks)
+
+
+def _make_kernel(way: Way, schedule: Schedule, team: Team) -> Any:
+    """The kernel of a way. All kernels of a group share one workspace."""
+    from stretto.collectives.executor.cuda.copied import CopiedSchedule
+    from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+    from stretto.collectives.executor.cuda.kernel import LaneKernel
+    from stretto.collectives.executor.cuda.source import Variant
+    from stretto.collectives.executor.cuda.workspace import Workspace
+
+    workspace = team.keep("collectives", lambda: Workspace(team.group, regions=REGIONS))
+    variant = Variant(way.dtype, way.reduction, way.protocol, way.unroll)
+    match way.executor:
+        case "fused":
+            return LaneKernel(schedule, workspace, variant, in_place=way.in_place)
+        case "interpreted":
+            return InterpretedSchedule(
+                schedule, workspace, variant, in_place=way.in_place, tile_bytes=4096, threads=128
+            )
+    return CopiedSchedule(schedule, workspace, variant, in_place=way.in_place)
+
+
+def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
+    """What an algorithm is compiled for: so many ranks, in as square a rectangle of nodes as there is."""
+    if "nodes" not in ALGORITHMS[algorithm].parameters:
+        return {"ranks": ranks}
+    nodes = max(nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and nodes * nodes <= ranks)
+    return {"nodes": nodes, "gpus": ranks // nodes}
+
+
+def _suits(algorithm: str, ranks: int) -> bool:
+    """Whether an algorithm exists for so many ranks."""
+    return ranks == 8 or algorithm != "dgx1-all-gather"
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of the collectives."""
+    ways: list[tuple[str, str, str]] = []
+    for index, algorithm in enumerate(ALGORITHMS):
+        ways += [(algorithm, "fused", protocol) for protocol in PROTOCOLS]
+        ways.append((algorithm, "interpreted", PROTOCOLS[index % len(PROTOCOLS)]))
+    ways += [("two-shot-all-reduce", "interpreted", protocol) for protocol in PROTOCOLS]
+    ways += [(algorithm, "copy", "Copy") for algorithm in BY_COPIES]
+    return [_configure(number, *way) for number, way in enumerate(dict.fromkeys(ways))]
+
+
+def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Configuration:
+    dtype, reduction = DTYPES[number % len(DTYPES)], REDUCTIONS[number % len(REDUCTIONS)]
+    if reduction == "avg" and not getattr(torch, dtype).is_floating_point:
+        reduction = "sum"
+    in_place = number % 2 == 0 and algorithm != "all-to-next"
+    way = Way(
+        algorithm,
+        executor,
+        protocol,
+        dtype,
+        reduction,
+        UNROLLS[number % len(UNROLLS)],
+        in_place,
+        1 + number % 4 // 2,
+    )
+    kernels = {"fused": (FUSED_KERNEL,), "interpreted": (INTERPRETER_KERNEL,)}.get(executor, COPY_KERNELS)
+    if executor == "copy" and "reduce" in algorithm:
+        kernels = (*kernels, "collectives.executor.cuda.source:run/2")
+    place = "in place" if in_place else "out of place"
+    return Configuration(
+        f"{executor}/{algorithm}/{protocol}",
+        FAMILY,
+        kernels,
+        f"{way.instances}x, {dtype}, {reduction}, {place}",
+        partial(CollectiveCase, way),
+        suits=partial(_suits, algorithm),
+    )

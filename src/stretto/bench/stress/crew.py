@@ -1,0 +1,138 @@
+"""The ranks of `stretto stress` as their parent sees them: started, asked, and killed when they do not answer."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from stretto.bench.stress.worker import Outcome, Setting
+
+START_LIMIT = 240.0  # seconds for all ranks to start
+GRACE = 5.0  # seconds for the others to answer once one has raised or died
+_END_LIMIT = 20.0
+# Not by -m, which would make the module another one for the worker than for its parent.
+_WORKER = "from stretto.bench.stress.worker import main; main()"
+
+
+@dataclass
+class Replies:
+    """What the ranks have answered to a request. missing: those that did not in time, though none had failed."""
+
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    missing: frozenset[int] = frozenset()
+
+    @property
+    def raised(self) -> dict[int, str]:
+        """Of those ranks that failed: why."""
+        return {rank: outcome.raised for rank, outcome in self.outcomes.items() if outcome.raised}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks did what they were asked."""
+        return not self.missing and not self.raised
+
+
+class Crew:
+    """So many ranks in processes of their own; `environment` is added to this process's.
+
+    After a request that a rank has not done, `kill` them all: the next `ask` starts new ones. Close it when done.
+    """
+
+    def __init__(
+        self, ranks: int, device: str, seed: int, catalogues: tuple[str, ...], environment: Mapping[str, str]
+    ) -> None:
+        self.ranks = ranks
+        self.about = ""
+        self.starts = 0
+        self.symmetric_memory = "CUDA"
+        self._device, self._seed, self._catalogues = device, seed, catalogues
+        self._environment = dict(environment)
+        self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="stretto-stress-")
+
+    def ask(self, request: object, limit: float) -> Replies:
+        """Have every rank do something, and wait for their answers for up to `limit` seconds.
+
+        RuntimeError where the ranks cannot be started.
+        """
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            try:
+                pipe.send(request)
+            except OSError:
+                continue  # it died: collecting its answer says so
+        return self._collect(limit)
+
+    def use(self, symmetric_memory: str) -> None:
+        """Have the ranks take that backend of torch's symmetric memory: new ones, if those there are have another."""
+        if symmetric_memory != self.symmetric_memory:
+            self.kill()
+            self.symmetric_memory = symmetric_memory
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for process, _ in self._workers:
+            process.kill()
+        for process, pipe in self._workers:
+            process.wait(_END_LIMIT)
+            pipe.close()
+        self._workers = []
+
+    def close(self) -> None:
+        """End all ranks, and remove the folder of their meeting place."""
+        self.kill()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        self.starts += 1
+        store = Path(self._folder.name) / f"store-{self.starts}"
+        for rank in range(self.ranks):
+            ours, theirs = Pipe()
+            process = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | self._environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            theirs.close()
+            self._workers.append((process, ours))
+            memory = self.symmetric_memory
+            ours.send(Setting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory))
+        replies = self._collect(START_LIMIT)
+        if not replies.is_whole:
+            self.kill()
+            why = next(iter(replies.raised.values()), f"ranks {sorted(replies.missing)} did not start in time")
+            raise RuntimeError(f"the {self.ranks} ranks cannot be started: {why}")
+        self.about = replies.outcomes[0].about
+
+    def _collect(self, limit: float) -> Replies:
+        deadline = time.monotonic() + limit
+        outcomes: dict[int, Outcome] = {}
+        has_failed = False
+        while len(outcomes) < self.ranks:
+            pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in outcomes}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pipes[pipe]
+                try:
+                    outcomes[rank] = pipe.recv()
+                except (EOFError, OSError, pickle.UnpicklingError):
+                    process = self._workers[rank][0]
+                    process.kill()
+                    outcomes[rank] = Outcome(raised=f"rank {rank} died with exit code {process.wait(_END_LIMIT)}")
+                if outcomes[rank].raised and not has_failed:
+                    has_failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        missing = frozenset() if has_failed else frozenset(range(self.ranks)) - frozenset(outcomes)
+        return Replies(outcomes, missing)

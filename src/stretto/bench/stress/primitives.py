@@ -1,0 +1,434 @@
+"""Configurations of the tile primitives: each way to notify, to wait and to move data, on the device and the host."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stretto import tiles
+from stretto.bench.stress import tile_kernels as kernels
+from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.team import Team
+
+FAMILY = "tiles"
+BEGIN = "tiles.signals.begin_call"
+ENTRIES = 6
+_LARGEST = 1 << 20  # of the numbers that move
+_WARPS = 4
+_LEAST_NUMBERS = 2048
+
+
+class TileCase(Case):
+    """Calls that move every rank's x [rows, columns] int32, in tiles.
+
+    A subclass makes the results of one input, and calls the kernels. slots: how many buffers of `numbers` int32 numbers
+    of each rank calls take in turn.
+    """
+
+    entries = ENTRIES
+    peer_tiles = 0
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.rows, self.columns, self.tile_rows = (64, 128, 16) if team.is_cuda else (8, 16, 4)
+        self.world, self.rank = team.world, team.rank
+        self.numbers = self.world * max(self.rows * self.columns, _LEAST_NUMBERS)
+        self.channels = 2
+        self.producer = tiles.shard_tiles(self.rows, self.world, self.tile_rows, channels=self.channels)
+        self.own_tiles = self.rows // self.tile_rows
+        self.channel = tiles.BlockChannel.allocate(
+            team.group,
+            channels=self.channels * self.world,
+            peer_tiles=self.peer_tiles,
+            data_bytes=2 * 4 * self.numbers,
+            backend="cuda" if team.is_cuda else "host",
+        )
+        self.turns = itertools.cycle(range(2))
+        self.inputs = [self.make_input(entry) for entry in range(ENTRIES)]
+        self.expected = [self.expect(entry) for entry in range(ENTRIES)]
+
+    def draw(self, entry: int, peer: int) -> Tensor:
+        """int32 [rows, columns]: what a rank gives."""
+        shape = (self.rows, self.columns)
+        return self.team.integers(shape, entry, peer, low=-_LARGEST, high=_LARGEST).int()
+
+    def make_input(self, entry: int) -> Tensor:
+        """This rank's."""
+        return self.draw(entry, self.rank)
+
+    def expect(self, entry: int) -> Tensor:
+        """By default all ranks' inputs in rank order."""
+        return torch.cat([self.draw(entry, peer) for peer in range(self.world)])
+
+    def buffer(self, *shape: int, slot: int = 0, rank: int | None = None) -> Tensor:
+        """This rank's memory, or another's, from the beginning of a slot on."""
+        return self.channel.tensor(shape, torch.int32, offset=slot * 4 * self.numbers, rank=rank)
+
+    def make_output(self) -> Tensor:
+        """Like the results."""
+        return torch.empty_like(self.expected[0])
+
+    def begin(self, mode: str, slot: int | None = None) -> tiles.Channel:
+        """Begin a call of static mappings."""
+        return self.channel.begin("stress", self.producer, self.producer, mode, slot=slot)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        """Call the kernels."""
+        raise NotImplementedError
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """See `Case`."""
+        out = self.make_output()
+        self.run(self.inputs[entry], out)
+        return [Check(out, self.expected[entry])]
+
+    def poison(self) -> None:
+        """See `Case`."""
+        self.buffer(2 * self.numbers).fill_(-1)
+
+    def check(self) -> None:
+        """See `Case`."""
+        self.channel.check()
+
+
+class PushCase(TileCase):
+    """Tiles are pushed to all ranks, by two kernels; has_slots: the call waits for nobody who is behind by one."""
+
+    def __init__(self, team: Team, *, has_slots: bool) -> None:
+        self._has_slots = has_slots
+        super().__init__(team)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        slot = next(self.turns) if self._has_slots else 0
+        channel = self.begin("broadcast", slot if self._has_slots else None)
+        gathered = self.buffer(*out.shape, slot=slot)
+        kernels.push_tiles[(2,)](channel, self.producer, x, gathered, BLOCK=self.columns, num_warps=_WARPS)
+        grid = (self.own_tiles * self.world,)
+        kernels.copy_tiles[grid](channel, self.producer, gathered, out, BLOCK=self.columns, num_warps=_WARPS)
+
+
+class EnteredCase(TileCase):
+    """One kernel begins the call, pushes tiles, waits for them and ends it."""
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.channel.enter("stress", "broadcast")
+        kernels.gather_by_one_kernel[(3,)](
+            channel, self.producer, x, self.buffer(2 * self.numbers), self.numbers, out, BLOCK=self.columns,
+            num_warps=_WARPS,
+        )  # fmt: skip
+
+
+class PullCase(TileCase):
+    """Tiles are pulled from their owners' memory, where they have lain since before the call began."""
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        buffer = self.buffer(*x.shape, slot=next(self.turns))  # of the call before, others may still read theirs
+        buffer.copy_(x)
+        channel = self.begin("local")
+        gathered = torch.empty_like(out)
+        kernels.pull_tiles[(3,)](channel, self.producer, buffer, gathered, BLOCK=self.columns, num_warps=_WARPS)
+        grid = (self.own_tiles * self.world,)
+        kernels.copy_tiles[grid](channel, self.producer, gathered, out, BLOCK=self.columns, num_warps=_WARPS)
+
+
+class ScatterCase(TileCase):
+    """Tiles are pushed to their owners, which add them up as they come."""
+
+    def make_input(self, entry: int) -> Tensor:
+        """[world * rows, columns]: a part for each rank."""
+        return self._draw_all(entry, self.rank)
+
+    def _draw_all(self, entry: int, source: int) -> Tensor:
+        return torch.cat([self.draw(100 * entry + source, peer) for peer in range(self.world)])
+
+    def expect(self, entry: int) -> Tensor:
+        parts = [self._draw_all(entry, source).view(self.world, self.rows, -1) for source in range(self.world)]
+        return torch.stack(parts)[:, self.rank].sum(0).int()
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.begin("p2p")
+        staging = self.buffer(self.world, *out.shape)
+        kernels.scatter_tiles[(3,)](channel, self.producer, x, staging, BLOCK=self.columns, num_warps=_WARPS)
+        grid = (self.own_tiles,)
+        kernels.add_tiles[grid](channel, self.producer, staging, out, BLOCK=self.columns, num_warps=_WARPS)
+
+
+class RoutedCase(TileCase):
+    """Tiles go where tables say, tile t of rank r to rank (t + r) modulo world, and counts are the caller's."""
+
+    def __init__(self, team: Team) -> None:
+        super().__init__(team)
+        world, rank, rows = self.world, self.rank, self.tile_rows
+
+        def table(*numbers: int) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=team.device)
+
+        zeros, ones = table(*[0] * world), table(*[1] * world)
+        starts = [tile * rows for tile in range(world)]
+        ends = [start + rows for start in starts]
+        targets = [(tile + rank) % world for tile in range(world)]
+        self._sent = tiles.look_up_tiles(table(*starts), table(*ends), table(*targets), zeros, ones)
+        self._taken = tiles.look_up_tiles(table(0), table(world * rows), table(world), table(0), table(1))
+        self._counts = torch.zeros(2, world, self.channels * world, dtype=torch.int32, device=team.device)
+        self._counts[:, :, 0] = 1
+
+    def make_input(self, entry: int) -> Tensor:
+        """[world * tile rows, columns]: a tile for each rank."""
+        return self._draw_all(entry, self.rank)
+
+    def _draw_all(self, entry: int, source: int) -> Tensor:
+        return torch.cat([self.draw(100 * entry + source, tile)[: self.tile_rows] for tile in range(self.world)])
+
+    def expect(self, entry: int) -> Tensor:
+        parts = []
+        for source in range(self.world):
+            tile = (self.rank - source) % self.world
+            parts.append(self._draw_all(entry, source).view(self.world, self.tile_rows, -1)[tile])
+        return torch.cat(parts)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.channel.begin("stress", self._sent, self._taken, "p2p", counts=self._counts)
+        buffer = self.buffer(*out.shape)
+        grid, sizes = (self.world,), {"ROWS": self.tile_rows, "BLOCK": self.columns, "num_warps": _WARPS}
+        kernels.route_tiles[grid](channel, self._sent, x, buffer, **sizes)
+        kernels.take_routed[grid](channel, self._taken, buffer, out, **sizes)
+
+
+class RingCase(TileCase):
+    """Sums go around a ring, by tiles between peers."""
+
+    peer_tiles = 64
+
+    def expect(self, entry: int) -> Tensor:
+        return torch.stack([self.draw(entry, peer) for peer in range(self.world)]).sum(0).int()[0]
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.begin("p2p")
+        buffer = self.buffer(self.world, self.columns)
+        kernels.pass_around[(1,)](channel, x, buffer, out, BLOCK=self.columns, num_warps=1)
+
+
+class ExchangeCase(TileCase):
+    """Every rank's row goes to all, announced by one tile between peers, in a call that one kernel begins and ends."""
+
+    peer_tiles = 1
+
+    def expect(self, entry: int) -> Tensor:
+        return torch.stack([self.draw(entry, peer)[0] for peer in range(self.world)])
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.channel.enter("stress", "p2p")
+        kernels.exchange_all[(1,)](
+            channel, x, self.buffer(2 * self.numbers), self.numbers, out, BLOCK=self.columns, num_warps=_WARPS
+        )
+
+
+class PacketCase(TileCase):
+    """Every rank's tile goes to all as packets; tile_rows of `columns` packets, so that some are held twice."""
+
+    def __init__(self, team: Team, *, packet_rows: int) -> None:
+        self._packet_rows = packet_rows
+        super().__init__(team)
+
+    def expect(self, entry: int) -> Tensor:
+        return torch.stack([self.draw(entry, peer)[: self._packet_rows] for peer in range(self.world)])
+
+    def draw(self, entry: int, peer: int) -> Tensor:
+        """A quarter of the numbers are 0, which packets carry as something else."""
+        shape = (self.rows, self.columns)
+        return self.team.integers(shape, entry, peer, low=-_LARGEST, high=_LARGEST, density=0.75).int()
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.channel.enter("stress", "p2p")
+        packets = self.buffer(2 * self.numbers)
+        kernels.exchange_packets[(self.world,)](
+            channel, x, packets, self.numbers, out, ROWS=self._packet_rows, BLOCK=self.columns, num_warps=_WARPS
+        )
+
+    def poison(self) -> None:
+        """Packets' memory is empty between calls."""
+        require_empty(self.buffer(2 * self.numbers))
+
+
+class PacketSumCase(TileCase):
+    """The sum of all ranks' numbers, which travel as packets."""
+
+    def __init__(self, team: Team, *, dtype: torch.dtype, chunk: int, in_fours: bool) -> None:
+        self._dtype, self._chunk, self._in_fours = dtype, chunk, in_fours
+        self._programs = 6 if team.is_cuda else 2
+        super().__init__(team)
+
+    def draw(self, entry: int, peer: int) -> Tensor:
+        count = self._programs * self._chunk * 4 // self._dtype.itemsize
+        return self.team.integers((count,), entry, peer, low=-15, high=15).to(self._dtype)
+
+    def expect(self, entry: int) -> Tensor:
+        return torch.stack([self.draw(entry, peer) for peer in range(self.world)]).sum(0)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel = self.channel.enter("stress", "p2p")
+        kernels.sum_by_packets[(self._programs,)](
+            channel, x, self.buffer(2 * self.numbers), self.numbers, out, FOURS=self._in_fours, CHUNK=self._chunk,
+            num_warps=_WARPS,
+        )  # fmt: skip
+
+    def poison(self) -> None:
+        """Packets' memory is empty between calls."""
+        require_empty(self.buffer(2 * self.numbers))
+
+
+class CopyCase(TileCase):
+    """Copy engines push rows and signal them; who waits: a kernel's tiles, or the stream, for one rank or for all."""
+
+    def __init__(self, team: Team, *, waits: str) -> None:
+        self._waits = waits
+        super().__init__(team)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel, slot = self.channel, next(self.turns)
+        begun = self.begin("broadcast", slot)
+        gathered = self.buffer(*out.shape, slot=slot)
+        own = slice(self.rank * self.rows, (self.rank + 1) * self.rows)
+        gathered[own].copy_(x)
+        for index in range(self.channels):
+            tiles.rank_notify(channel, self.rank * self.channels + index, self.rank)
+        with tiles.copy_engine(channel):
+            for distance in range(1, self.world):
+                self._push(x, (self.rank - distance) % self.world, slot)
+            self._await()
+            if self._waits != "kernel":
+                tiles.rank_copy_data(out, gathered)
+        if self._waits == "kernel":
+            grid = (self.own_tiles * self.world,)
+            kernels.copy_tiles[grid](begun, self.producer, gathered, out, BLOCK=self.columns, num_warps=_WARPS)
+        tiles.join_copies(channel)
+
+    def _push(self, x: Tensor, peer: int, slot: int) -> None:
+        there = self.buffer(self.world * self.rows, self.columns, slot=slot, rank=peer)
+        step = self.rows // self.channels
+        for index in range(self.channels):
+            rows = slice(index * step, (index + 1) * step)
+            tiles.rank_copy_data(there, x, rows=rows, to=self.rank * self.rows + rows.start)
+            tiles.rank_notify(self.channel, self.rank * self.channels + index, peer)
+
+    def _await(self) -> None:
+        """By stream: of each rank the signal of its last rows stands for all of its."""
+        last = self.channels - 1
+        if self._waits == "all":
+            tiles.rank_wait_all(self.channel, last, self.channels)
+        elif self._waits == "each":
+            for distance in range(1, self.world):
+                peer = (self.rank + distance) % self.world
+                tiles.rank_wait(self.channel, peer * self.channels + last, peer)
+
+
+class DescriptorCase(TileCase):
+    """Tiles that TMA stores before they are signalled, or loads after they were waited for, by a wait or a poll."""
+
+    def __init__(self, team: Team, *, form: str) -> None:
+        self._form = form
+        super().__init__(team)
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        slot = next(self.turns)
+        block = [self.tile_rows, self.columns]
+        channel = self.begin("broadcast", None if self._form == "store" else slot)
+        grid = (self.own_tiles * self.world,)
+        if self._form == "store":
+            buffer = self.buffer(*x.shape)
+            source, target = (TensorDescriptor.from_tensor(one, block) for one in (x, buffer))
+            kernels.store_by_descriptor[(self.own_tiles,)](
+                channel, self.producer, source, target, ROWS=self.tile_rows, num_warps=_WARPS
+            )
+            kernels.pull_when_ready[grid](channel, self.producer, buffer, out, BLOCK=self.columns, num_warps=_WARPS)
+            return
+        gathered = self.buffer(*out.shape, slot=slot)
+        source, target = (TensorDescriptor.from_tensor(one, block) for one in (gathered, out))
+        kernels.push_tiles[(2,)](channel, self.producer, x, gathered, BLOCK=self.columns, num_warps=_WARPS)
+        if self._form == "load":
+            kernels.load_by_descriptor[grid](
+                channel, self.producer, source, target, ROWS=self.tile_rows, num_warps=_WARPS
+            )
+        else:
+            kernels.load_by_polls[(2,)](
+                channel, self.producer, source, target, grid[0], ROWS=self.tile_rows, num_warps=_WARPS
+            )
+
+
+class CountedCase(TileCase):
+    """A kernel's threads count tiles, the stream that copies them to the others waits for the count."""
+
+    def __init__(self, team: Team) -> None:
+        super().__init__(team)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=team.device)
+        self._threads = 32 * _WARPS if team.is_cuda else 1
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        channel, slot = self.channel, next(self.turns)
+        begun = self.begin("broadcast", slot)
+        gathered = self.buffer(*out.shape, slot=slot)
+        own = slice(self.rank * self.rows, (self.rank + 1) * self.rows)
+        stored = torch.empty_like(x)
+        tiles.open_lane(channel, 0)
+        kernels.store_and_count[(self.own_tiles,)](
+            x, stored, self._counter, self._threads, ROWS=self.tile_rows, BLOCK=self.columns, num_warps=_WARPS
+        )
+        with tiles.copy_engine(channel, opens=False):
+            tiles.rank_await_count(self._counter, 0, self.own_tiles * self._threads)
+            for distance in range(self.world):
+                peer = (self.rank - distance) % self.world
+                there = self.buffer(*out.shape, slot=slot, rank=peer)
+                tiles.rank_copy_data(there, stored, rows=slice(0, self.rows), to=own.start)
+                for index in range(self.channels):
+                    tiles.rank_notify(channel, self.rank * self.channels + index, peer)
+        tiles.join_copies(channel)
+        grid = (self.own_tiles * self.world,)
+        kernels.copy_tiles[grid](begun, self.producer, gathered, out, BLOCK=self.columns, num_warps=_WARPS)
+
+
+def require_empty(packets: Tensor) -> None:
+    """AssertionError where packets were left."""
+    if packets.any():
+        raise AssertionError("packets were left in memory that is empty between calls")
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of the tile primitives."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    made: dict[str, tuple[str, tuple[str, ...], Callable[[Team], Case]]] = {
+        "push": ("push, notify by broadcast, wait", (BEGIN,), partial(PushCase, has_slots=False)),
+        "push-slots": ("the same in two slots", (BEGIN,), partial(PushCase, has_slots=True)),
+        "push-entered": ("the same in one kernel: enter, claim, end_call", (), EnteredCase),
+        "pull": ("pull, notify here, wait", (BEGIN,), PullCase),
+        "scatter": ("push to an owner, notify it, wait for one source", (BEGIN,), ScatterCase),
+        "routed": ("mappings and counts by tables", (BEGIN,), RoutedCase),
+        "peer-ring": ("tiles between two peers", (BEGIN,), RingCase),
+        "peer-broadcast": ("a tile between all peers", (), ExchangeCase),
+        "packets": ("a packet for each thread and more", (), partial(PacketCase, packet_rows=4)),
+        "packets-few": ("fewer packets than threads", (), partial(PacketCase, packet_rows=1)),
+        "packet-sums": ("sums by packets, bf16", (), partial(PacketSumCase, dtype=bf16, chunk=128, in_fours=False)),
+        "packet-sums-fours": ("four at a time", (), partial(PacketSumCase, dtype=bf16, chunk=256, in_fours=True)),
+        "packet-sums-few": ("fewer than threads", (), partial(PacketSumCase, dtype=fp32, chunk=64, in_fours=False)),
+        "copies": ("copy engines, whose signals a kernel awaits", (BEGIN,), partial(CopyCase, waits="kernel")),
+        "copies-wait": (
+            "the same, awaited by streams, rank by rank",
+            (BEGIN, "tiles.signals.wait_for_channel"),
+            partial(CopyCase, waits="each"),
+        ),
+        "copies-wait-all": (
+            "the same, all ranks at once",
+            (BEGIN, "tiles.signals.wait_for_all"),
+            partial(CopyCase, waits="all"),
+        ),
+        "tma-store": ("stored by TMA, then signalled", (BEGIN,), partial(DescriptorCase, form="store")),
+        "tma-load": ("waited for, then loaded by TMA", (BEGIN,), partial(DescriptorCase, form="load")),
+        "tma-poll": ("polled for, then loaded by TMA", (BEGIN,), partial(DescriptorCase, form="poll")),
+        "counted": ("threads count tiles for a stream", (BEGIN,), CountedCase),
+    }
+    return [
+        Configuration(f"tiles/{name}", FAMILY, launched, covers, make)
+        for name, (covers, launched, make) in made.items()
+    ]

@@ -1,0 +1,189 @@
+"""Configurations of weights and gradients that copy engines push, and of the optimizer's kernel."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.team import Team
+from stretto.memory import failures
+from stretto.parallel.overlap import version_of
+from stretto.parallel.pushed import Pushable, PushedGather
+from stretto.parallel.pushed_scatter import SLOTS, PushedScatter
+
+FAMILY = "pushed weights"
+ENTRIES = 6
+_BEGIN = "tiles.signals.begin_call"
+_WAIT = "tiles.signals.wait_for_all"
+_SCATTER = ("parallel.pushed_scatter.begin_scatter", "parallel.pushed_scatter.sum_parts")
+_ADAMW = "optim.adamw_kernel._adamw"
+
+
+class GatherCase(Case):
+    """Forward passes of a model of a few weights, each gathered while the ones before it are used."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, dtype: torch.dtype | None) -> None:
+        self._team = team
+        rows, columns = (96, 64) if team.is_cuda else (8, 4)
+        # Of the last weight the last rank has fewer rows.
+        self._rows = [rows, rows // 2, team.world * (rows // team.world) - 1]
+        self._columns = columns
+        self._gather = PushedGather(team.group, "cuda" if team.is_cuda else "host")
+        self._shards: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        mesh = DeviceMesh.from_group(team.group, team.device.type)
+        for number, count in enumerate(self._rows):
+            shard = self._own_rows(self._draw(0, number), count).clone()
+            size = torch.Size((count, columns))
+            parameter = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=size, stride=(columns, 1))
+            parameter.stretto_layout = None  # as of a parameter that `parallelize` has made
+            self._shards.append(shard)
+            self._parameters.append(parameter)
+            self._gather.register(number, Pushable(parameter, count, dtype))
+        self._wholes = [[self._draw(entry, number) for number in range(len(self._rows))] for entry in range(ENTRIES)]
+        self._dtype = dtype or torch.float32
+
+    def _draw(self, entry: int, number: int) -> Tensor:
+        shape = (self._rows[number], self._columns)
+        return self._team.integers(shape, entry, number, low=-100, high=100).float()
+
+    def _own_rows(self, whole: Tensor, rows: int) -> Tensor:
+        chunk = -(-rows // self._team.world)
+        return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """See `Case`."""
+        wholes = self._wholes[entry]
+        for shard, whole, rows in zip(self._shards, wholes, self._rows, strict=True):
+            shard.copy_(self._own_rows(whole, rows))
+        with torch.enable_grad():
+            self._gather.begin()
+        checks = []
+        for number, parameter in enumerate(self._parameters):
+            found = self._gather.take(number, version_of(parameter), in_backward=False)
+            assert found is not None, "a weight of this pass was not pushed"
+            checks.append(Check(found.clone(), wholes[number].to(self._dtype)))
+        self._gather.end()
+        return checks
+
+    def poison(self) -> None:
+        """See `Case`."""
+        for place in self._gather._places.values():
+            place.whole.fill_(float("nan"))
+
+    def check(self) -> None:
+        """See `Case`."""
+        if self._gather._channel is not None:
+            self._gather._channel.check()
+
+
+class ScatterCase(Case):
+    """Reduce-scatters of a few gradients that are on their way at once."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, dtype: torch.dtype, result: torch.dtype, starts: int) -> None:
+        self._team, self._result = team, result
+        rows, columns = (96, 64) if team.is_cuda else (8, 4)
+        self._rows = [max(rows - 7 * number, 1) for number in range(starts)]
+        part = -(-rows // team.world) * columns * dtype.itemsize
+        self._scatter = PushedScatter(team.group, part, "cuda" if team.is_cuda else "host")
+        self._gradients: list[list[Tensor]] = []
+        self._expected: list[list[Tensor]] = []
+        for entry in range(ENTRIES):
+            every = [
+                [team.integers((count, columns), entry, number, peer, low=-8, high=8) for peer in range(team.world)]
+                for number, count in enumerate(self._rows)
+            ]
+            self._gradients.append([one[team.rank].to(dtype) for one in every])
+            sums = [torch.stack(one).sum(0) for one in every]
+            self._expected.append([self._own_rows(one).to(result) for one in sums])
+
+    def _own_rows(self, whole: Tensor) -> Tensor:
+        chunk = -(-whole.shape[0] // self._team.world)
+        return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """See `Case`."""
+        expected = self._expected[entry]
+        pending = [
+            self._scatter.start(gradient, right.shape[0], self._result)
+            for gradient, right in zip(self._gradients[entry], expected, strict=True)
+        ]
+        return [Check(one.wait(), right) for one, right in zip(pending, expected, strict=True)]
+
+    def poison(self) -> None:
+        """See `Case`."""
+        size = SLOTS * self._team.world * self._scatter._part
+        self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
+
+    def check(self) -> None:
+        """See `Case`."""
+        self._scatter._channel.check()
+
+
+class AdamWCase(Case):
+    """Steps of AdamW's kernel, each from the same state, which give the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._device = team.device
+        self._numbers = 5000 if team.is_cuda else 300
+        self._gradients = [
+            team.integers((self._numbers,), entry, team.rank, low=-50, high=50).float() / 16 for entry in range(ENTRIES)
+        ]
+        self._scale = torch.tensor(0.5, device=team.device)
+        self._corrections = torch.tensor([0.25, 1.5, 0.875], device=team.device)
+        self._expected = [self._step(entry) for entry in range(ENTRIES)]
+        for entry, (parameter, *_) in enumerate(self._expected):
+            gradient = self._gradients[entry].double() * 0.5
+            first, second = 0.1 + 0.25 * gradient, 0.0625 + 0.25 * gradient * gradient
+            right = 0.875 - 0.25 * first / (second.sqrt() * 1.5 + 1e-3)
+            if not torch.allclose(parameter.double(), right, atol=1e-5):
+                raise AssertionError("AdamW's kernel does another step")
+
+    def _step(self, entry: int) -> tuple[Tensor, ...]:
+        from stretto.optim.adamw_kernel import launch
+
+        parameter = torch.ones(self._numbers, device=self._device)
+        first, second = torch.full_like(parameter, 2 / 15), torch.full_like(parameter, 1 / 12)
+        copy = torch.empty(self._numbers, dtype=torch.bfloat16, device=self._device)
+        options = {"betas": (0.75, 0.75), "eps": 1e-3}
+        numbers = parameter, self._gradients[entry], first, second, self._corrections
+        launch(*numbers, self._scale, failures.failure_flag(self._device), copy, options)
+        return parameter, first, second, copy
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """See `Case`."""
+        return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of what copy engines push for training, and of the optimizer."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        Configuration(
+            "pushed/gather", FAMILY, (_BEGIN, _WAIT), "weights of one pass, in their own dtype",
+            partial(GatherCase, dtype=None),
+        ),
+        Configuration(
+            "pushed/gather-bf16", FAMILY, (_BEGIN, _WAIT), "weights that are cast to bf16",
+            partial(GatherCase, dtype=bf16),
+        ),
+        Configuration(
+            "pushed/scatter", FAMILY, _SCATTER, "one gradient at a time, fp32",
+            partial(ScatterCase, dtype=fp32, result=fp32, starts=1),
+        ),
+        Configuration(
+            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients on their way as there are slots, bf16",
+            partial(ScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
+        ),
+        Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
+    ]  # fmt: skip

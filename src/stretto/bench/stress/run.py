@@ -1,0 +1,291 @@
+"""Runs `stretto stress`: chooses what comes next, keeps the accounts, and replaces ranks that hang."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.bench.harness import require_least
+from stretto.bench.mps import has_mps, mps_daemon
+from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
+from stretto.bench.stress.crew import Crew, Replies
+from stretto.bench.stress.ledger import Account, Ledger
+from stretto.bench.stress.team import mix
+from stretto.bench.stress.worker import Batch, Poison
+
+MOST_RANKS = 64
+RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
+LEAST_CALLS, MOST_CALLS = 60, 1_200
+CPU_CALLS = 6  # interpreted kernels take thousands of times as long
+FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
+LIMIT = 120.0
+_MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
+_POISONED = 0.3  # share of batches before which workspaces are poisoned, besides the second
+_BATCHES_APART = 5  # in a row, of a configuration whose ranks need another backend of symmetric memory: others wait
+_MOST_FAILURES = 2  # batches of a configuration that hang or raise, before it is left out of the run
+_SECONDS_BETWEEN_WORDS = 10.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run: ranks; minutes, after which no batch begins; only: a pattern of names; results: of each
+    configuration, at which the run ends; seed: None for a new one.
+
+    limit: seconds that a batch may take, None for the defaults. stops_at_first: end at the first finding. calls: of a
+    batch, None by the number of ranks. ValueError for what cannot be.
+    """
+
+    ranks: int
+    minutes: float
+    only: str | None = None
+    seed: int | None = None
+    results: int | None = None
+    resume: Path | None = None
+    catalogues: tuple[str, ...] = CATALOGUES
+    limit: float | None = None
+    calls: int | None = None
+    stops_at_first: bool = False
+
+    def __post_init__(self) -> None:
+        require_least(2, ranks=self.ranks)
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"ranks is {self.ranks}, but must be at most {MOST_RANKS}")
+        if not 0 < self.minutes < math.inf:
+            raise ValueError(f"minutes is {self.minutes}, but must be more than 0")
+        if self.results is not None:
+            require_least(1, results=self.results)
+        if self.seed is not None:
+            require_least(0, seed=self.seed)
+        if self.resume is not None and not self.resume.parent.is_dir():
+            raise ValueError(f"{self.resume.parent} is not a folder: {self.resume} cannot be written there")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run has found.
+
+    accounts: of all that was selected, over all runs of the file. launched: the Triton kernels that each configuration
+    has launched in this run; of those that are compiled, the ones that no other had launched in the same way before.
+    """
+
+    seed: int
+    ranks: int
+    device: str
+    seconds: float
+    configurations: Mapping[str, Configuration]
+    accounts: Mapping[str, Account]
+    launched: Mapping[str, set[str]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong, raised or hung."""
+        return all(account.is_clean for account in self.accounts.values())
+
+    @property
+    def results(self) -> int:
+        """Of all configurations."""
+        return sum(account.results for account in self.accounts.values())
+
+    def count(self, what: str) -> int:
+        """All "wrong", "raised" or "hung" ones."""
+        return sum(getattr(account, what) for account in self.accounts.values())
+
+    def list_rows(self) -> list[dict[str, Any]]:
+        """A row for each configuration."""
+        return [
+            {
+                "name": name,
+                "family": configuration.family,
+                "results": self.accounts[name].results,
+                "wrong": self.accounts[name].wrong,
+                "raised": self.accounts[name].raised,
+                "hung": self.accounts[name].hung,
+                "seconds": round(self.accounts[name].seconds, 2),
+                "modes": self.accounts[name].modes,
+                "findings": self.accounts[name].findings,
+            }
+            for name, configuration in self.configurations.items()
+        ]
+
+
+def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
+    """Run the stress, and return what it has found. ValueError for a pattern that matches nothing.
+
+    say: is given lines about the progress. RuntimeError where ranks cannot be started.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = load_catalogue(setting.catalogues)
+    chosen = {
+        name: one
+        for name, one in select(known, setting.only).items()
+        if one.suits(setting.ranks) and (gpus or one.on_cpu)
+    }
+    if not chosen:
+        raise ValueError(f"none of the configurations that match {setting.only!r} is for {setting.ranks} ranks here")
+    seed = random.SystemRandom().randrange(2**31) if setting.seed is None else setting.seed
+    ledger = Ledger(setting.resume)
+    ledger.begin(setting.ranks, seed)
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    say(f"{len(chosen)} configurations, {setting.ranks} ranks, seed {seed}")
+    with ExitStack() as stack:
+        if not gpus:
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        elif setting.ranks > gpus:
+            environment |= {"STRETTO_SHARE_GPUS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+            if has_mps():
+                environment |= stack.enter_context(mps_daemon(max(1, 100 // -(-setting.ranks // gpus))))
+            say("the ranks share GPUs " + ("under MPS" if has_mps() else "by time slices: there is no MPS here"))
+        device = "cuda" if gpus else "cpu"
+        crew = Crew(setting.ranks, device, seed, setting.catalogues, environment)
+        stack.callback(crew.close)
+        return _Run(setting, seed, chosen, ledger, crew, say, has_gpus=bool(gpus)).run()
+
+
+class _Run:
+    """A run under way. turns: what each configuration would have of results if nothing had failed, for the order."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int,
+        chosen: Mapping[str, Configuration],
+        ledger: Ledger,
+        crew: Crew,
+        say: Callable[[str], None],
+        *,
+        has_gpus: bool,
+    ) -> None:
+        self._setting, self._seed, self._chosen = setting, seed, chosen
+        self._ledger, self._crew, self._say, self._has_gpus = ledger, crew, say, has_gpus
+        self._accounts = {name: ledger.of(setting.ranks, name) for name in chosen}
+        self._turns = {name: account.results for name, account in self._accounts.items()}
+        self._batches = dict.fromkeys(chosen, 0)
+        self._failures = dict.fromkeys(chosen, 0)
+        self._compiled: set[tuple[int, str, str]] = set()
+        self._launched: dict[str, set[str]] = {name: set() for name in chosen}
+        self._began = self._spoke = time.monotonic()
+        self._calls = setting.calls or self._choose_calls()
+
+    def _choose_calls(self) -> int:
+        if not self._has_gpus:
+            return CPU_CALLS
+        return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), LEAST_CALLS), MOST_CALLS)
+
+    def run(self) -> Report:
+        """Batch after batch, until the time or the results are there."""
+        while time.monotonic() - self._began < 60 * self._setting.minutes:
+            name = self._choose()
+            if name is None:
+                break
+            self._crew.use(self._chosen[name].symmetric_memory)
+            for _ in range(_BATCHES_APART if self._is_apart(name) else 1):
+                self._run_batch(name)
+                self._ledger.write()
+                self._tell_progress()
+                if self._failures[name]:
+                    break
+            if self._setting.stops_at_first and not self._accounts[name].is_clean:
+                break
+        device = self._crew.about
+        if device and device not in self._ledger.devices.setdefault(self._setting.ranks, []):
+            self._ledger.devices[self._setting.ranks].append(device)
+        self._ledger.write()
+        seconds = time.monotonic() - self._began
+        return Report(self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts, self._launched)
+
+    def _is_apart(self, name: str) -> bool:
+        """Whether the ranks are started anew for this configuration, and for the next one again."""
+        kinds = {one.symmetric_memory for one in self._chosen.values()}
+        return len(kinds) > 1 and self._chosen[name].symmetric_memory != "CUDA"
+
+    def _choose(self) -> str | None:
+        """The configuration with the fewest results; None where all have enough."""
+        open_ones = [name for name in self._chosen if self._failures[name] < _MOST_FAILURES]
+        # Once a run is enough of those for which the ranks are started anew.
+        open_ones = [name for name in open_ones if not (self._is_apart(name) and self._batches[name])]
+        if self._setting.results is not None:
+            open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
+        return min(open_ones, key=lambda name: (self._turns[name], self._is_apart(name)), default=None)
+
+    def _run_batch(self, name: str) -> None:
+        number = self._batches[name]
+        self._batches[name] += 1
+        draw = random.Random(mix(self._seed, "mode", name, number))
+        mode = self._choose_mode(name, number, draw)
+        if number == 1 or (number and draw.random() < _POISONED):
+            replies = self._crew.ask(Poison(name), LIMIT)
+            if not replies.is_whole:
+                self._fail(name, replies, f"batch {number}, before which workspaces were poisoned")
+                return
+        batch = Batch(name, number, self._calls, mode)
+        replies = self._crew.ask(batch, self._find_limit(name, mode))
+        self._turns[name] += self._calls * self._setting.ranks
+        where = f"batch {number}, {mode}"
+        account = self._accounts[name]
+        account.batches += 1
+        if not replies.is_whole:
+            self._fail(name, replies, where)
+            return
+        self._launched[name].update(*(outcome.launched for outcome in replies.outcomes.values()))
+        account.results += sum(outcome.calls for outcome in replies.outcomes.values())
+        account.seconds += max(outcome.seconds for outcome in replies.outcomes.values())
+        account.modes[mode] = account.modes.get(mode, 0) + replies.outcomes[0].calls * self._setting.ranks
+        wrong = {rank: outcome.wrong for rank, outcome in replies.outcomes.items() if outcome.wrong}
+        if wrong:
+            account.wrong += sum(wrong.values())
+            first = min(replies.outcomes[rank].first_wrong for rank in wrong)
+            self._find(name, f"{where}: wrong results by rank {wrong}, the first in call {first}")
+
+    def _choose_mode(self, name: str, number: int, draw: random.Random) -> str:
+        """Eager at first; then all modes that the configuration takes, each soon."""
+        configuration = self._chosen[name]
+        modes = ["eager"]
+        if self._has_gpus and configuration.takes_graphs:
+            modes.append("graph")
+        if configuration.takes_groups:
+            modes.append("groups")
+        if number < len(modes):
+            return modes[number]
+        return draw.choices(modes, [_MODE_WEIGHTS[mode] for mode in modes])[0]
+
+    def _find_limit(self, name: str, mode: str) -> float:
+        """Seconds that a batch may take: more where these ranks have yet to compile its kernels."""
+        key = self._crew.starts, name, mode
+        is_first = key not in self._compiled
+        self._compiled.add(key)
+        return self._setting.limit or (FIRST_LIMIT if is_first or not self._has_gpus else LIMIT)
+
+    def _fail(self, name: str, replies: Replies, where: str) -> None:
+        """Count ranks that raised or hung, and have new ones go on: those that are left wait for them."""
+        account = self._accounts[name]
+        self._failures[name] += 1
+        account.raised += len(replies.raised)
+        account.hung += len(replies.missing)
+        for rank, text in list(replies.raised.items())[:1]:
+            self._find(name, f"{where}: {len(replies.raised)} ranks raised, rank {rank}: {text.strip()}")
+        if replies.missing:
+            self._find(name, f"{where}: ranks {sorted(replies.missing)} hung")
+        self._crew.kill()
+
+    def _find(self, name: str, what: str) -> None:
+        text = f"seed {self._seed}, {what}"
+        self._accounts[name].note(text)
+        self._say(f"FOUND {name}: {text}")
+
+    def _tell_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._spoke < _SECONDS_BETWEEN_WORDS:
+            return
+        self._spoke = now
+        results = [account.results for account in self._accounts.values()]
+        bad = sum(account.wrong + account.raised + account.hung for account in self._accounts.values())
+        self._say(
+            f"{now - self._began:.0f} s: {sum(results):,} results, at least {min(results):,} of each configuration, "
+            f"{bad:,} wrong, raised or hung"
+        )

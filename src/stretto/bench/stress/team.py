@@ -1,0 +1,68 @@
+"""A group of ranks as the calls of a configuration see it, and the random numbers that all of its ranks know."""
+
+import zlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Team:
+    """The ranks of one group.
+
+    group: None for all ranks. kept: what the group's configurations share, such as the collectives' workspace.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    seed: int
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
+
+    @property
+    def world(self) -> int:
+        """How many ranks the group has."""
+        return self.group.size()
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether kernels are compiled; else they are interpreted."""
+        return self.device.type == "cuda"
+
+    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is kept under a key, made at first."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def draw(self, *words: object) -> torch.Generator:
+        """A generator on the device that gives the same numbers on all ranks for the same words."""
+        return torch.Generator(self.device).manual_seed(mix(self.seed, *words))
+
+    def integers(
+        self, shape: tuple[int, ...], *words: object, low: int = -1, high: int = 1, density: float = 1.0
+    ) -> Tensor:
+        """fp64: random whole numbers from `low` to `high`, of which a share of `density` is not made 0."""
+        generator = self.draw(*words)
+        numbers = torch.randint(low, high + 1, shape, generator=generator, device=self.device).double()
+        if density < 1:
+            numbers *= torch.rand(shape, generator=generator, device=self.device) < density
+        return numbers
+
+
+def mix(*words: object) -> int:
+    """A seed made of words and numbers, the same in every process."""
+    return zlib.crc32(" ".join(map(str, words)).encode())
+
+
+def is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds these numbers without rounding."""
+    return torch.equal(numbers.to(dtype).double(), numbers.double())

@@ -1,0 +1,351 @@
+"""What a rank of `stretto stress` runs: batches of calls, judged on the device, with one look by the host at the end.
+
+The parent starts each rank as a process of its own, so that the environment decides what is read at import: whether
+Triton interprets, and the share of a GPU. Requests come and replies go through a pipe.
+"""
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from stretto.bench.stress.catalogue import Case, Check, Configuration
+    from stretto.bench.stress.team import Team
+
+GRAPH_CALLS = 8  # that one CUDA graph holds
+MODES = ("eager", "graph", "groups")
+GROUP_LIMIT = timedelta(minutes=30)  # longer than any batch's: the parent ends what hangs
+
+_RECENT = 3  # calls whose input is not taken again: what is left of them would be right
+_LATE_ON_DEVICE, _LATE_ON_HOST = 0.04, 0.004  # shares of calls
+_MOST_CYCLES = 600_000  # that a late rank's GPU sleeps
+_MOST_SECONDS = 0.003  # that a late rank's host sleeps
+_CPU_LATE, _CPU_MOST_SECONDS = 0.2, 0.01
+_TRACE_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a worker is told at its start."""
+
+    rank: int
+    ranks: int
+    store: str
+    device: str
+    seed: int
+    catalogues: tuple[str, ...]
+    symmetric_memory: str = "CUDA"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Calls of one configuration; number: which batch of it this is, so that each draws other numbers."""
+
+    name: str
+    number: int
+    calls: int
+    mode: str = "eager"
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Fill the workspaces of a configuration, which all ranks have left."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a request on one rank: calls, how many were wrong and which was the first; raised: why it failed.
+
+    launched: the kernels that were launched first since the last outcome. about: the device, at the start.
+    """
+
+    calls: int = 0
+    wrong: int = 0
+    first_wrong: int = -1
+    raised: str = ""
+    seconds: float = 0.0
+    launched: tuple[str, ...] = ()
+    about: str = ""
+
+
+@dataclass
+class _State:
+    """A rank's groups and cases. cases: by configuration and team."""
+
+    setting: Setting
+    catalogue: "dict[str, Configuration]"
+    device: "torch.device"
+    teams: "dict[str, Team]"
+    streams: "dict[str, torch.cuda.Stream]" = field(default_factory=dict)
+    cases: "dict[tuple[str, str], Case]" = field(default_factory=dict)
+    own: random.Random = field(default_factory=random.Random)
+    launched: set[str] = field(default_factory=set)
+
+
+def main() -> None:
+    """Serve requests until the parent is gone."""
+    pipe = Connection(int(sys.argv[1]))
+    setting: Setting = pipe.recv()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        state = _start(setting)
+    except Exception:  # noqa: BLE001  (whatever it is, the parent reports it)
+        pipe.send(Outcome(raised=_trace()))
+        return
+    pipe.send(Outcome(about=_describe_device(state)))
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while True:
+            request = pipe.recv()
+            began = time.perf_counter()
+            try:
+                outcome = _poison(state, request) if isinstance(request, Poison) else _run(state, request, began)
+            except Exception:  # noqa: BLE001
+                outcome = Outcome(raised=_trace())
+            pipe.send(outcome)
+    os._exit(0)  # without a barrier, at which others may be missing
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone, whatever it does."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _trace() -> str:
+    return traceback.format_exc()[-_TRACE_CHARACTERS:]
+
+
+def _start(setting: Setting) -> _State:
+    import torch
+    import torch.distributed as dist
+
+    from stretto.bench.stress.catalogue import load_catalogue
+    from stretto.bench.stress.team import Team, mix
+
+    torch.set_num_threads(1)
+    backend, device = "gloo", torch.device("cpu")
+    if setting.device == "cuda":
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", setting.rank % gpus)
+        torch.cuda.set_device(device)
+        # NCCL refuses a GPU that has several ranks.
+        backend = "cpu:gloo,cuda:nccl" if setting.ranks <= gpus else "cpu:gloo,cuda:gloo"
+        if setting.symmetric_memory != "CUDA":
+            import torch.distributed._symmetric_memory as symmetric
+
+            symmetric.set_backend(setting.symmetric_memory)
+    store = dist.FileStore(setting.store, setting.ranks)
+    dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT)
+    world = dist.group.WORLD
+    assert world is not None
+    launched: set[str] = set()
+    _watch_launches(launched)
+    return _State(
+        setting,
+        load_catalogue(setting.catalogues),
+        device,
+        {"world": Team(world, device, setting.seed)},
+        own=random.Random(mix(setting.seed, "own", setting.rank)),
+        launched=launched,
+    )
+
+
+def _describe_device(state: _State) -> str:
+    import torch
+
+    if state.device.type == "cpu":
+        return "CPU ranks, interpreted"
+    properties = torch.cuda.get_device_properties(state.device)
+    return f"{properties.name}, {properties.multi_processor_count} multiprocessors a rank"
+
+
+def _watch_launches(launched: set[str]) -> None:
+    """Note the name of each Triton kernel that is launched through Triton's own look at its arguments.
+
+    The first launch of a kind goes that way, also where `stretto.tiles.Launches` remembers it.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def watch(kind: Any, method: str) -> None:
+        stock = getattr(kind, method)
+
+        def run(self: Any, *arguments: Any, **named: Any) -> Any:
+            launched.add(f"{self.fn.__module__}.{self.fn.__qualname__}".removeprefix("stretto."))
+            return stock(self, *arguments, **named)
+
+        setattr(kind, method, run)
+
+    watch(JITFunction, "run")
+    watch(InterpretedFunction, "__getitem__")
+
+
+def _find_team(state: _State, name: str) -> "Team":
+    """A group of ranks, made at its first use: "world", "again" (all ranks once more) or "halves" (one of two)."""
+    import torch.distributed as dist
+
+    from stretto.bench.stress.team import Team
+
+    if name not in state.teams:
+        ranks = range(state.setting.ranks)
+        parts = [list(ranks)] if name == "again" else [list(ranks[: len(ranks) // 2]), list(ranks[len(ranks) // 2 :])]
+        for part in parts:
+            group = dist.new_group(part, timeout=GROUP_LIMIT)
+            if state.setting.rank in part:
+                state.teams[name] = Team(group, state.device, state.setting.seed)
+    return state.teams[name]
+
+
+def _find_case(state: _State, name: str, team: str) -> "Case":
+    key = name, team
+    if key not in state.cases:
+        state.cases[key] = state.catalogue[name].make(_find_team(state, team))
+    return state.cases[key]
+
+
+def _poison(state: _State, request: Poison) -> Outcome:
+    _synchronize(state)
+    for (name, _), case in state.cases.items():
+        if name == request.name:
+            case.poison()
+    _synchronize(state)
+    return Outcome()
+
+
+def _synchronize(state: _State) -> None:
+    import torch
+
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
+
+
+def _run(state: _State, batch: Batch, began: float) -> Outcome:
+    """Run a batch, and look at its results when it is through."""
+    import torch
+
+    from stretto.bench.stress.team import mix
+
+    shared = random.Random(mix(state.setting.seed, batch.name, batch.number))
+    configuration = state.catalogue[batch.name]
+    counts = torch.zeros(batch.calls, dtype=torch.int32, device=state.device)
+    match batch.mode:
+        case "graph":
+            calls = _run_graph(state, _find_case(state, batch.name, "world"), batch.calls, shared, counts)
+        case "groups":
+            names = ["world", "again"]
+            if configuration.takes_halves and state.setting.ranks >= 4:
+                names.append("halves")
+            calls = _run_groups(state, batch.name, names, batch.calls, shared, counts)
+        case _:
+            case = _find_case(state, batch.name, "world")
+            entries = draw_entries(case.entries, batch.calls, shared)
+            for number, entry in enumerate(entries):
+                _be_late(state)
+                _judge(case, case.call(entry), counts[number])
+            calls = batch.calls
+    _synchronize(state)
+    for (name, _), case in state.cases.items():
+        if name == batch.name:
+            case.check()
+    found = counts.tolist()
+    wrong = sum(found)
+    first = next((number for number, count in enumerate(found) if count), -1)
+    launched = tuple(sorted(state.launched))
+    state.launched.clear()
+    return Outcome(calls, wrong, first, "", time.perf_counter() - began, launched)
+
+
+def _run_graph(state: _State, case: "Case", calls: int, shared: random.Random, counts: "torch.Tensor") -> int:
+    """Capture a few calls, and replay them often. Returns how many calls there were."""
+    import torch
+
+    entries = draw_entries(case.entries, min(calls, GRAPH_CALLS), shared)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(state.device)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for number, entry in enumerate(entries):
+            _judge(case, case.call(entry), counts[number])
+    replays = max(calls // len(entries), 1)
+    for _ in range(replays):
+        _be_late(state)
+        graph.replay()
+    torch.cuda.synchronize(state.device)
+    del graph
+    case.release_graph()
+    return replays * len(entries)
+
+
+def _run_groups(
+    state: _State, name: str, teams: Sequence[str], calls: int, shared: random.Random, counts: "torch.Tensor"
+) -> int:
+    """Calls of several groups in one random order on all ranks, each group's on a stream of its own."""
+    import torch
+
+    cases = {team: _find_case(state, name, team) for team in teams}
+    for team in teams:
+        if team not in state.streams and state.device.type == "cuda":
+            state.streams[team] = torch.cuda.Stream(state.device)
+    _synchronize(state)
+    entries = {team: draw_entries(case.entries, calls, shared) for team, case in cases.items()}
+    for number in range(calls):
+        team = shared.choice(teams)
+        stream = state.streams.get(team)
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            _be_late(state)
+            _judge(cases[team], cases[team].call(entries[team][number]), counts[number])
+    return calls
+
+
+def draw_entries(entries: int, calls: int, shared: random.Random) -> list[int]:
+    """Which input each call takes: at random, all of them in the first calls, and none of the last few again."""
+    drawn = shared.sample(range(entries), entries)
+    recent = min(_RECENT, entries - 1)
+    while len(drawn) < calls:
+        kept_apart = drawn[len(drawn) - recent :]
+        drawn.append(shared.choice([entry for entry in range(entries) if entry not in kept_apart]))
+    return drawn[:calls]
+
+
+def _be_late(state: _State) -> None:
+    """Now and then have this rank's GPU, or its host, sleep before its next call."""
+    import torch
+
+    own = state.own
+    if state.device.type == "cpu":
+        if own.random() < _CPU_LATE:
+            time.sleep(own.random() * _CPU_MOST_SECONDS)
+        return
+    if own.random() < _LATE_ON_DEVICE:
+        torch.cuda._sleep(own.randrange(_MOST_CYCLES))
+    if own.random() < _LATE_ON_HOST:
+        time.sleep(own.random() * _MOST_SECONDS)
+
+
+def _judge(case: "Case", checks: "Sequence[Check]", count: "torch.Tensor") -> None:
+    """Count the call, on the device, if one of its results is wrong, and poison the memory that it has allocated."""
+    wrong = None
+    for found, expected, mask in checks:
+        differs = found != expected
+        if mask is not None:
+            differs &= mask
+        any_differs = differs.any()
+        wrong = any_differs if wrong is None else wrong | any_differs
+    if wrong is not None:
+        count.add_(wrong)
+    if case.are_outputs_new:
+        for found, _, _ in checks:
+            found.fill_(float("nan") if found.is_floating_point() else 77)

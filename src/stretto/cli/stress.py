@@ -1,0 +1,118 @@
+"""`stretto stress`: random calls of every kernel in every configuration."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+
+FOUND = 1
+
+
+def stress(
+    ranks: Annotated[int, typer.Option(help="Processes; they share GPUs where there are fewer.")] = 2,
+    minutes: Annotated[float, typer.Option(help="After so many no batch of calls begins.")] = 5.0,
+    only: Annotated[
+        str | None, typer.Option(help="Names of configurations, patterns (*, ?) or parts of names, with commas.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all that is random (default: a new one).")] = None,
+    results: Annotated[
+        int | None, typer.Option(help="End when each configuration has so many (default: when the time is over).")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="JSON file: go on from its results, and keep the new ones there.")
+    ] = None,
+    lists: Annotated[bool, typer.Option("--list", help="Show all configurations, and run none.")] = False,
+    stops: Annotated[bool, typer.Option("--stop-at-first", help="End at the first finding.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Call every kernel in every configuration, at random and back to back, and compare every bit.
+
+    Operands are whole numbers, so that results are known exactly. Ranks are late at random, workspaces are poisoned,
+    calls run eagerly, in CUDA graphs and in several groups at once. Ends with 1 if a result was wrong, or a call raised
+    or hung. Without a GPU kernels are interpreted, with few calls.
+    """
+    with refusing_bad_input(as_json=as_json):
+        if lists:
+            _list(only, as_json=as_json)
+            return
+        from stretto.bench.stress.run import Setting
+        from stretto.bench.stress.run import stress as run
+
+        setting = Setting(ranks, minutes, only, seed, results, resume, stops_at_first=stops)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
+        try:
+            report = run(setting, _say_on_stderr if as_json else _say)
+        except RuntimeError as error:
+            raise fail(str(error), FOUND, as_json=as_json) from error
+    if as_json:
+        counts = {what: report.count(what) for what in ("wrong", "raised", "hung")}
+        print_json(
+            {
+                "seed": report.seed,
+                "ranks": report.ranks,
+                "device": report.device,
+                "seconds": round(report.seconds, 1),
+                "results": report.results,
+                **counts,
+                "configurations": report.list_rows(),
+            }
+        )
+    else:
+        _print_report(report)
+    if not report.is_clean:
+        raise typer.Exit(FOUND)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _list(only: str | None, *, as_json: bool) -> None:
+    from stretto.bench.stress.catalogue import load_catalogue, select
+
+    found = select(load_catalogue(), only)
+    if as_json:
+        print_json({"configurations": [one.describe() for one in found.values()]})
+        return
+    _print_table(
+        ["configuration", "covers", "kernels"],
+        [[one.name, one.covers, ", ".join(name.rpartition(".")[2] for name in one.kernels)] for one in found.values()],
+    )
+    print(f"{len(found)} configurations")
+
+
+def _print_report(report: Any) -> None:
+    headings = ["configuration", "results", "wrong", "raised", "hung", "seconds"]
+    rows = report.list_rows()
+    _print_table(headings, [[row["name"], *(f"{row[key]:,}" for key in headings[1:])] for row in rows])
+    for row in rows:
+        for finding in row["findings"]:
+            print(f"{row['name']}: {finding}")
+    counts = ", ".join(f"{report.count(what):,} {what}" for what in ("wrong", "raised", "hung"))
+    print(
+        f"seed {report.seed}: {report.results:,} results of {len(rows)} configurations on {report.ranks} ranks "
+        f"({report.device}): {counts}"
+    )
+    again = next((row["name"] for row in rows if row["wrong"] or row["raised"] or row["hung"]), None)
+    if again is not None:
+        print(f"to see it again: stretto stress --ranks {report.ranks} --only {again} --seed {report.seed}")
+
+
+def _print_table(headings: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number and heading not in ("covers", "kernels") else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

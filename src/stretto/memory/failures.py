@@ -1,0 +1,273 @@
+"""The process's record of waits on devices that were given up: which rank waited for whom, and in which operator.
+
+A kernel whose wait outlasts its time limit cannot raise. It does the following, in this order:
+
+1. It sets the device's *failure flag*, one int32 word that all of Stretto's kernels of this process on that GPU read.
+   While the flag is set, kernels publish nothing: no signal, no packet and no message that a peer would trust, and
+   optimizers that were guarded (`stretto.optim.guard`) leave weights and state as they are.
+2. It fills in its workspace's *failure record*, a row of a table in pinned host memory: words 1 to 11, then, after a
+   fence at system scope, word 0.
+3. It stores 1 into the table's summary word, whose 64-bit address is in words 12 and 13 of every row.
+
+The host looks at the summary word, which costs it about 50 nanoseconds, wherever a result may be used: `check` raises
+`PeerError` with the record's message. `start_watchdog` ends the process if nobody looks in time.
+
+A failure lasts as long as the workspace that it happened in: when that is closed, or freed with its process group, the
+record goes, and when no failed record is left, the flag is cleared.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.memory.waiting import PeerError
+
+RECORD_WORDS = 16
+MAX_RECORDS = 4096
+SUMMARY_ADDRESS = 12
+"""The word of a record where the address of the summary word begins: two words, the lower half first."""
+
+WATCHDOG_VARIABLE = "STRETTO_WATCHDOG"
+"""Seconds from a failure until the watchdog ends a process that has not looked; 0 switches the watchdog off."""
+DEFAULT_WATCHDOG_SECONDS = 60.0
+_WATCHDOG_PERIOD = 1.0
+
+logger = logging.getLogger(__name__)
+_lock = threading.RLock()
+
+
+class FailureRecord:
+    """One workspace's row of the failure table.
+
+    words: int32 [16], in pinned host memory where there are GPUs; kernels write to it. failed: int32 [1] on `device`,
+    the failure flag, which all records of the device share. was_raised: whether the host has raised it: the watchdog
+    leaves such failures alone.
+    """
+
+    def __init__(
+        self, owner: object, describe: Callable[[Sequence[int]], str], device: torch.device, row: int, words: Tensor
+    ) -> None:
+        self.device = device
+        self.words = words
+        self.failed = failure_flag(device)
+        self.was_raised = False
+        self._shown = words.numpy()
+        self._describe = describe
+        # A workspace that is freed without `close` gives its row back, too.
+        self._finalizer = weakref.finalize(owner, _release, row)
+        self._finalizer.atexit = False
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether a wait of this workspace was given up."""
+        return bool(self._shown[0])
+
+    def message(self) -> str:
+        """What happened, for people."""
+        return self._describe([int(word) for word in self._shown])
+
+    def mark(self, words: Sequence[int]) -> None:
+        """Record a failure that the host has found, as a kernel does. words: word 0 (not 0) and those after it."""
+        if not words or not words[0] or len(words) > SUMMARY_ADDRESS:
+            raise ValueError(f"a failure has 1 to {SUMMARY_ADDRESS} words, the first of them not 0, not {list(words)}")
+        if self.is_failed:
+            return
+        with _lock:
+            for index, word in reversed(list(enumerate(words))):
+                self._shown[index] = _signed(word)
+            _summary[0] = 1
+            if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self.failed.fill_(1)
+
+    def close(self) -> None:
+        """Forget the record: its workspace has been closed."""
+        self._finalizer()
+
+
+_records: "weakref.WeakValueDictionary[int, FailureRecord]" = weakref.WeakValueDictionary()
+_free_rows: list[int] = []
+_next_row = 1  # row 0 is the summary
+_rows: Tensor | None = None
+_summary = torch.zeros(1, dtype=torch.int32).numpy()
+_flags: dict[torch.device, Tensor] = {}
+_watchdog: threading.Thread | None = None
+
+
+def register(owner: object, describe: Callable[[Sequence[int]], str], device: torch.device) -> FailureRecord:
+    """A record for the waits of `owner`'s kernels on `device`; `owner` is held weakly, and must keep the record.
+
+    describe: makes the message of `PeerError` of the record's 16 words; it must not hold `owner` strongly.
+    RuntimeError where there are more workspaces than the table has rows.
+    """
+    global _next_row
+    with _lock:
+        if not _free_rows and _next_row == MAX_RECORDS:
+            raise RuntimeError(f"this process has {MAX_RECORDS - 1} workspaces that wait for peers, and no more fit")
+        row = _free_rows.pop() if _free_rows else _next_row
+        _next_row = max(_next_row, row + 1)
+        table = _table()
+        words = table[row]
+        words.zero_()
+        words[SUMMARY_ADDRESS : SUMMARY_ADDRESS + 2].view(torch.int64).fill_(table.data_ptr())
+        record = FailureRecord(owner, describe, device, row, words)
+        _records[row] = record
+    start_watchdog()
+    return record
+
+
+def failure_flag(device: torch.device) -> Tensor:
+    """int32 [1] on the device: not 0 from the moment that a wait of this process on it was given up."""
+    flag = _flags.get(device)
+    if flag is None:
+        with torch.inference_mode(False):
+            flag = torch.zeros(1, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        flag = _flags.setdefault(device, flag)
+    return flag
+
+
+def find_flag(device: torch.device) -> Tensor | None:
+    """`failure_flag`, where some workspace on the device waits for peers; None where none ever has."""
+    return _flags.get(device) if device.type == "cuda" else None
+
+
+def has_failed() -> bool:
+    """Whether a wait of this process was given up in a workspace that is still open. It waits for nothing."""
+    return bool(_summary[0]) and _first_failed() is not None
+
+
+def check() -> None:
+    """Raise PeerError if a wait of this process was given up in a workspace that is still open.
+
+    It reads memory that kernels write to, and waits for nothing: synchronize first to know of all kernels that have
+    been launched (`synchronize`).
+    """
+    if _summary[0]:
+        _raise_first()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was launched on the device, then `check`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    check()
+
+
+def _raise_first() -> None:
+    record = _first_failed()
+    if record is not None:
+        record.was_raised = True
+        raise PeerError(record.message())
+
+
+def _first_failed() -> FailureRecord | None:
+    """The first failed record; clears summary and flags where none is left."""
+    with _lock:
+        for row in sorted(_records.keys()):
+            record = _records.get(row)
+            if record is not None and record.is_failed:
+                return record
+        _clear()
+    return None
+
+
+def _clear() -> None:
+    """No failed workspace is left: kernels may publish again. While a graph is captured, the next look does it."""
+    if not _summary[0] or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    _summary[0] = 0
+    for flag in _flags.values():
+        flag.zero_()
+
+
+def _release(row: int) -> None:
+    """Give a row back, once its owner is closed or gone."""
+    with _lock:
+        record = _records.pop(row, None)
+        if _rows is None:
+            return
+        was_failed = bool(_rows[row, 0])
+        _rows[row].zero_()
+        _free_rows.append(row)
+        del record
+        if was_failed:
+            _first_failed()
+
+
+def _table() -> Tensor:
+    """int32 [MAX_RECORDS, RECORD_WORDS], pinned where there is a GPU: made at the first use, and never moved."""
+    global _rows, _summary
+    if _rows is None:
+        with torch.inference_mode(False):
+            _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        _summary = _rows[0].numpy()
+    return _rows
+
+
+def _signed(word: int) -> int:
+    """A word as int32."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def watchdog_seconds() -> float:
+    """How long a failure may go unnoticed, in seconds; 0: for ever. ValueError for a setting that is no such number."""
+    text = os.environ.get(WATCHDOG_VARIABLE, "")
+    if not text:
+        return DEFAULT_WATCHDOG_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"{WATCHDOG_VARIABLE} is a number of seconds, 0 to switch the watchdog off, not {text!r}")
+    return seconds
+
+
+def start_watchdog() -> None:
+    """Start the thread that ends this process when a failure goes unnoticed, unless it runs or is switched off.
+
+    As the watchdog of torch's NCCL backend: a process that does not look (its host waits for something else, or it
+    replays CUDA graphs) would go on with results that are wrong. A failure that was raised as PeerError has been seen,
+    and is the caller's to handle.
+    """
+    global _watchdog
+    with _lock:
+        if (_watchdog is None or not _watchdog.is_alive()) and watchdog_seconds() > 0:
+            _watchdog = threading.Thread(target=_watch, name="stretto-watchdog", daemon=True)
+            _watchdog.start()
+
+
+def _watch() -> None:
+    """Look at the summary word once a second, and end the process if a failure has gone unnoticed for too long."""
+    unseen_since: float | None = None
+    while True:
+        time.sleep(_WATCHDOG_PERIOD)
+        with _lock:
+            unseen = [record for record in list(_records.values()) if record.is_failed and not record.was_raised]
+        if not _summary[0] or not unseen:
+            unseen_since = None
+            continue
+        now = time.monotonic()
+        unseen_since = now if unseen_since is None else unseen_since
+        if now - unseen_since >= watchdog_seconds():
+            _end_process(unseen[0].message(), now - unseen_since)
+
+
+def _end_process(message: str, seconds: float) -> None:
+    """End with SIGABRT, as NCCL's watchdog does: launchers name such a process, and core dumps are written."""
+    text = (
+        f"Stretto's watchdog ends this process: a wait for another rank failed {seconds:.0f} s ago, and nothing has "
+        f"looked at it since. {message}. Set {WATCHDOG_VARIABLE}=0 to switch the watchdog off."
+    )
+    logger.critical(text)
+    os.write(2, f"{text}\n".encode())
+    os.kill(os.getpid(), signal.SIGABRT)

@@ -1,0 +1,182 @@
+"""`stretto stress`: what it covers, what it counts, and that it finds what is broken on purpose."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.bench.stress import run as stress_run
+from stretto.bench.stress.catalogue import load_catalogue, select
+from stretto.bench.stress.kernels import list_kernels
+from stretto.bench.stress.ledger import Ledger
+from stretto.bench.stress.run import Setting, stress
+from stretto.bench.stress.team import mix
+from stretto.bench.stress.worker import draw_entries
+from stretto.cli import app
+
+FAKES = ("tests.bench.stress_fakes",)
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """The exit status of the command, and what was printed on either stream."""
+    result = CliRunner().invoke(app, ["stress", *map(str, arguments)], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def run_fakes(only: str, **options: Any) -> tuple[stress_run.Report, list[str]]:
+    said: list[str] = []
+    # The fakes' third call of a batch is broken, so each rank's batch has four.
+    setting = Setting(2, 2.0, only, seed=5, results=8, catalogues=FAKES, calls=4, **options)
+    return stress(setting, said.append), said
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return load_catalogue()
+
+
+def test_every_kernel_that_the_library_launches_has_a_configuration(catalogue):
+    covered = {kernel for one in catalogue.values() for kernel in one.kernels}
+    missing = sorted(set(list_kernels()) - covered)
+    assert not missing, f"give these a configuration in stretto.bench.stress: {', '.join(missing)}"
+    assert not covered - set(list_kernels()), "configurations name kernels that there are not"
+
+
+def test_a_kernel_is_found_by_its_launch_and_device_functions_are_not(tmp_path):
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "new.py").write_text(
+        "@triton.jit\ndef helper(x): pass\n"
+        "@triton.jit\ndef kernel(x):\n    helper(x)\n"
+        "@triton.jit\ndef other(x): pass\n"
+        "def launch(channel, helper):\n    kernel[(1,)](helper)\n"
+    )
+    (tmp_path / "ops" / "user.py").write_text(
+        "from stretto.ops import new\ndef launch(channel):\n    channel.launch(new.other, 1)\n"
+    )
+    (tmp_path / "ops" / "more.cu").write_text('extern "C" __global__ void __launch_bounds__(512)\nrun(int x) {}')
+    (tmp_path / "ops" / "writer.py").write_text("lines = ['__global__ void first(', '__global__ void first(']")
+    assert list_kernels(tmp_path) == [
+        "ops.more.cu:run",
+        "ops.new.kernel",
+        "ops.new.other",
+        "ops.writer:first/1",
+        "ops.writer:first/2",
+    ]
+
+
+def test_a_pattern_is_a_name_a_wildcard_or_a_part(catalogue):
+    assert list(select(catalogue, "all-gather/copies")) == ["all-gather/copies"]
+    assert len(select(catalogue, "all-gather/copies*")) > 3
+    assert set(select(catalogue, "shots")) == {name for name in catalogue if "shots" in name}
+    assert list(select(catalogue, "tiles/push,mlp/*")) == ["mlp/mlp", "mlp/gated", "tiles/push"]
+    assert select(catalogue, None) == catalogue
+
+
+def test_list_shows_every_configuration_with_what_it_covers(catalogue):
+    status, text = call("--list", "--json")
+    shown = json.loads(text)["configurations"]
+    assert status == 0
+    assert [one["name"] for one in shown] == list(catalogue)
+    assert all(one["covers"] and one["family"] for one in shown)
+    status, text = call("--list", "--only", "tiles/*")
+    assert (status, "tiles/peer-ring" in text, "all-gather" in text) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", 1], "ranks is 1, but must be at least 2"),
+        (["--ranks", 1000], "ranks is 1000, but must be at most 64"),
+        (["--minutes", 0], "minutes is 0.0, but must be more than 0"),
+        (["--results", 0], "results is 0, but must be at least 1"),
+        (["--seed", -1], "seed is -1, but must be at least 0"),
+        (["--only", "nothing/*"], "no configuration matches 'nothing/*'"),
+        (["--list", "--only", "nothing/*"], "no configuration matches 'nothing/*'"),
+        (["--resume", "nowhere/at/all.json"], "nowhere/at is not a folder"),
+    ],
+)
+def test_bad_options_are_refused_before_any_rank_starts(arguments, words):
+    status, text = call(*arguments)
+    assert (status, words in text) == (2, True), text
+
+
+def test_a_file_that_holds_something_else_is_refused(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text('{"version": 7}')
+    status, text = call("--resume", file, "--only", "tiles/push")
+    assert (status, "holds no results of stretto stress" in text) == (2, True), text
+
+
+def test_no_call_takes_an_input_of_the_calls_just_before():
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    drawn = draw_entries(6, 200, random.Random(seed))
+    assert sorted(drawn[:6]) == list(range(6))
+    assert all(drawn[at] not in drawn[max(at - 3, 0) : at] for at in range(200))
+
+
+def test_wrong_results_are_counted_and_the_others_go_on():
+    report, said = run_fakes("fake/[rw]*")
+    accounts = report.accounts
+    assert (accounts["fake/right"].results, accounts["fake/right"].wrong) == (8, 0)
+    assert (accounts["fake/wrong"].results, accounts["fake/wrong"].wrong) == (8, 1)
+    assert (
+        "seed 5, batch 0, eager: wrong results by rank {1: 1}, the first in call 2" in accounts["fake/wrong"].findings
+    )
+    assert not report.is_clean
+    assert any(line.startswith("FOUND fake/wrong") for line in said)
+
+
+def test_ranks_that_raise_or_hang_are_counted_and_replaced(tmp_path):
+    file = tmp_path / "results.json"
+    report, _ = run_fakes("fake/*", limit=8.0, resume=file)
+    accounts = report.accounts
+    assert (accounts["fake/raises"].raised, accounts["fake/raises"].results) == (1, 0)
+    assert "broken on purpose" in accounts["fake/raises"].findings[0]
+    assert accounts["fake/hangs"].hung == 1
+    assert "ranks [1] hung" in accounts["fake/hangs"].findings[0]
+    assert (accounts["fake/right"].results, accounts["fake/right"].is_clean) == (8, True)
+    kept = json.loads(file.read_text())["ranks"]["2"]
+    assert kept["seeds"] == [5]
+    assert kept["configurations"]["fake/wrong"]["wrong"] == 1
+
+    again, _ = run_fakes("fake/right", resume=file)
+    assert again.accounts["fake/right"].results == 8  # which it has already
+    more = stress(Setting(2, 2.0, "fake/right", 6, 16, file, FAKES, calls=4), lambda line: None)
+    assert more.accounts["fake/right"].results == 16
+    ledger = Ledger(file)
+    assert ledger.seeds[2] == [5, 5, 6]
+    assert ledger.of(2, "fake/hangs").hung == 1  # what another run has found is kept
+
+
+def run_interpreted(only: str | None, results: int) -> stress_run.Report:
+    """Real configurations, interpreted on two ranks, that must be right and launch the kernels that they name."""
+    report = stress(Setting(2, 20.0, only, results=results))
+    assert report.is_clean, report.list_rows()
+    for name, configuration in report.configurations.items():
+        kernels = {kernel for kernel in configuration.kernels if not kernel.startswith("collectives.")}
+        assert kernels <= report.launched[name], name
+        assert report.accounts[name].results >= results, name
+    return report
+
+
+def test_interpreted_ranks_find_nothing_and_launch_the_kernels_that_configurations_name():
+    report = run_interpreted("tiles/packets,all-gather/copies,copy/direct-all-gather/Copy", results=20)
+    assert set(report.configurations) == {
+        "tiles/packets",
+        "all-gather/copies",
+        "copy/direct-all-gather/Copy",
+    }
+    assert all(set(account.modes) == {"eager", "groups"} for account in report.accounts.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_all_interpreted_configurations_find_nothing_and_launch_the_kernels_that_they_name():
+    run_interpreted(None, results=1)
+
+
+def test_a_seed_gives_the_same_numbers_in_every_process():
+    assert mix(5, "mode", "tiles/push", 0) == 1432562644
