@@ -39,28 +39,30 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0
 	@touch $@
 
-# Of several GPUs: several processes, each with ranks on the same GPUs. Most of the time goes into compiling kernels, and machines with
-# GPUs have many CPUs.
-# On one GPU a single process: its ranks share the GPU, and so would every worker's. `make gpu-test-exhaustive SHARD=1/4`
-# runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
+# Of several GPUs: several processes, each with ranks on the same GPUs. Most of the time goes into compiling kernels, and
+# machines with GPUs have many CPUs. On one GPU a single process, whose ranks share the GPU: others would share it too.
+# `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu --durations 15
-GPU_WORKERS := $$($(PYTHON) -c 'import torch; print("--numprocesses 4 --dist loadfile" * (torch.cuda.device_count() > 1))')
+GPU_WORKERS := --numprocesses 4 --dist loadfile
 SHARD ?= 1/1
 PASSED ?= build/gpu-test-passed.txt
 GPU_PART := --shard $(SHARD) --passed $(PASSED)
 
 HAS_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no GPU here")'
+HAS_ONE_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count() != 1)'
 
-# pytest ends with 5 where it was left nothing to do.
 gpu-test:
 	@$(HAS_GPU)
-	$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS)
-	$(GPU_PYTEST) -m "alone and not exhaustive" || [ $$? -eq 5 ]
+	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m "not exhaustive"; else \
+		$(GPU_PYTEST) -m "alone and not exhaustive" && \
+		$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS); fi
 
+# pytest ends with 5 where it was left nothing to do, as in a shard without tests that run alone.
 gpu-test-exhaustive:
 	@$(HAS_GPU)
-	$(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_PART) $(GPU_WORKERS) || [ $$? -eq 5 ]
-	$(GPU_PYTEST) -m "alone and exhaustive" $(GPU_PART) || [ $$? -eq 5 ]
+	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m exhaustive $(GPU_PART) || [ $$? -eq 5 ]; else \
+		{ $(GPU_PYTEST) -m "alone and exhaustive" $(GPU_PART) || [ $$? -eq 5 ]; } && \
+		{ $(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_PART) $(GPU_WORKERS) || [ $$? -eq 5 ]; }; fi
 
 # NCCL asks the driver for what it may not have, so errors of calls to the driver say nothing of these kernels.
 gpu-sanitize:

@@ -9,6 +9,8 @@ NVLink or of times is `own_gpus(reason)`, and is skipped then.
 says, and notes what passes now.
 """
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from stretto.bench.mps import has_mps
 from tests.gpu import resuming, sharing
 from tests.gpu.sharing import GpuRanks
 
+SHARED_LIMIT = 600  # seconds for a test whose ranks share a GPU; a job of the pool ends before, with its stacks
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="K/N", default="1/1", help="run the K-th of N parts of the GPU tests")
@@ -30,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sampled, own, among): numbers of ranks; see tests/gpu/conftest.py")
     config.addinivalue_line("markers", "own_gpus(reason): each rank needs a GPU to itself")
     resuming.configure(config)
+    if threading.current_thread() is threading.main_thread():
+        # A run that is ended by its time limit also ends its processes and MPS's daemon.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -56,6 +63,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     resuming.choose(config, items)
+    if sharing.count_gpus() == 1:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(SHARED_LIMIT), append=False)
 
 
 @pytest.fixture(scope="session")

@@ -62,9 +62,9 @@ class GpuRanks:
     def run(
         self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0, **kwargs: Any
     ) -> list[Any]:
-        """See `Pool.run`; ranks that share a GPU may take three times as long."""
+        """See `Pool.run`; ranks that share a GPU may take twice as long."""
         try:
-            return self._pool.run(ranks, function, *args, timeout=timeout * (3 if self.environment else 1), **kwargs)
+            return self._pool.run(ranks, function, *args, timeout=timeout * (2 if self.environment else 1), **kwargs)
         finally:
             if not self._pool.pids() and self.environment:
                 # The pool has killed its processes, which may have broken MPS's server in a kernel.
