@@ -14,8 +14,8 @@ help:
 	@echo "make test-oldest-triton  kernels by the oldest Triton that is supported"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
-	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a machine with GPUs)"
-	@echo "make gpu-test-exhaustive  the cases that make gpu-test leaves out"
+	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a GPU; on a single one, ranks share it)"
+	@echo "make gpu-test-exhaustive  the cases that make gpu-test leaves out; SHARD=1/4 is a quarter of them"
 
 demo: $(VENV)/.installed
 	$(BIN)/stretto demo
@@ -39,22 +39,30 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0
 	@touch $@
 
-# Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
-# GPUs have many CPUs.
-GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+# Of several GPUs: several processes, each with ranks on the same GPUs. Most of the time goes into compiling kernels, and
+# machines with GPUs have many CPUs. On one GPU a single process, whose ranks share the GPU: others would share it too.
+# `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
+GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
+SHARD ?= 1/1
+PASSED ?= build/gpu-test-passed.txt
+GPU_PART := --shard $(SHARD) --passed $(PASSED)
 
 HAS_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no GPU here")'
+HAS_ONE_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count() != 1)'
 
 gpu-test:
 	@$(HAS_GPU)
-	$(GPU_PYTEST) -m "alone and not exhaustive"
-	$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS)
+	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m "not exhaustive"; else \
+		$(GPU_PYTEST) -m "alone and not exhaustive" && \
+		$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS); fi
 
+# pytest ends with 5 where it was left nothing to do, as in a shard without tests that run alone.
 gpu-test-exhaustive:
 	@$(HAS_GPU)
-	$(GPU_PYTEST) -m "alone and exhaustive"
-	$(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_WORKERS)
+	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m exhaustive $(GPU_PART) || [ $$? -eq 5 ]; else \
+		{ $(GPU_PYTEST) -m "alone and exhaustive" $(GPU_PART) || [ $$? -eq 5 ]; } && \
+		{ $(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_PART) $(GPU_WORKERS) || [ $$? -eq 5 ]; }; fi
 
 # NCCL asks the driver for what it may not have, so errors of calls to the driver say nothing of these kernels.
 gpu-sanitize:

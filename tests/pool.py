@@ -76,7 +76,7 @@ class Pool:
     """`size` processes that run jobs of up to `size` ranks; they start with the first job.
 
     environment: variables of the workers, set before they import what reads them once. backend: of the process groups;
-    with NCCL in it, rank r has GPU r, and without it none.
+    where it names one for "cuda", rank r has GPU r modulo their number, and else none.
     Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
@@ -226,7 +226,7 @@ class Pool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="stretto-tests-"))
         # A server that forks has imported much before: what reads a variable when it is imported needs a fresh process.
-        is_fresh = bool(self._environment) or "nccl" in self._backend
+        is_fresh = bool(self._environment) or _uses_gpus(self._backend)
         context = multiprocessing.get_context("spawn" if is_fresh else "forkserver")
         if not is_fresh:
             context.set_forkserver_preload(_modules_to_preload())
@@ -281,6 +281,10 @@ def _modules_to_preload() -> list[str]:
     return ["torch", "torch.distributed.tensor", "pytest", *slow]
 
 
+def _uses_gpus(backend: str) -> bool:
+    return "cuda:" in backend
+
+
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps((function, args, kwargs))
@@ -314,7 +318,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, OMP_NUM_THREADS="1")
-    if "nccl" not in backend:
+    if not _uses_gpus(backend):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(1)
@@ -353,8 +357,8 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
     torch.set_default_dtype(torch.float32)
     try:
         store = dist.FileStore(job.store_path, job.world_size)
-        if "nccl" in backend:
-            torch.cuda.set_device(job.rank)
+        if _uses_gpus(backend):
+            torch.cuda.set_device(job.rank % torch.cuda.device_count())
             os.environ["LOCAL_RANK"] = str(job.rank)
         # No device_id: the groups of a later job would be split from NCCL's communicator, which then crashes (2.11).
         whose = {"rank": job.rank, "world_size": job.world_size}

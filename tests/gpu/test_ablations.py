@@ -3,18 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from stretto.bench.ablations import COMPOSED, PIPELINED, Setting, bench_ablations
 
-RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 
-
-@pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to send to: this needs two")
+@pytest.mark.own_gpus("it measures times, NCCL's too")
 @pytest.mark.exhaustive
-def test_both_ablations_are_measured(tmp_path: Path) -> None:
+def test_both_ablations_are_measured(tmp_path: Path, world: int) -> None:
     setting = Setting(sizes=(1 << 20,), tiles=(480 * 8,), protocol="Simple", instances=2)
-    rows = bench_ablations(RANKS, tmp_path, setting)
+    rows = bench_ablations(world, tmp_path, setting)
     assert [(row["algorithm"], row["mode"]) for row in rows["pipelining"]] == [
         (name, mode) for name in PIPELINED for mode in ("graph", "eager")
     ]

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stretto  # noqa: F401  (makes the backend's name known)
 from stretto.collectives import counts, install
 from stretto.collectives.algorithms import find
+from stretto.memory import shared_gpus
 from tests.gpu.watched import run_watched
-
-RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 
 
 def mlp() -> nn.Sequential:
@@ -61,8 +60,8 @@ def train(model: nn.Module, *, shares_batch: bool) -> list[float]:
 
 
 def train_all(folder: Path, backend: str) -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend)
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
+    dist.init_process_group("stretto" if backend == "stretto" else shared_gpus.default_backend("cuda"))
     found = {}
     for name, make in MODELS.items():
         before = dict(counts()) if backend == "stretto" else {}
@@ -76,7 +75,7 @@ def train_all(folder: Path, backend: str) -> None:
 
 
 def check_operations(folder: Path) -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
     dist.init_process_group("stretto")
     rank, size = dist.get_rank(), dist.get_world_size()
     wrong = []
@@ -121,7 +120,7 @@ def check_operations(folder: Path) -> None:
 
 def exchange_among_some(folder: Path, before: str) -> None:
     """Rank 0 alone sends itself a message, after something that all ranks did."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
     dist.init_process_group("stretto")
     if before == "barrier":
         torch.ones(1, device="cuda")
@@ -141,7 +140,7 @@ def exchange_among_some(folder: Path, before: str) -> None:
 
 def profile_calls(folder: Path) -> None:
     """What a profile of one all-reduce and of one all-gather shows of them."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
     dist.init_process_group("stretto")
     x, gathered = torch.ones(64, device="cuda"), torch.ones(64 * dist.get_world_size(), device="cuda")
     for _ in range(2):
@@ -154,25 +153,21 @@ def profile_calls(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def two_gpus() -> None:
-    if RANKS < 2:
-        pytest.skip("one GPU has nobody to send to: this needs two")
-
-
-def test_frameworks_train_as_on_nccl_by_schedules(tmp_path: Path) -> None:
-    run_watched(RANKS, train_all, tmp_path, "nccl")
-    run_watched(RANKS, train_all, tmp_path, "stretto")
-    for rank in range(RANKS):
-        right, found = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("nccl", "stretto"))
+@pytest.mark.ranks(2)
+def test_frameworks_train_as_on_the_library_by_schedules(tmp_path: Path, world: int) -> None:
+    run_watched(world, train_all, tmp_path, "library")
+    run_watched(world, train_all, tmp_path, "stretto")
+    for rank in range(world):
+        right, found = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("library", "stretto"))
         for name in MODELS:
             assert found[name]["losses"] == pytest.approx(right[name]["losses"], rel=1e-4), name
             assert any("schedule" in key and number > 0 for key, number in found[name]["ran"].items()), name
 
 
-def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp_path: Path) -> None:
-    run_watched(RANKS, check_operations, tmp_path)
-    for rank in range(RANKS):
+@pytest.mark.ranks(5)
+def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp_path: Path, world: int) -> None:
+    run_watched(world, check_operations, tmp_path)
+    for rank in range(world):
         found = json.loads((tmp_path / f"operations-{rank}.json").read_text())
         assert found["wrong"] == []
         ran = found["ran"]
@@ -181,15 +176,17 @@ def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp
             assert any(key.startswith(f"{operation} schedule") for key in ran), (operation, ran)
 
 
+@pytest.mark.own_gpus("NCCL connects when all ranks have come together")
 @pytest.mark.parametrize("before", ["barrier", "all-reduce"])
-def test_some_ranks_exchange_messages_once_all_have_come_together(tmp_path: Path, before: str) -> None:
-    run_watched(RANKS, exchange_among_some, tmp_path, before)
-    assert {path.name for path in tmp_path.glob("some-*")} == {f"some-{rank}" for rank in range(RANKS)}
+def test_some_ranks_exchange_messages_once_all_have_come_together(tmp_path: Path, before: str, world: int) -> None:
+    run_watched(world, exchange_among_some, tmp_path, before)
+    assert {path.name for path in tmp_path.glob("some-*")} == {f"some-{rank}" for rank in range(world)}
 
 
-def test_profiles_show_schedules_by_the_names_of_their_operations(tmp_path: Path) -> None:
-    run_watched(RANKS, profile_calls, tmp_path)
-    for rank in range(RANKS):
+@pytest.mark.ranks(2)
+def test_profiles_show_schedules_by_the_names_of_their_operations(tmp_path: Path, world: int) -> None:
+    run_watched(world, profile_calls, tmp_path)
+    for rank in range(world):
         found = json.loads((tmp_path / f"profile-{rank}.json").read_text())
         # A range is shown on the host, and where its kernels ran.
         assert {name for name, *_ in found} == {"stretto:all_reduce", "stretto:_all_gather_base"}, found

@@ -18,7 +18,7 @@ from stretto.optim import AdamW
 from stretto.parallel import CapturedStep, Grid, parallelize
 from stretto.parallel.capture import REGISTERS
 
-RANKS = max((n for n in (2, 4) if n <= torch.cuda.device_count()), default=0)
+pytestmark = pytest.mark.ranks(2, own=(2, 4))
 
 
 def exchange(taken: Tensor, given: Tensor) -> tuple[Tensor, ...]:
@@ -27,7 +27,8 @@ def exchange(taken: Tensor, given: Tensor) -> tuple[Tensor, ...]:
 
 
 def capture_where_segments_grow() -> None:
-    device = Grid(data=RANKS, device="cuda").device
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     before = os.environ.pop(REGISTERS, None)
@@ -48,15 +49,15 @@ def capture_where_segments_grow() -> None:
             os.environ[REGISTERS] = before
 
 
-def test_a_graph_whose_replays_would_hang_is_not_captured(run_ranks: Callable[..., list[Any]]) -> None:
-    if RANKS == 0:
-        pytest.skip("NCCL registers for peers, and there is one GPU at most")
-    run_ranks(RANKS, capture_where_segments_grow)
+@pytest.mark.own_gpus("NCCL registers memory for its peers")
+def test_a_graph_whose_replays_would_hang_is_not_captured(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    run_ranks(world, capture_where_segments_grow)
 
 
 def train_captured(*, writes_copies: bool, shards_sequence: bool) -> list[float]:
     """Losses of steps as a graph's replays, between which the weights are changed by hand, and of a last plain pass."""
-    grid = Grid(x=RANKS, device="cuda")
+    world = dist.get_world_size()
+    grid = Grid(x=world, device="cuda")
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, hidden=256, heads=4, vocab=512, max_seq_len=64))
     model = parallelize(model, grid, dtype=torch.bfloat16, shard_sequence=shards_sequence)
@@ -95,7 +96,8 @@ def compare_copies() -> None:
 
 def free_while_capturing() -> None:
     """Symmetric memory in a cycle, as workspaces of groups that are gone are, which a capture's garbage is."""
-    device = Grid(data=RANKS, device="cuda").device
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
     x = torch.ones(4, device=device)
     held = allocated_bytes(device)
     memory: Any = CudaMemory.allocate(1 << 20, 1, None, 60.0)
@@ -115,15 +117,14 @@ def free_while_capturing() -> None:
     assert allocated_bytes(device) == held
 
 
-def test_memory_that_dies_while_a_graph_is_captured_is_freed_after_it(run_ranks: Callable[..., list[Any]]) -> None:
-    if RANKS == 0:
-        pytest.skip("symmetric memory takes two GPUs or more")
-    run_ranks(RANKS, free_while_capturing)
-
-
-def test_weights_that_the_optimizer_casts_are_those_that_a_forward_pass_would(
-    run_ranks: Callable[..., list[Any]],
+def test_memory_that_dies_while_a_graph_is_captured_is_freed_after_it(
+    run_ranks: Callable[..., list[Any]], world: int
 ) -> None:
-    if RANKS == 0:
-        pytest.skip("weights are cut over two GPUs or more")
-    run_ranks(RANKS, compare_copies)
+    run_ranks(world, free_while_capturing)
+
+
+@pytest.mark.own_gpus("the graph holds NCCL's collectives")
+def test_weights_that_the_optimizer_casts_are_those_that_a_forward_pass_would(
+    run_ranks: Callable[..., list[Any]], world: int
+) -> None:
+    run_ranks(world, compare_copies)

@@ -18,10 +18,9 @@ from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.source import Variant
 from stretto.collectives.selection import Table, Way
-from stretto.memory import PeerError
+from stretto.memory import PeerError, shared_gpus
 from stretto.parallel import Grid
 
-RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -76,15 +75,17 @@ def expect(collective: Collective, x: torch.Tensor, block_chunks: int, reduction
 
 
 def check_everything(folder: Path, seed: int) -> None:
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     communicator = CudaCommunicator(timeout=10.0)
     rng, rank = random.Random(seed), dist.get_rank()
+    sizes = SIZES[:-1] if shared_gpus.is_enabled() else SIZES  # what is right goes by way of the host, in fp64
     torch.manual_seed(seed + rank)
     wrong: list[str] = []
     runs = 0
     cases = [(name, protocol) for name in ALGORITHMS for protocol in PROTOCOLS]
     for name, protocol in cases + [(name, "Copy") for name in BY_COPIES]:
-        for size in sizes_of(name, RANKS):
+        for size in sizes_of(name, world):
             in_place = name != "all-to-next" and rng.random() < 0.5
             options = size if name == "all-to-next" else {**size, "in_place": in_place}
             schedule = ALGORITHMS[name].compile(**options, instances=rng.choice([1, 2]))
@@ -98,7 +99,7 @@ def check_everything(folder: Path, seed: int) -> None:
                 kernel = InterpretedSchedule(schedule, communicator.workspace, variant, in_place=in_place, **options)
             for _ in range(6):
                 runs += 1
-                problem = run_once(kernel, rng, dtype, reduction, in_place)
+                problem = run_once(kernel, rng, sizes, dtype, reduction, in_place)
                 if problem:
                     wrong.append(
                         f"rank {rank} {type(kernel).__name__} {name} {size} {variant} in_place={in_place}: {problem}"
@@ -108,13 +109,16 @@ def check_everything(folder: Path, seed: int) -> None:
     dist.destroy_process_group()
 
 
-def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_place: bool) -> str | None:
+def run_once(
+    kernel: Any, rng: random.Random, sizes: tuple[int, ...], dtype: str, reduction: str, in_place: bool
+) -> str | None:
     """One call on tensors of any size at any offset, one rank late; returns what was wrong."""
+    world = dist.get_world_size()
     collective, kind = kernel.collective, getattr(torch, dtype)
     block_chunks = kernel.block_chunks
     in_blocks, out_blocks = collective.input_chunks // block_chunks, collective.output_chunks // block_chunks
     # Chunks that move to places of another length need even ones.
-    elements, offset = rng.choice(SIZES) * (block_chunks if kernel.needs_even else 1), rng.choice([0, 0, 1, 3, 5])
+    elements, offset = rng.choice(sizes) * (block_chunks if kernel.needs_even else 1), rng.choice([0, 0, 1, 3, 5])
     x = make_input(in_blocks * elements, kind, offset)
     expected = expect(collective, x, block_chunks, reduction)
     poison, border = 77, 9
@@ -122,7 +126,7 @@ def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_pla
     length = (whole_blocks if in_place else out_blocks) * elements
     memory = torch.full((offset + length + border,), poison, dtype=kind, device="cuda")
     target, before = memory[offset : offset + length], x.clone()
-    late, cycles = rng.randrange(RANKS), rng.choice([0, 100_000, 1_000_000])  # drawn alike on all ranks
+    late, cycles = rng.randrange(world), rng.choice([0, 100_000, 1_000_000])  # drawn alike on all ranks
     if late == dist.get_rank():
         torch.cuda._sleep(cycles)
     if in_place:
@@ -154,7 +158,8 @@ def run_once(kernel: Any, rng: random.Random, dtype: str, reduction: str, in_pla
 
 
 def same_bits_and_graphs(folder: Path, seed: int) -> None:
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     communicator = CudaCommunicator(timeout=10.0)
     rank = dist.get_rank()
     torch.manual_seed(seed + rank)
@@ -166,7 +171,7 @@ def same_bits_and_graphs(folder: Path, seed: int) -> None:
             outputs = [torch.empty_like(x) for _ in range(3)]
             for output in outputs:
                 kernel(x, output)
-            every = [torch.empty_like(x) for _ in range(RANKS)]
+            every = [torch.empty_like(x) for _ in range(world)]
             dist.all_gather(every, outputs[0])
             if not all(torch.equal(one.view(torch.int16), outputs[0].view(torch.int16)) for one in [*every, *outputs]):
                 differ.append(f"{algorithm} {protocol}")
@@ -177,7 +182,7 @@ def same_bits_and_graphs(folder: Path, seed: int) -> None:
             for scale in range(1, 5):
                 x.fill_(scale * (rank + 1))
                 graph.replay()
-                if not (output == scale * RANKS * (RANKS + 1) / 2).all():
+                if not (output == scale * world * (world + 1) / 2).all():
                     differ.append(f"{algorithm} {protocol} in a graph")
     communicator.workspace.check()
     (folder / f"bits-{rank}.json").write_text(json.dumps(differ))
@@ -186,21 +191,22 @@ def same_bits_and_graphs(folder: Path, seed: int) -> None:
 
 def stress(folder: Path, seed: int) -> None:
     """Thousands of calls without a pause, of random collectives and sizes; integers, so that every bit is known."""
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     communicator = CudaCommunicator(timeout=20.0)
     # The default choice, whatever was measured here.
     communicator.table = Table(has_nvlink=communicator.workspace.has_nvlink)
     rng, rank = random.Random(seed), dist.get_rank()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     ran: dict[str, int] = {}
-    total = RANKS * (RANKS + 1) // 2
+    total = world * (world + 1) // 2
     for call in range(10_000):
         collective = rng.choice(["allreduce", "allgather", "reducescatter", "alltoall"])
         part = rng.choice([1, 5, 128, 1000, 4096, 20_001])
-        late, cycles = rng.randrange(40 * RANKS), rng.choice([10_000, 300_000])  # drawn alike on all ranks
+        late, cycles = rng.randrange(40 * world), rng.choice([10_000, 300_000])  # drawn alike on all ranks
         if late == rank:
             torch.cuda._sleep(cycles)
-        count = part * RANKS
+        count = part * world
         base = torch.arange(count, dtype=torch.int32, device="cuda") + call
         match collective:
             case "allreduce":
@@ -214,8 +220,8 @@ def stress(folder: Path, seed: int) -> None:
                 right = base[rank * part : (rank + 1) * part] * total
             case _:
                 x, out = base + 1_000_000 * rank, torch.full_like(base, -1)
-                ranks = torch.arange(RANKS, dtype=torch.int32, device="cuda").repeat_interleave(part)
-                right = base[rank * part : (rank + 1) * part].repeat(RANKS) + 1_000_000 * ranks
+                ranks = torch.arange(world, dtype=torch.int32, device="cuda").repeat_interleave(part)
+                right = base[rank * part : (rank + 1) * part].repeat(world) + 1_000_000 * ranks
         way = communicator.run(collective, x, out)
         assert way is not None
         ran[way] = ran.get(way, 0) + 1
@@ -228,16 +234,17 @@ def stress(folder: Path, seed: int) -> None:
 
 def lose_peers(folder: Path) -> None:
     """The last rank never comes to a third call, by any protocol: each has a group of its own, which breaks."""
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rank, x = dist.get_rank(), torch.ones(1000, device="cuda")
     for protocol in (*PROTOCOLS, "Copy"):
-        communicator = CudaCommunicator(dist.new_group(list(range(RANKS))), timeout=1.0)
+        communicator = CudaCommunicator(dist.new_group(list(range(world))), timeout=1.0)
         kernel = communicator.kernel(Way("two-shot-all-reduce", protocol), "float32", in_place=True)
         kernel(x)
         kernel(x)
         torch.cuda.synchronize()
         said = ""
-        if rank != RANKS - 1:
+        if rank != world - 1:
             began = time.monotonic()
             kernel(x)
             torch.cuda.synchronize()
@@ -251,52 +258,48 @@ def lose_peers(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def two_gpus() -> None:
-    if RANKS < 2:
-        pytest.skip("one GPU has nobody to send to: this needs two")
-
-
+@pytest.mark.ranks(3, 8)
 def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(
-    run_ranks: Run, tmp_path: Path
+    run_ranks: Run, tmp_path: Path, world: int
 ) -> None:
     print(f"seed {SEED}")
-    run_ranks(RANKS, check_everything, tmp_path, SEED)
-    found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
+    run_ranks(world, check_everything, tmp_path, SEED)
+    found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(world)]
     wrong = [one for each in found for one in each["wrong"]]
     assert not wrong, "\n".join([f"seed {SEED}, {len(wrong)} wrong", *wrong[:40]])
     assert found[0]["runs"] >= 200
 
 
-def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, same_bits_and_graphs, tmp_path, SEED)
-    assert [json.loads((tmp_path / f"bits-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
+@pytest.mark.ranks(2, 5)
+def test_all_ranks_get_the_same_bits_every_time_and_graphs_replay(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, same_bits_and_graphs, tmp_path, SEED)
+    assert [json.loads((tmp_path / f"bits-{rank}.json").read_text()) for rank in range(world)] == [[]] * world
 
 
-def test_ten_thousand_calls_with_stragglers_are_all_right(run_ranks: Run, tmp_path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_ten_thousand_calls_with_stragglers_are_all_right(run_ranks: Run, tmp_path: Path, world: int) -> None:
     print(f"seed {SEED}")
-    run_ranks(RANKS, stress, tmp_path, SEED)
-    found = [json.loads((tmp_path / f"stress-{rank}.json").read_text()) for rank in range(RANKS)]
-    assert [one["wrong"] for one in found] == [0] * RANKS, SEED
+    run_ranks(world, stress, tmp_path, SEED)
+    found = [json.loads((tmp_path / f"stress-{rank}.json").read_text()) for rank in range(world)]
+    assert [one["wrong"] for one in found] == [0] * world, SEED
     assert sum(found[0]["ran"].values()) == 10_000
     assert len(found[0]["ran"]) >= 5
 
 
 @pytest.fixture(scope="module")
-def lost(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if RANKS < 2:
-        pytest.skip("one GPU has nobody to lose: this needs two")
+def lost(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory, world: int) -> Path:
     folder = tmp_path_factory.mktemp("lost")
-    run_ranks(RANKS, lose_peers, folder)
+    run_ranks(world, lose_peers, folder)
     return folder
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("protocol", [*PROTOCOLS, "Copy"])
-def test_a_peer_that_never_comes_is_named_after_the_time_limit(lost: Path, protocol: str) -> None:
-    for rank in range(RANKS - 1):
+def test_a_peer_that_never_comes_is_named_after_the_time_limit(lost: Path, protocol: str, world: int) -> None:
+    for rank in range(world - 1):
         said = (lost / f"lost-{protocol}-{rank}.txt").read_text()
-        assert f"rank {rank} of {RANKS}: two-shot-all-reduce, call 3, thread block" in said
+        assert f"rank {rank} of {world}: two-shot-all-reduce, call 3, thread block" in said
         # By copy engines calls meet before they send.
         what = "to begin" if protocol == "Copy" else "message"
-        assert re.search(f"waited in vain for rank {RANKS - 1}('s)? {what}", said)
+        assert re.search(f"waited in vain for rank {world - 1}('s)? {what}", said)
         assert float(said.split(" s:")[0]) < 10

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stretto.parallel import Grid
 from stretto.parallel.pooled_exchange import _find_operators
 from stretto.train.config import DLRMTrainConfig, make_config
 from stretto.train.trainer import train
-from tests.pool import Pool
+from tests.gpu.sharing import GpuRanks
 
-RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+pytestmark = pytest.mark.ranks(1, 2, own=(1, 2, 4), among=(1, 2, 4, 8))
 IMPLEMENTATIONS = ("library", "kernel") if _find_operators() is not None else ("library",)
 
 
@@ -30,20 +31,21 @@ def configure(out: Path, device: str, *overrides: str) -> DLRMTrainConfig:
 
 
 def train_on_gpus(folder: Path) -> None:
-    Grid(data=RANKS, device="cuda")  # one process group for all runs
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")  # one process group for all runs
     torch.backends.cuda.matmul.allow_tf32 = False
     for name in IMPLEMENTATIONS:
         checkpoint = folder / "cpu" / "checkpoints" / "step-00000002"
-        options = [f"ranks={RANKS}", f"train.implementation={name}", f"train.resume={checkpoint}"]
+        options = [f"ranks={world}", f"train.implementation={name}", f"train.resume={checkpoint}"]
         train(configure(folder / name, "cuda", *options), display="none")
         train(configure(folder / f"{name} again", "cuda", *options), display="none")
 
 
 @pytest.fixture(scope="module")
-def folder(gpu_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(gpu_pool: GpuRanks, tmp_path_factory: pytest.TempPathFactory, world: int) -> Path:
     folder = tmp_path_factory.mktemp("dlrm")
     train(configure(folder / "cpu", "cpu"), display="none")
-    gpu_pool.run(RANKS, train_on_gpus, folder, timeout=150)
+    gpu_pool.run(world, train_on_gpus, folder, timeout=150)
     return folder
 
 

@@ -20,10 +20,7 @@ from tests.ops.backward_ways import push_by_copies
 from tests.ops.jagged import Case, Kind, fill_case, is_close
 
 Run = Callable[..., list[Any]]
-RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 SEED = random.randrange(2**31)
-
-pytestmark = pytest.mark.skipif(RANKS < 2, reason="look-ups with an exchange take two GPUs or more")
 
 F32, F16, BF16, I32, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
 SHAPES = {
@@ -36,11 +33,17 @@ SHAPES = {
 
 def make_kinds() -> list[Kind]:
     """Few, since each is compiled: their batches differ."""
+    world = dist.get_world_size()
+
+    def cut(name: str) -> list[list[tuple[int, int]]]:
+        """Each rank's tables; more than four ranks have them in turn."""
+        return [SHAPES[name][rank % len(SHAPES[name])] for rank in range(world)]
+
     return [
-        Kind(SHAPES["alike"][:RANKS], 64 * RANKS, F32, I64, "sum", False, 90),
-        Kind(SHAPES["unequal"][:RANKS], 48 * RANKS, F32, I64, "mean", True, 20),
-        Kind(SHAPES["wide"][:RANKS], 32 * RANKS, BF16, I32, "sum", False, 70),
-        Kind(SHAPES["unequal"][:RANKS], 16 * RANKS, F16, I32, "mean", False, 3),
+        Kind(cut("alike"), 64 * world, F32, I64, "sum", False, 90),
+        Kind(cut("unequal"), 48 * world, F32, I64, "mean", True, 20),
+        Kind(cut("wide"), 32 * world, BF16, I32, "sum", False, 70),
+        Kind(cut("unequal"), 16 * world, F16, I32, "mean", False, 3),
     ]
 
 
@@ -59,7 +62,7 @@ def call(case: Case, tables: list[torch.Tensor] | None = None, **options: object
 
 
 def own_rows(case: Case, whole: torch.Tensor) -> torch.Tensor:
-    return whole.chunk(RANKS)[dist.get_rank()]
+    return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def write(folder: Path, wrong: list[object]) -> None:
@@ -70,12 +73,13 @@ def write(folder: Path, wrong: list[object]) -> None:
 
 
 def read(folder: Path) -> list[object]:
-    return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("wrong-*.json"))]
 
 
 def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
     """Every batch once or twice, some ranks late, in every order, and now and then holding on to outputs."""
-    device = Grid(data=RANKS, device="cuda").device
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
     rank, rng, kinds = dist.get_rank(), random.Random(seed), make_kinds()
     chosen = forward.choose_way
     wrong: list[object] = []
@@ -83,7 +87,7 @@ def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
     for number in range(calls):
         kind = number % len(kinds)
         case = fill_case(kinds[kind], seed + number, device)
-        late, cycles = rng.randrange(RANKS), rng.choice([0, 0, 100_000, 2_000_000])
+        late, cycles = rng.randrange(world), rng.choice([0, 0, 100_000, 2_000_000])
         order, size = rng.choice(ORDERS), 8
         if number % 3 == 0 and kind == 1:
             forward.choose_way = lambda *_, order=order, size=size: Way(1, 8, size, 1, 4, order)  # type: ignore[assignment]
@@ -103,7 +107,8 @@ def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
 
 
 def differentiate(folder: Path, seed: int, calls: int) -> None:
-    device = Grid(data=RANKS, device="cuda").device
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
     rank, kinds = dist.get_rank(), make_kinds()[1:3]  # each takes its time to compile
     wrong: list[object] = []
     for number in range(calls):
@@ -112,7 +117,7 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
         first: list[torch.Tensor] = []
         for sparse, by_copies in ((False, False), (False, True), (True, False)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
-            if number % RANKS == rank:
+            if number % world == rank:
                 torch.cuda._sleep(1_000_000)
             out = call(case, tables, sparse=sparse)
             with push_by_copies() if by_copies else contextlib.nullcontext():
@@ -127,7 +132,8 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
 
 def train_in_two_ways(folder: Path, seed: int) -> None:
     """The fused updates beside SGD on dense gradients, and row-wise Adagrad by its definition."""
-    device = Grid(data=RANKS, device="cuda").device
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
     rank = dist.get_rank()
     case = fill_case(make_kinds()[0], seed, device)
     own = case.owners[rank]
@@ -154,13 +160,14 @@ def train_in_two_ways(folder: Path, seed: int) -> None:
 
 def replay(folder: Path) -> None:
     """A look-up and its update in a CUDA graph, replayed with other indices, beside eager calls."""
-    device = Grid(data=RANKS, device="cuda").device
-    rank, count, dim, rows = dist.get_rank(), 32 * RANKS, 64, 100
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
+    rank, count, dim, rows = dist.get_rank(), 32 * world, 64, 100
     tables = [torch.randn(rows, dim, device=device) for _ in range(2)]
     offsets = torch.arange(2 * count + 1, device=device) * 5
     indices = torch.randint(0, rows, (10 * count,), device=device)
     settings = torch.tensor([0.1, 1e-8], device=device)
-    grad = torch.randn(count // RANKS, 2 * RANKS * dim, device=device)
+    grad = torch.randn(count // world, 2 * world * dim, device=device)
 
     def step() -> torch.Tensor:
         out = ops.embedding_all_to_all(indices, offsets, tables)
@@ -191,14 +198,15 @@ def replay(folder: Path) -> None:
 
 def look_up_with_faults(folder: Path) -> None:
     """A bad index raises on its rank, at the next look, and all calls come to their end."""
-    device = Grid(data=RANKS, device="cuda").device
-    rank, count = dist.get_rank(), 8 * RANKS
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
+    rank, count = dist.get_rank(), 8 * world
     tables = [torch.ones(10, 32, device=device)]
     offsets = torch.arange(count + 1, device=device)
     indices = torch.zeros(count, dtype=torch.int64, device=device)
     ops.embedding_all_to_all(indices, offsets, tables)
     wrong: list[object] = []
-    if rank == RANKS - 1:
+    if rank == world - 1:
         indices[3] = 10
     ops.embedding_all_to_all(indices, offsets, tables)
     try:
@@ -206,36 +214,45 @@ def look_up_with_faults(folder: Path) -> None:
         said = ""
     except ValueError as error:
         said = str(error)
-    if (f"rank {rank}: indices[3] is 10, but table 0" in said) != (rank == RANKS - 1):
+    if (f"rank {rank}: indices[3] is 10, but table 0" in said) != (rank == world - 1):
         wrong.append(said)
     indices.zero_()
-    if not torch.equal(ops.embedding_all_to_all(indices, offsets, tables), torch.ones(8, 32 * RANKS, device=device)):
+    if not torch.equal(ops.embedding_all_to_all(indices, offsets, tables), torch.ones(8, 32 * world, device=device)):
         wrong.append("after")
     write(folder, wrong)
 
 
+@pytest.mark.ranks(2, 5)
 @pytest.mark.parametrize("calls", [150, pytest.param(500, marks=pytest.mark.exhaustive)])
-def test_random_jagged_batches_are_right_past_stragglers(run_ranks: Run, tmp_path: Path, calls: int) -> None:
-    run_ranks(RANKS, look_up_random_batches, tmp_path, SEED, calls)
-    assert read(tmp_path) == [[]] * RANKS, SEED
+def test_random_jagged_batches_are_right_past_stragglers(
+    run_ranks: Run, tmp_path: Path, calls: int, world: int
+) -> None:
+    run_ranks(world, look_up_random_batches, tmp_path, SEED, calls)
+    assert read(tmp_path) == [[]] * world, SEED
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("calls", [12, pytest.param(24, marks=pytest.mark.exhaustive)])
-def test_gradients_dense_and_sparse_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path, calls: int) -> None:
-    run_ranks(RANKS, differentiate, tmp_path, SEED, calls)
-    assert read(tmp_path) == [[]] * RANKS, SEED
+def test_gradients_dense_and_sparse_are_right_and_the_same_twice(
+    run_ranks: Run, tmp_path: Path, calls: int, world: int
+) -> None:
+    run_ranks(world, differentiate, tmp_path, SEED, calls)
+    assert read(tmp_path) == [[]] * world, SEED
 
 
-def test_fused_updates_are_the_unfused_ones(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, train_in_two_ways, tmp_path, SEED)
-    assert read(tmp_path) == [[]] * RANKS, SEED
+@pytest.mark.ranks(4)
+def test_fused_updates_are_the_unfused_ones(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, train_in_two_ways, tmp_path, SEED)
+    assert read(tmp_path) == [[]] * world, SEED
 
 
-def test_a_captured_graph_replays_look_up_and_update(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, replay, tmp_path)
-    assert read(tmp_path) == [[]] * RANKS
+@pytest.mark.ranks(2)
+def test_a_captured_graph_replays_look_up_and_update(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, replay, tmp_path)
+    assert read(tmp_path) == [[]] * world
 
 
-def test_a_bad_index_is_named_and_hangs_nobody(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, look_up_with_faults, tmp_path)
-    assert read(tmp_path) == [[]] * RANKS
+@pytest.mark.ranks(8)
+def test_a_bad_index_is_named_and_hangs_nobody(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, look_up_with_faults, tmp_path)
+    assert read(tmp_path) == [[]] * world

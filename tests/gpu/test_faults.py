@@ -1,4 +1,4 @@
-"""What happens to a run on GPUs, over NCCL, when it is interrupted or loses a rank in mid-step."""
+"""What happens to a run on GPUs, when it is interrupted or loses a rank in mid-step."""
 
 import json
 import os
@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.commands import children, finish, start, wait_for_step
 
-RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
+pytestmark = pytest.mark.ranks(2, own=(2, 4), among=(2, 4))
 CONFIG = """
 out = "{folder}/out"
 ranks = {ranks}
@@ -34,28 +33,26 @@ checkpoint_every = 50
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> subprocess.Popen[str]:
+def running(tmp_path: Path, world: int) -> subprocess.Popen[str]:
     """A run on all GPUs, past its first checkpoint."""
-    if RANKS < 2:
-        pytest.skip("a rank can only be missed by another: this needs two GPUs")
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 2_000)
-    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path, ranks=RANKS, batch=2 * RANKS))
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path, ranks=world, batch=2 * world))
     process = start("train", tmp_path / "run.toml", "--json")
     wait_for_step(tmp_path / "out", 60, process)
     return process
 
 
 def test_a_rank_that_is_killed_ends_the_job_with_its_name_and_the_last_checkpoint(
-    running: subprocess.Popen[str], tmp_path: Path
+    running: subprocess.Popen[str], tmp_path: Path, world: int
 ) -> None:
     ranks = children(running)
-    assert len(ranks) == RANKS
+    assert len(ranks) == world
     os.kill(ranks[1], signal.SIGKILL)
     killed_at = time.monotonic()
     status, _, errors = finish(running)
     assert time.monotonic() - killed_at < 30
     assert status == 1
-    assert f"rank 1 of {RANKS} failed: it was killed by SIGKILL" in errors
+    assert f"rank 1 of {world} failed: it was killed by SIGKILL" in errors
     assert f"the last checkpoint is {tmp_path / 'out' / 'checkpoints' / 'step-0000'}" in errors
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 

@@ -13,19 +13,16 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops
-from stretto.memory import PeerError
+from stretto.memory import PeerError, shared_gpus
 from stretto.ops import workspace
 from stretto.ops.gemm import FP8
 from stretto.parallel import Grid
 
-RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
 # Of sums of up to 1500 terms, one after another, and of partial sums that are rounded once a rank.
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 RAGGED = (4091, 5120, 1024)
-
-pytestmark = pytest.mark.skipif(RANKS < 2, reason="operators take two GPUs or more")
 
 
 BLOCKS = ops.Blocks(64, 128, 64, 2, 4, 3, 132)
@@ -98,13 +95,15 @@ def poison() -> None:
 
 
 def gather(x: torch.Tensor) -> torch.Tensor:
-    every = x.new_empty(RANKS * x.shape[0], *x.shape[1:])
+    world = dist.get_world_size()
+    every = x.new_empty(world * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(every, x)
     return every
 
 
 def scatter(x: torch.Tensor) -> torch.Tensor:
-    own = x.new_empty(x.shape[0] // RANKS, *x.shape[1:])
+    world = dist.get_world_size()
+    own = x.new_empty(x.shape[0] // world, *x.shape[1:])
     dist.reduce_scatter_tensor(own, x)
     return own
 
@@ -126,7 +125,8 @@ def takes(plan: ops.Plan, operand: torch.Tensor) -> bool:
 
 
 def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rng, rank = random.Random(seed), dist.get_rank()
     torch.manual_seed(seed + rank)
     wrong = []
@@ -135,14 +135,14 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
         rows, n, k = RAGGED if call == 0 else (rng.randint(1, 700), rng.randint(1, 1500), rng.randint(1, 1500))
         if rng.random() < 0.5:
             n, k = n + -n % 8, k + -k % 8  # what TMA takes
-        x, whole = torch.randn(rows, k, device="cuda"), torch.randn(rows * RANKS, k, device="cuda")
+        x, whole = torch.randn(rows, k, device="cuda"), torch.randn(rows * world, k, device="cuda")
         weight = torch.randn(n, k, device="cuda") * (1 + rank)
         bias = torch.randn(n, device="cuda") if rng.random() < 0.5 else None
         x, whole, weight = x.to(dtype), whole.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         if rng.random() < 0.5:
             weight = weight.t().contiguous().t()
-        late, cycles = rng.randrange(RANKS), rng.choice([0, 100_000, 2_000_000])
+        late, cycles = rng.randrange(world), rng.choice([0, 100_000, 2_000_000])
         few = whole[: rng.randint(1, min(80, whole.shape[0]))].contiguous()
         for name, operand in (("gather", x), ("scatter", whole), ("reduce", few)):
             plan = rng.choice(PLANS[name])
@@ -182,7 +182,8 @@ def call_often(folder: Path, seed: int, calls: int, device: str) -> None:
 
     x is scaled by powers of two, call by call and in all-gathers rank by rank, which scales sums without rounding.
     """
-    Grid(data=RANKS, device=device)
+    world = dist.get_world_size()
+    Grid(data=world, device=device)
     rng, rank, is_gpu = random.Random(seed), dist.get_rank(), device == "cuda"
     torch.manual_seed(seed + rank)
     # Each is compiled, for longer than hundreds of calls take.
@@ -192,7 +193,7 @@ def call_often(folder: Path, seed: int, calls: int, device: str) -> None:
 
     def draw() -> tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
         name, x, expected, run = rng.choice(rng.choice(makes))
-        powers = [2.0 ** rng.randint(-3, 3) for _ in range(RANKS)]
+        powers = [2.0 ** rng.randint(-3, 3) for _ in range(world)]
         if name == "gather":
             scales = torch.tensor(powers, device=device).repeat_interleave(x.shape[0])[:, None]
             return name, x * powers[rank], run, expected * scales.to(expected.dtype)
@@ -202,7 +203,7 @@ def call_often(folder: Path, seed: int, calls: int, device: str) -> None:
     while call < calls:
         if call % 100 == 0:
             poison()
-        late, cycles = rng.randrange(RANKS), rng.choice([0, 0, 50_000, 1_000_000])
+        late, cycles = rng.randrange(world), rng.choice([0, 0, 50_000, 1_000_000])
         drawn = [draw() for _ in range(10)]
         call += len(drawn)
         if is_gpu and late == rank:
@@ -235,6 +236,7 @@ def call_often(folder: Path, seed: int, calls: int, device: str) -> None:
 
 def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, torch.Tensor, Any]]:
     """Of one shape, for each operator: its name, x, what it gives (checked against fp64), and the call."""
+    world = dist.get_world_size()
     most = 1500 if device == "cuda" else 60
     rows, n, k = rng.randint(1, most // 2), rng.randint(1, most), rng.randint(1, most)
     if rng.random() < 0.7:
@@ -242,15 +244,18 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
     rank, dtype = dist.get_rank(), rng.choice([torch.bfloat16, torch.float32, FP8])
     if dtype == FP8:
         return make_scaled_case(rng, device, rows, n, k + -k % 16)
-    x, whole = torch.randn(rows, k, device=device).to(dtype), torch.randn(rows * RANKS, k, device=device).to(dtype)
+    x, whole = (
+        torch.randn(rows, k, device=device).to(dtype),
+        torch.randn(rows * world, k, device=device).to(dtype),
+    )
     weight = (torch.randn(n, k, device=device) * (1 + rank)).to(dtype)
     made = []
     for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):
         plan = rng.choice(PLANS[name])
         if isinstance(plan, ops.Plan) and not takes(plan, operand):
             plan = "kernel"
-        if device == "cpu":
-            plan = "kernel"
+        if device == "cpu" or (plan == "auto" and shared_gpus.is_enabled()):
+            plan = "kernel"  # the library's collectives would go by way of the host, which no graph holds
 
         def run(x: torch.Tensor, name: str = name, plan: Any = plan) -> torch.Tensor:
             return OPERATORS[name](x, weight, implementation=plan)
@@ -273,11 +278,14 @@ def make_scaled_case(
     rng: random.Random, device: str, rows: int, n: int, k: int
 ) -> list[tuple[str, torch.Tensor, torch.Tensor, Any]]:
     """As `make_case`, of fp8: what is scaled from call to call are x's scales."""
+    world = dist.get_world_size()
     rank, made = dist.get_rank(), []
-    x, whole, weight = (torch.randn(size, k, device=device).to(FP8) for size in (rows, rows * RANKS, n))
+    x, whole, weight = (torch.randn(size, k, device=device).to(FP8) for size in (rows, rows * world, n))
     columns = torch.rand(n, device=device) * (1 + rank)
     for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):
-        plan = "kernel" if device == "cpu" else rng.choice(["auto", "kernel", *MOVES[name]])
+        plan = rng.choice(["auto", "kernel", *MOVES[name]])
+        if device == "cpu" or (plan == "auto" and shared_gpus.is_enabled()):
+            plan = "kernel"
         factors = torch.rand(operand.shape[0], device=device) + 0.1
 
         def run(factors: torch.Tensor, name: str = name, plan: Any = plan, operand: torch.Tensor = operand) -> Any:
@@ -298,7 +306,8 @@ def make_scaled_case(
 
 def fill_the_gpu(folder: Path, sizes: tuple[int, ...]) -> None:
     """Kernels that leave no multiprocessor to copies, with rows that tiles do and do not divide, and shared tiles."""
-    device = Grid(data=RANKS, device="cuda").device
+    world = dist.get_world_size()
+    device = Grid(data=world, device="cuda").device
     rank, (n, k) = dist.get_rank(), (8192, 4096)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     plan, wrong = ops.Plan(blocks=ops.Blocks(128, 256, 64, 8, 8, 4, processors)), []
@@ -320,7 +329,8 @@ def fill_the_gpu(folder: Path, sizes: tuple[int, ...]) -> None:
 
 
 def replay(folder: Path) -> None:
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rank, rows, n, k = dist.get_rank(), 256, 1024, 512
     x, up, down = (torch.randn(*size, device="cuda").bfloat16() for size in ((rows, k), (n, k), (k, n)))
 
@@ -328,7 +338,7 @@ def replay(folder: Path) -> None:
 
     def mlp() -> torch.Tensor:
         outs = [ops.matmul_all_reduce(few, up, implementation="kernel").flatten()]
-        for gathers in PLANS["gather"]:
+        for gathers in PLANS["gather"][shared_gpus.is_enabled() :]:  # "auto" may be the library's
             hidden = torch.relu(ops.all_gather_matmul(x, up, implementation=gathers))
             outs.append(ops.matmul_reduce_scatter(hidden, down, implementation="kernel").flatten())
         return torch.cat(outs)
@@ -354,7 +364,8 @@ def replay(folder: Path) -> None:
 
 
 def differentiate(folder: Path) -> None:
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rank, rows, n, k = dist.get_rank(), 384, 1024, 512
     sizes = ((rows, k), (n, k), (k, n), (rows, k))
     x, up, down, factor = (torch.randn(*size, device="cuda").bfloat16() for size in sizes)
@@ -370,7 +381,8 @@ def differentiate(folder: Path) -> None:
 
 def lose_a_rank(folder: Path) -> None:
     """Rank 1 makes no second call; what the others are told."""
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rank, wrong = dist.get_rank(), []
     x, weight = torch.randn(256, 512, device="cuda").bfloat16(), torch.randn(1024, 512, device="cuda").bfloat16()
     runs = {
@@ -397,10 +409,11 @@ def lose_a_rank(folder: Path) -> None:
 
 
 def tune(folder: Path, operators: int) -> None:
+    world = dist.get_world_size()
     os.environ["STRETTO_CACHE"] = str(folder / "cache")
-    Grid(data=RANKS, device="cuda")
+    Grid(data=world, device="cuda")
     wrong = []
-    calls = ("matmul_all_reduce", 4), ("matmul_reduce_scatter", 64), ("all_gather_matmul", 128 * RANKS)
+    calls = ("matmul_all_reduce", 4), ("matmul_reduce_scatter", 64), ("all_gather_matmul", 128 * world)
     for operator, m in calls[:operators]:
         measured = ops.tune(operator, m, 1024, 512)
         if len(measured) < 4 or not all(0 < seconds < 1 for seconds in measured.values()):
@@ -409,47 +422,58 @@ def tune(folder: Path, operators: int) -> None:
 
 
 def read(folder: Path) -> list[object]:
-    return [json.loads((folder / f"wrong-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("wrong-*.json"))]
 
 
+@pytest.mark.ranks(5)
 # A hundred in four parts: nearly every call compiles, which takes three seconds.
 @pytest.mark.parametrize(
     ("calls", "part"), [(4, 0), *(pytest.param(25, part, marks=pytest.mark.exhaustive) for part in range(1, 5))]
 )
-def test_random_shapes_are_right_and_the_same_twice(run_ranks: Run, tmp_path: Path, calls: int, part: int) -> None:
-    run_ranks(RANKS, multiply_in_random_shapes, tmp_path, SEED + part, calls, timeout=100.0 + 5 * calls)
-    assert read(tmp_path) == [[]] * RANKS, SEED + part
+def test_random_shapes_are_right_and_the_same_twice(
+    run_ranks: Run, tmp_path: Path, calls: int, part: int, world: int
+) -> None:
+    run_ranks(world, multiply_in_random_shapes, tmp_path, SEED + part, calls, timeout=100.0 + 5 * calls)
+    assert read(tmp_path) == [[]] * world, SEED + part
 
 
+@pytest.mark.ranks(2, 8)
 @pytest.mark.parametrize("calls", [300, pytest.param(2000, marks=pytest.mark.exhaustive)])
-def test_thousands_of_calls_have_the_bits_of_the_first(run_ranks: Run, tmp_path: Path, calls: int) -> None:
-    run_ranks(RANKS, call_often, tmp_path, SEED, calls, "cuda", timeout=200.0)
-    assert read(tmp_path) == [[]] * RANKS, SEED
+def test_thousands_of_calls_have_the_bits_of_the_first(run_ranks: Run, tmp_path: Path, calls: int, world: int) -> None:
+    run_ranks(world, call_often, tmp_path, SEED, calls, "cuda", timeout=200.0)
+    assert read(tmp_path) == [[]] * world, SEED
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sizes", [(1024, 1100), pytest.param((1000, 2048), marks=pytest.mark.exhaustive)], ids=str)
-def test_kernels_that_fill_the_gpu_starve_no_copy(run_ranks: Run, tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    run_ranks(RANKS, fill_the_gpu, tmp_path, sizes)
-    assert read(tmp_path) == [[]] * RANKS
+def test_kernels_that_fill_the_gpu_starve_no_copy(
+    run_ranks: Run, tmp_path: Path, sizes: tuple[int, ...], world: int
+) -> None:
+    run_ranks(world, fill_the_gpu, tmp_path, sizes)
+    assert read(tmp_path) == [[]] * world
 
 
-def test_a_captured_graph_replays_both_operators(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, replay, tmp_path)
-    assert read(tmp_path) == [[]] * RANKS
+@pytest.mark.ranks(4)
+def test_a_captured_graph_replays_both_operators(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, replay, tmp_path)
+    assert read(tmp_path) == [[]] * world
 
 
-def test_gradients_are_those_of_the_unfused_layers(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, differentiate, tmp_path)
-    assert read(tmp_path) == [[]] * RANKS
+@pytest.mark.ranks(3)
+def test_gradients_are_those_of_the_unfused_layers(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, differentiate, tmp_path)
+    assert read(tmp_path) == [[]] * world
 
 
-def test_a_rank_that_does_not_come_is_named(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, lose_a_rank, tmp_path)
-    assert read(tmp_path) == [[]] * RANKS
+@pytest.mark.ranks(3)
+def test_a_rank_that_does_not_come_is_named(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, lose_a_rank, tmp_path)
+    assert read(tmp_path) == [[]] * world
 
 
+@pytest.mark.own_gpus("it times plans, and captures the library's, which is NCCL then")
 @pytest.mark.parametrize("operators", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_plans_are_measured_and_kept(run_ranks: Run, tmp_path: Path, operators: int) -> None:
-    run_ranks(RANKS, tune, tmp_path, operators)
-    assert read(tmp_path) == [[]] * RANKS
+def test_plans_are_measured_and_kept(run_ranks: Run, tmp_path: Path, operators: int, world: int) -> None:
+    run_ranks(world, tune, tmp_path, operators)
+    assert read(tmp_path) == [[]] * world
     assert "matmul_all_reduce m=4 n=1024" in (tmp_path / "cache" / "tuning.json").read_text()

@@ -29,7 +29,7 @@ CALLS = 20
 SEED = random.randrange(2**31)
 
 pytestmark = [
-    pytest.mark.skipif(RANKS < 2, reason="look-ups with an exchange take two GPUs or more"),
+    pytest.mark.skipif(RANKS < 2, reason="NVSHMEM's ranks need a GPU each, and there are not two"),
     pytest.mark.skipif(not symmetric.is_nvshmem_available(), reason="torch found no NVSHMEM on this machine"),
 ]
 

@@ -15,7 +15,6 @@ from stretto.memory import empty, peer_tensor
 from stretto.parallel import Grid
 
 Run = Callable[..., list[Any]]
-RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 
 
 def meet() -> None:
@@ -32,31 +31,32 @@ def free_bytes() -> int:
 
 
 def write_to_peers(folder: Path) -> None:
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rank, wrong = dist.get_rank(), []
     empty((8,), torch.int32, device="cuda")  # what the driver keeps for itself is there from now on
     before = free_bytes()
-    mine = empty((RANKS, 1 << 20), torch.int32, device="cuda")
+    mine = empty((world, 1 << 20), torch.int32, device="cuda")
     if mine.any():
         wrong.append("it does not begin with zeros")
     meet()
-    for peer in range(RANKS):
+    for peer in range(world):
         peer_tensor(mine, peer)[rank] = rank + 1
     meet()
-    if not all((mine[writer] == writer + 1).all() for writer in range(RANKS)):
+    if not all((mine[writer] == writer + 1).all() for writer in range(world)):
         wrong.append("a peer's writes are not there")
-    if not torch.equal(peer_tensor(mine, (rank + 1) % RANKS), mine):
+    if not torch.equal(peer_tensor(mine, (rank + 1) % world), mine):
         wrong.append("a peer's tensor is not read")
     held = before - free_bytes()
     del mine
     left = before - free_bytes()
-    if held < RANKS << 22 or left > RANKS << 20:
+    if held < world << 22 or left > world << 20:
         wrong.append(f"{held} bytes were taken and {left} not given back")
     for round in range(20):  # ranks let go in different orders
         first, second = empty((1000,), device="cuda"), empty((1000,), device="cuda")
-        peer_tensor(second, (rank + 1) % RANKS).fill_(round + rank)
+        peer_tensor(second, (rank + 1) % world).fill_(round + rank)
         meet()
-        if not (second == round + (rank - 1) % RANKS).all() or first.any():
+        if not (second == round + (rank - 1) % world).all() or first.any():
             wrong.append(f"round {round}")
         meet()
         if rank % 2:
@@ -74,17 +74,18 @@ def write_to_peers(folder: Path) -> None:
 
 def run_into_symmetric(folder: Path) -> None:
     """By copy engines, into tensors and parts of them: the numbers of the library, with graphs too."""
-    Grid(data=RANKS, device="cuda")
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")
     rank, wrong = dist.get_rank(), []
     communicator = CudaCommunicator(timeout=10.0)
     part = 3_000_000
-    x = torch.randn(RANKS * part, device="cuda").bfloat16()
-    room = empty((RANKS * part + 64,), torch.bfloat16, device="cuda")
+    x = torch.randn(world * part, device="cuda").bfloat16()
+    room = empty((world * part + 64,), torch.bfloat16, device="cuda")
     for collective, given in (("allgather", x[:part]), ("alltoall", x), ("allreduce", x), ("reducescatter", x)):
         way = find_ways(collective, has_nvlink=True)[-1]
         assert way.protocol == "Copy"
         kernel = communicator.kernel(way, "bfloat16", in_place=False)
-        count = part if collective == "reducescatter" else RANKS * part
+        count = part if collective == "reducescatter" else world * part
         ordinary = torch.empty(count, dtype=torch.bfloat16, device="cuda")
         kernel(given, ordinary)
         for offset in (0, 64):
@@ -110,14 +111,14 @@ def run_into_symmetric(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to write to: this needs two")
-def test_collectives_go_straight_into_symmetric_tensors(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, run_into_symmetric, tmp_path)
-    assert [json.loads((tmp_path / f"straight-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
+@pytest.mark.ranks(3)
+def test_collectives_go_straight_into_symmetric_tensors(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, run_into_symmetric, tmp_path)
+    assert [json.loads((tmp_path / f"straight-{rank}.json").read_text()) for rank in range(world)] == [[]] * world
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(RANKS < 2, reason="one GPU has nobody to write to: this needs two")
-def test_peers_write_into_each_others_tensors_which_are_given_back(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(RANKS, write_to_peers, tmp_path)
-    assert [json.loads((tmp_path / f"tensors-{rank}.json").read_text()) for rank in range(RANKS)] == [[]] * RANKS
+@pytest.mark.ranks(2, 5)
+def test_peers_write_into_each_others_tensors_which_are_given_back(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    run_ranks(world, write_to_peers, tmp_path)
+    assert [json.loads((tmp_path / f"tensors-{rank}.json").read_text()) for rank in range(world)] == [[]] * world

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stretto.parallel import Grid, Overlap
 from stretto.report import Timeline, plot_timeline, read_timeline
 from stretto.train.config import make_config
 from stretto.train.trainer import train
-from tests.pool import Pool
+from tests.gpu.sharing import GpuRanks
 
-RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
-pytestmark = pytest.mark.alone
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.ranks(2, own=(2, 4)),
+    pytest.mark.own_gpus("it measures how NCCL's collectives hide under computation"),
+]
 OFF = [f"overlap.{field.name}=false" for field in fields(Overlap)]
 
 
@@ -24,7 +28,8 @@ def out_of(folder: Path, axis: str, is_on: bool) -> Path:
 
 
 def train_both(folder: Path, axis: str) -> None:
-    Grid(data=RANKS, device="cuda")  # one process group for both runs
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")  # one process group for both runs
     gc.collect()
     gc.freeze()  # what other tests have left in this process would be gone through again, for milliseconds, in a step
     torch.cuda.empty_cache()
@@ -33,35 +38,33 @@ def train_both(folder: Path, axis: str) -> None:
         values = {
             "out": str(out_of(folder, axis, is_on)),
             "device": "cuda",
-            "ranks": RANKS,
+            "ranks": world,
             "data": {"path": str(folder / "text.txt")},
             # Products that take longer than the host needs to launch them, with a profiler that watches: otherwise
             # nothing can be hidden. And layers enough that the first gathers and the last scatters, which nothing
             # hides, are the lesser part.
             "model": {"layers": 6, "hidden": 4096, "heads": 32},
-            "train": {"steps": 5, "batch": 8 * RANKS, "seq_len": 2048, "dtype": "bf16", "trace": True},
+            "train": {"steps": 5, "batch": 8 * world, "seq_len": 2048, "dtype": "bf16", "trace": True},
         }
-        train(make_config(values, [f"grid.{axis}={RANKS}", *([] if is_on else OFF)]), display="none")
+        train(make_config(values, [f"grid.{axis}={world}", *([] if is_on else OFF)]), display="none")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if RANKS < 2:
-        pytest.skip("one GPU has nobody to send to: this needs two")
+def folder(tmp_path_factory: pytest.TempPathFactory, world: int) -> Path:
     folder = tmp_path_factory.mktemp("trace")
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 40_000)
     return folder
 
 
 @pytest.fixture(scope="module")
-def over_z(gpu_pool: Pool, folder: Path) -> Path:
-    gpu_pool.run(RANKS, train_both, folder, "z", timeout=150)
+def over_z(gpu_pool: GpuRanks, folder: Path, world: int) -> Path:
+    gpu_pool.run(world, train_both, folder, "z", timeout=150)
     return folder
 
 
 @pytest.fixture(scope="module")
-def over_x(gpu_pool: Pool, folder: Path) -> Path:
-    gpu_pool.run(RANKS, train_both, folder, "x", timeout=150)
+def over_x(gpu_pool: GpuRanks, folder: Path, world: int) -> Path:
+    gpu_pool.run(world, train_both, folder, "x", timeout=150)
     return folder
 
 
@@ -90,7 +93,7 @@ def test_overlap_hides_a_part_of_what_x_sends(over_x: Path) -> None:
 
 
 @pytest.mark.parametrize("axis", [pytest.param("x", marks=pytest.mark.exhaustive), "z"])
-def test_without_overlap_what_is_sent_is_exposed(request: pytest.FixtureRequest, axis: str) -> None:
+def test_without_overlap_what_is_sent_is_exposed(request: pytest.FixtureRequest, axis: str, world: int) -> None:
     timeline = timeline_of(request.getfixturevalue(f"over_{axis}"), axis, is_on=False)
     assert timeline.exposed_by_axis[axis] > 0.9 * timeline.communication[axis] > 0
 

@@ -1,4 +1,4 @@
-"""Training runs on GPUs: the loop under NCCL, its checkpoints, and that it never waits for the device."""
+"""Training runs on GPUs: the loop, its checkpoints, and that it never waits for the device."""
 
 import json
 import warnings
@@ -8,18 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from stretto.memory import shared_gpus
 from stretto.parallel import Grid
 from stretto.train.checkpoint_metadata import read_metadata
 from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import make_config
 from stretto.train.gpt_run import GPTRun
 from stretto.train.trainer import train
-from tests.pool import Pool
+from tests.gpu.sharing import GpuRanks
 
-RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
 GRIDS = {1: ["", ""], 2: ["grid.x=2", "grid.z=2"], 4: ["grid.x=2 grid.z=2", "grid.data=2 grid.y=2"]}
-UNCUT = {1: "", 2: "grid.x=2", 4: "grid.data=2 grid.y=2"}  # by z
+GRIDS[8] = ["grid.data=2 grid.x=2 grid.z=2", "grid.x=2 grid.y=2 grid.z=2"]
+UNCUT = {1: "", 2: "grid.x=2", 4: "grid.data=2 grid.y=2", 8: "grid.data=2 grid.x=2 grid.y=2"}  # by z
+pytestmark = pytest.mark.ranks(1, 2, own=(1, 2, 4), among=(1, 2, 4, 8))
 RUNS = {
     "whole": "train.checkpoint_every=3 {first}",
     "again": "train.resume=whole/checkpoints/step-00000003 {first}",
@@ -39,10 +42,11 @@ RUNS["sgd graph"] = "train.cuda_graph=true " + RUNS["sgd"]
 
 
 def train_all(folder: Path) -> None:
-    Grid(data=RANKS, device="cuda")  # one process group for all runs
+    world = dist.get_world_size()
+    Grid(data=world, device="cuda")  # one process group for all runs
     torch.backends.cuda.matmul.allow_tf32 = False
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 200)
-    first, second = GRIDS[RANKS]
+    first, second = GRIDS[world]
     step = GPTRun.step
 
     def step_without_waiting(run: GPTRun, number: int, lr: float) -> Any:
@@ -60,30 +64,34 @@ def train_all(folder: Path) -> None:
         return result
 
     for name, overrides in RUNS.items():
+        if shared_gpus.is_enabled() and "cuda_graph" in overrides:  # which would have to hold collectives
+            continue
         values = {
             "out": str(folder / name),
             "device": "cuda",
-            "ranks": RANKS,
+            "ranks": world,
             "data": {"path": str(folder / "text.txt")},
             "model": {"layers": 2, "hidden": 128, "heads": 8, "positions": "rotary"},
             "train": {"steps": 6, "batch": 16, "seq_len": 64, "lr": 1e-3},
         }
         options = (
-            overrides.format(first=first, second=second, uncut=UNCUT.get(RANKS))
+            overrides.format(first=first, second=second, uncut=UNCUT.get(world))
             .replace("whole/", f"{folder}/whole/")
             .split()
         )
-        with mock.patch.object(GPTRun, "step", step_without_waiting):
+        # Collectives by way of the host wait for the GPU.
+        with mock.patch.object(GPTRun, "step", step if shared_gpus.is_enabled() else step_without_waiting):
             train(make_config(values, options), display="none")
 
 
 @pytest.fixture(scope="module")
-def folder(gpu_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(gpu_pool: GpuRanks, tmp_path_factory: pytest.TempPathFactory, world: int) -> Path:
     folder = tmp_path_factory.mktemp("trainer")
-    gpu_pool.run(RANKS, train_all, folder, timeout=150)
+    gpu_pool.run(world, train_all, folder, timeout=150)
     return folder
 
 
+@pytest.mark.own_gpus("NCCL's collectives alone leave the host to go on")
 def test_no_step_waits_for_the_gpu(folder: Path) -> None:
     assert set((folder / "waits.txt").read_text().splitlines()) == set()
 
@@ -108,6 +116,7 @@ def test_a_resumed_run_continues_on_another_grid(folder: Path) -> None:
     assert losses(folder, "other") == pytest.approx(losses(folder, "whole")[3:], abs=1e-5)
 
 
+@pytest.mark.own_gpus("the graph holds NCCL's collectives")
 @pytest.mark.parametrize("name", ["whole", "sgd", "sequence"])
 def test_a_captured_run_is_the_run_itself(folder: Path, name: str) -> None:
     captured = {"whole": "graph", "sgd": "sgd graph", "sequence": "sequence graph"}[name]
@@ -117,6 +126,10 @@ def test_a_captured_run_is_the_run_itself(folder: Path, name: str) -> None:
 def test_weights_that_the_optimizer_has_cast_change_no_bit(folder: Path) -> None:
     assert losses(folder, "copies") == losses(folder, "uncut")
     assert losses(folder, "copies again") == losses(folder, "uncut again")
+
+
+@pytest.mark.own_gpus("the graph holds NCCL's collectives")
+def test_a_captured_run_follows_the_weights_that_the_optimizer_has_cast(folder: Path) -> None:
     assert losses(folder, "copies graph") == pytest.approx(losses(folder, "uncut"), rel=1e-3)
 
 
@@ -130,8 +143,8 @@ def test_bf16_stays_near_fp32(folder: Path) -> None:
     assert losses(folder, "bf16") == pytest.approx(losses(folder, "whole"), rel=1e-2)
 
 
-def test_the_summary_names_the_gpu_and_what_it_held(folder: Path) -> None:
+def test_the_summary_names_the_gpu_and_what_it_held(folder: Path, world: int) -> None:
     summary = json.loads((folder / "whole" / "summary.json").read_text())
     assert summary["device"] == torch.cuda.get_device_name(0)
-    assert summary["peak_memory_bytes"] > 4 * 4 * summary["parameters"] / RANKS  # weights, gradients, two moments
-    assert (sum(summary["bytes_sent"].values()) > 0) == (RANKS > 1)
+    assert summary["peak_memory_bytes"] > 4 * 4 * summary["parameters"] / world  # weights, gradients, two moments
+    assert (sum(summary["bytes_sent"].values()) > 0) == (world > 1)

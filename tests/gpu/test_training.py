@@ -1,4 +1,4 @@
-"""On GPUs, under NCCL: what the CPU tests show of `parallelize`, and what only a GPU can show."""
+"""On GPUs: what the CPU tests show of `parallelize`, and what only a GPU can show."""
 
 import itertools
 from math import prod
@@ -11,23 +11,34 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import AXES, Grid, clip_grad_norm_, gather, parallelize
-from tests.pool import Pool
+from tests.gpu.sharing import SHARED, GpuRanks, is_shared
 
-RANKS = max((n for n in (1, 2, 4) if n <= torch.cuda.device_count()), default=0)
-CONFIG = GPTConfig(
-    layers=2, hidden=256, heads=8, kv_heads=4, vocab=1003, max_seq_len=128, positions="rotary", activation="swiglu"
-)
+VOCAB = 1003
 STEPS, BATCH, SEQ_LEN = 5, 8, 64
+pytestmark = pytest.mark.ranks(1, 4, own=(1, 2, 4), among=(1, *SHARED))
 
 
-def grids() -> list[dict[str, int]]:
-    sizes = range(1, RANKS + 1)
-    return [dict(zip(AXES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == RANKS]
+FEW = {
+    3: ({"data": 3}, {"z": 3}),
+    4: ({"x": 2, "z": 2}, {"data": 2, "y": 2}),
+    5: ({"data": 5}, {"z": 5}),
+    8: ({"data": 2, "x": 2, "z": 2}, {"x": 2, "y": 2, "z": 2}),
+}
+"""Grids of ranks that share a GPU, whose collectives go by way of the host."""
+
+
+def grids(world: int) -> list[dict[str, int]]:
+    if is_shared(world) and world in FEW:
+        return [dict.fromkeys(AXES, 1) | sizes for sizes in FEW[world]]
+    sizes = range(1, world + 1)
+    return [dict(zip(AXES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == world]
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, CONFIG.vocab, (BATCH, SEQ_LEN + 1), generator=generator)
+    world = dist.get_world_size()
+    sequences = BATCH if BATCH % world == 0 else 2 * world
+    tokens = torch.randint(0, VOCAB, (sequences, SEQ_LEN + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
     return tokens[:, :-1].cuda(), targets.cuda()
@@ -55,16 +66,31 @@ def train(model: nn.Module, grid: Grid | None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+def make_config(world: int) -> GPTConfig:
+    """Of a width that the number of ranks divides."""
+    return GPTConfig(
+        layers=2,
+        hidden=240 if world in (3, 5) else 256,
+        heads=8,
+        kv_heads=4,
+        vocab=VOCAB,
+        max_seq_len=128,
+        positions="rotary",
+        activation="swiglu",
+    )
+
+
 def new_model() -> GPT:
     torch.manual_seed(0)
-    return GPT(CONFIG)
+    return GPT(make_config(dist.get_world_size()))
 
 
 def train_on_all_grids() -> dict[str, Any]:
-    first = Grid(data=RANKS)
+    world = dist.get_world_size()
+    first = Grid(data=world)
     torch.backends.cuda.matmul.allow_tf32 = False
     results: dict[str, Any] = {"plain": train(new_model().to(first.device), None)}
-    for sizes in grids():
+    for sizes in grids(world):
         grid = Grid(**sizes)
         name = str(sizes)
         results[name] = train(parallelize(new_model(), grid), grid)
@@ -80,33 +106,38 @@ def train_on_all_grids() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(gpu_pool: Pool) -> dict[str, Any]:
-    results: dict[str, Any] = gpu_pool.run(RANKS, train_on_all_grids, timeout=150)[0]
+def trained(gpu_pool: GpuRanks, world: int) -> dict[str, Any]:
+    results: dict[str, Any] = gpu_pool.run(world, train_on_all_grids, timeout=150)[0]
     return results
 
 
-SHARDED = [f"sequence {sizes}" for sizes in grids() if sizes["x"] > 1]
+def test_every_grid_trains_like_one_gpu_in_fp32(trained: dict[str, Any], world: int) -> None:
+    plain = trained["plain"]
+    names = [name for sizes in grids(world) for name in (str(sizes), f"sequence {sizes}")]
+    for name in names:
+        if name not in trained:  # nothing to shard a sequence over
+            assert name.startswith("sequence")
+            continue
+        actual = trained[name]
+        assert actual["losses"] == pytest.approx(plain["losses"], rel=1e-5), name
+        assert actual["norms"] == pytest.approx(plain["norms"], rel=1e-4), name
+        for parameter, weight in plain["weights"].items():
+            error = (actual["weights"][parameter] - weight).norm() / weight.norm()
+            assert error < 1e-5, (name, parameter)
 
 
-@pytest.mark.parametrize("name", [*map(str, grids()), *SHARDED])
-def test_every_grid_trains_like_one_gpu_in_fp32(trained: dict[str, Any], name: str) -> None:
-    plain, actual = trained["plain"], trained[name]
-    assert actual["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    assert actual["norms"] == pytest.approx(plain["norms"], rel=1e-4)
-    for name, weight in plain["weights"].items():
-        assert (actual["weights"][name] - weight).norm() / weight.norm() < 1e-5, name
+def test_bf16_stays_near_fp32_and_repeats_bit_for_bit(trained: dict[str, Any], world: int) -> None:
+    for sizes in grids(world):
+        once, again = trained[f"bf16 {sizes}"], trained[f"bf16 {sizes} again"]
+        assert once["losses"] == pytest.approx(trained["plain"]["losses"], rel=1e-2), sizes
+        assert once["losses"] == again["losses"], sizes
+        for name, weight in once["weights"].items():
+            assert torch.equal(weight, again["weights"][name]), (sizes, name)
 
 
-@pytest.mark.parametrize("sizes", grids(), ids=str)
-def test_bf16_stays_near_fp32_and_repeats_bit_for_bit(trained: dict[str, Any], sizes: dict[str, int]) -> None:
-    once, again = trained[f"bf16 {sizes}"], trained[f"bf16 {sizes} again"]
-    assert once["losses"] == pytest.approx(trained["plain"]["losses"], rel=1e-2)
-    assert once["losses"] == again["losses"]
-    for name, weight in once["weights"].items():
-        assert torch.equal(weight, again["weights"][name]), name
-
-
-@pytest.mark.parametrize("sizes", grids(), ids=str)
-def test_each_gpu_holds_its_share_of_the_linears(trained: dict[str, Any], sizes: dict[str, int]) -> None:
-    share = 1 / (sizes["x"] * sizes["y"] * sizes["z"])
-    assert set(trained[f"share {sizes}"].values()) == {share}
+def test_each_rank_holds_its_share_of_the_linears(trained: dict[str, Any], world: int) -> None:
+    for sizes in grids(world):
+        share = 1 / (sizes["x"] * sizes["y"] * sizes["z"])
+        held = trained[f"share {sizes}"].values()
+        assert held
+        assert all(part == pytest.approx(share, rel=1e-2) for part in held), sizes

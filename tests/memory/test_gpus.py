@@ -71,3 +71,19 @@ ALL = (["a", "b", "c"],) * 3
 )
 def test_every_rank_finds_what_keeps_gpus_apart(ranks, gpus, hosts, visible, unreached, expected):
     assert ranks(3).run(look, gpus, hosts, visible, unreached) == [expected] * 3
+
+
+def look_with_switches(switches):
+    """Two ranks on one GPU, each with a switch of its own, and a third on another."""
+    rank = dist.get_rank()
+    gpus = [("a", H200), ("a", H200), ("b", H200)]
+    with mock.patch.dict("os.environ", {"STRETTO_SHARE_GPUS": switches[rank]}):
+        return look(gpus, "xxx", (["a", "b"], ["a", "b"], ["b", "a"]), [])
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [("111", None), ("000", "several of its ranks share a GPU"), ("110", "several of its ranks share a GPU")],
+)
+def test_ranks_share_a_gpu_where_the_switch_is_on_for_all(ranks, switches, expected):
+    assert ranks(3).run(look_with_switches, switches) == [expected] * 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.memory.timeouts import find_timeout
+from stretto.memory import group_timeout
 from stretto.parallel import Grid
 from tests.parallel.training import Sizes
 from tests.pool import GROUP_LIMIT
@@ -77,7 +77,7 @@ def read_timeouts(given: float | timedelta | None) -> dict[str, float]:
     grid = Grid(data=2, x=2, timeout=given)
     groups = {axis: grid.group(axis) for axis in (*AXES, "batch", "world")}
     groups |= {f"parameters' {axis}": grid.parameter_mesh.get_group(axis) for axis in ("data", "x")}
-    return {name: find_timeout(group).total_seconds() for name, group in groups.items()}
+    return {name: group_timeout(group) for name, group in groups.items()}
 
 
 @pytest.mark.parametrize("given", [31.5, timedelta(minutes=45)], ids=str)

@@ -247,6 +247,17 @@ def test_auto_takes_cuda_where_there_is_a_gpu_for_each_rank(
     assert resolve_device(config_for(Path("unused"), ranks)).device == device
 
 
+def test_ranks_that_may_share_gpus_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_SHARE_GPUS", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("auto", "cuda"):
+        assert resolve_device(config_for(Path("unused"), 4, device=device)).device == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_device(config_for(Path("unused"), 4)).device == "cpu"
+    with pytest.raises(ValueError, match="needs a GPU for each of 4 ranks, but there are 0"):
+        resolve_device(config_for(Path("unused"), 4, device="cuda"))
+
+
 def test_cuda_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="needs a GPU for each of 4 ranks, but there are 2; ranks=2 or device='cpu'"):

@@ -1,17 +1,22 @@
 """Training runs: the loss is that of plain PyTorch, whatever the grid, the accumulation, the stops and resumptions."""
 
 import math
+import socket
+import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.conftest import Ranks
 from tests.train import runs
 from torch.nn import functional as F
 
+from stretto.memory import group_timeout
 from stretto.models import GPT
 from stretto.parallel import AXES
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
@@ -20,7 +25,9 @@ from stretto.train.checkpoint_storage import read_tensor
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, open_dataset
 from stretto.train.divergence import DivergenceError
+from stretto.train.gpt_run import GPTRun
 from stretto.train.schedule import learning_rate
+from stretto.train.trainer import train
 
 MakeRanks = Callable[[int], Ranks]
 
@@ -303,3 +310,50 @@ def test_tensorboard_that_is_not_installed_is_an_error_with_a_remedy(
     with pytest.raises(ValueError, match=r"pip install 'stretto\[tensorboard\]'"):
         runs.train_quietly(runs.configure(tmp_path, "train.tensorboard=true"))
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("overrides", [[], ["train.timeout=31.5"]], ids=str)
+def test_a_run_has_the_time_limit_that_its_configuration_says(tmp_path: Path, overrides: list[str]) -> None:
+    """Of the groups that the run makes itself; the last save takes what it takes."""
+    seen: list[float] = []
+    step = GPTRun.step
+
+    def note(run: GPTRun, *arguments: Any) -> Any:
+        seen.extend(group_timeout(run.grid.group(axis)) for axis in (*AXES, "batch", "world"))
+        return step(run, *arguments)
+
+    config = runs.configure(tmp_path / "run", "train.steps=1", *overrides)
+    with mock.patch.object(GPTRun, "step", note):
+        runs.train_quietly(config)
+    assert set(seen) == {31.5 if overrides else 600.0}
+    assert not dist.is_initialized()
+
+
+def train_late(config: TrainConfig, late: float) -> None:
+    """Train in a process group of the run's own, while rank 1 saves and compiles for so many seconds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    environment["MASTER_PORT"] = (config.out.parent / "port").read_text()
+    save, step = GPTRun.save, GPTRun.step
+
+    def wait(work: Callable[..., Any], *arguments: Any) -> Any:
+        if rank == 1:
+            time.sleep(late)
+        return work(*arguments)
+
+    with (
+        mock.patch.dict("os.environ", environment),
+        mock.patch.object(GPTRun, "save", lambda run, *arguments: wait(save, run, *arguments)),
+        mock.patch.object(GPTRun, "step", lambda run, *arguments: wait(step, run, *arguments)),
+    ):
+        train(config, display="none")
+
+
+def test_a_rank_that_is_late_within_the_time_limit_breaks_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    config = runs.configure(tmp_path / "run", "train.steps=2", *on_grid(z=2), "train.timeout=20")
+    ranks(2).run(train_late, config, 0.5)
+    assert len(runs.metrics_of(tmp_path / "run")) == 2

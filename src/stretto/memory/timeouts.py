@@ -1,8 +1,7 @@
-"""The time limit of a process group: what its collectives, and waits of Stretto's kernels, may take."""
+"""Sets the time limit of a process group: of its collectives, and of kernels that wait for a peer."""
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 MAX_SECONDS = 30 * 24 * 3600.0
@@ -23,18 +22,9 @@ def check_timeout(timeout: timedelta | float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def find_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
-    """The time limit of the group (None: all ranks): of `init_process_group`, `new_group` or `set_timeout`."""
-    known = dist.group.WORLD if group is None else group
-    if known is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group first")
-    devices = sorted((device.type for device in known._device_types), reverse=True)
-    options = [getattr(known._get_backend(torch.device(device)), "options", None) for device in devices]
-    found = [limit for one in options if (limit := getattr(one, "_timeout", None)) is not None]
-    return found[0] if found else dist.distributed_c10d._get_default_timeout(dist.get_backend(known))
-
-
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change the time limit of the calls of the group that are made from now on."""
+    """Change the time limit of the calls of the group that are made from now on; `group_timeout` tells it."""
     for device in group._device_types:
-        group._get_backend(device).set_timeout(timeout)
+        backend = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around each backend.
+        getattr(backend, "wrapped_pg", backend).set_timeout(timeout)

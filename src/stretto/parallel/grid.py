@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from stretto.memory import shared_gpus
-from stretto.memory.timeouts import check_timeout, find_timeout, set_timeout
+from stretto.memory import group_timeout, shared_gpus
+from stretto.memory.timeouts import check_timeout, set_timeout
 
 AXES = ("data", "x", "y", "z")
 # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left: with z
@@ -64,9 +64,9 @@ class Grid:
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world
-        self.timeout = find_timeout(world) if limit is None else limit
+        self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit
         for each in self._groups.values():  # DeviceMesh makes groups with torch's default limit
-            if find_timeout(each) != self.timeout:
+            if group_timeout(each) != self.timeout.total_seconds():
                 set_timeout(each, self.timeout)
 
     def group(self, axis: str) -> dist.ProcessGroup:

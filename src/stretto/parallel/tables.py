@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.memory.timeouts import find_timeout
+from stretto.memory import group_timeout
 from stretto.parallel.bucketed_gradients import ReplicatedGradients
 from stretto.parallel.grid import Grid
 from stretto.parallel.index_exchange import exchange_indices
@@ -53,7 +54,8 @@ class ShardedTables(nn.ModuleDict):
         self._host_group: dist.ProcessGroup | None = None
         if needs_host:
             members = dist.get_process_group_ranks(group)
-            self._host_group = dist.new_group(members, backend="gloo", timeout=find_timeout(group))
+            limit = timedelta(seconds=group_timeout(group))
+            self._host_group = dist.new_group(members, backend="gloo", timeout=limit)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))

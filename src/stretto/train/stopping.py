@@ -3,13 +3,14 @@
 import signal
 import threading
 import time
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stretto.memory.timeouts import find_timeout
+from stretto.memory import group_timeout
 
 # A launcher passes on the signal that the terminal has already sent to every process: within this time, in
 # seconds, it is one request and not two.
@@ -28,7 +29,9 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
         # Signals reach single ranks at any time. The ranks must agree from the host, without waiting for a
         # GPU.
-        self._group = dist.new_group(backend="gloo", timeout=find_timeout()) if dist.get_world_size() > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=group_timeout(None)))
 
     def is_agreed(self) -> bool:
         """Whether any rank has been asked to stop: one answer for all. Collective, of a few bytes."""

@@ -1,0 +1,107 @@
+"""Parts of a long test run that go on where they were cut off: pytest's options --shard K/N and --passed FILE.
+
+The file has a line for the code that was tested, a hash of src/ and tests/, and one for each test that passed. With
+other code it begins anew.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_KEY = "stretto_passed"
+
+
+def configure(config: pytest.Config) -> None:
+    """Read what has passed, once: pytest-xdist's workers, which must choose alike, get it from their controller."""
+    path = config.getoption("--passed")
+    workers_input = getattr(config, "workerinput", None)
+    if workers_input is not None:
+        passed = set(workers_input[_KEY])
+    else:
+        passed = set() if path is None else _begin(Path(path))
+        config.pluginmanager.register(_Recorder(None if path is None else Path(path), sorted(passed)))
+    config.stash[_PASSED] = passed
+    parse_shard(config.getoption("--shard"))
+
+
+_PASSED = pytest.StashKey[set[str]]()
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of the shard that have not passed."""
+    part, parts = parse_shard(config.getoption("--shard"))
+    # Tests of one file and one number of ranks stay together: they share processes, and often a run.
+    groups = sorted({_group_of(item.nodeid) for item in items})
+    places = {group: place for place, group in enumerate(groups)}
+    passed = config.stash[_PASSED]
+    kept = [item for item in items if places[_group_of(item.nodeid)] % parts == part - 1 and item.nodeid not in passed]
+    left_out = len(items) - len(kept)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(part, of so many), from "1/4". pytest's UsageError for what is none."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--shard is {text!r}, but must be K/N with K from 1 to N, such as 1/4")
+    return part, parts
+
+
+def hash_code(root: Path) -> str:
+    """Of all files of src/ and tests/ that are tracked or might be."""
+    digest = hashlib.sha256()
+    for folder in ("src", "tests"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path):
+                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _group_of(name: str) -> tuple[str, str]:
+    ranks = re.search(r"\b(\d+-ranks)\b", name)
+    return name.partition("::")[0], ranks[1] if ranks else ""
+
+
+def _begin(path: Path) -> set[str]:
+    """The tests that have passed with this code, as the file says, which is begun where it says nothing of it."""
+    code = hash_code(ROOT)
+    lines = path.read_text().splitlines() if path.exists() else []
+    if lines[:1] == [code]:
+        return set(lines[1:])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code + "\n")
+    return set()
+
+
+class _Recorder:
+    """Adds to the file what passes, test by test, so that a run may be cut off at any moment."""
+
+    def __init__(self, path: Path | None, passed: list[str]) -> None:
+        self._path, self._passed = path, passed
+        self._failed: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: object) -> None:
+        """Of pytest-xdist: a worker is about to start."""
+        node.workerinput[_KEY] = self._passed  # type: ignore[attr-defined]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.skipped:
+            self._failed.add(report.nodeid)
+        if self._path is not None and report.when == "teardown" and report.nodeid not in self._failed:
+            with self._path.open("a") as file:
+                file.write(report.nodeid + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._passed:
+            print(f"\nall of it has passed before: delete {self._path} to run it again")
+            session.exitstatus = pytest.ExitCode.OK

@@ -1,0 +1,87 @@
+"""Ranks on GPUs: each has one to itself where there are enough, else they share, under MPS where that is installed.
+
+NVIDIA's MPS (multi-process service) runs the kernels of several processes on one GPU at the same time, and gives each
+process a share of the multiprocessors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, read when a process first uses CUDA: hence a
+pool of processes for each number of ranks). Without MPS the processes take turns, in time slices of milliseconds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from stretto.bench.mps import has_mps, mps_daemon
+from stretto.memory.shared_gpus import OVERLAPPING, SWITCH
+from tests.pool import Pool
+
+SHARED = (2, 3, 4, 5, 8)
+"""How many ranks share one GPU."""
+WITHOUT_MPS = (2,)
+"""And by time slices: a meeting of 4 ranks takes 7 ms then, in place of 0.1 ms."""
+
+
+def count_gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def is_shared(world: int) -> bool:
+    """Whether so many ranks have to share this machine's GPUs."""
+    return count_gpus() < world
+
+
+def choose_worlds(sampled: Sequence[int], own: Sequence[int], among: Sequence[int]) -> list[tuple[int, bool]]:
+    """The numbers of ranks that a test runs with here, and whether each is exhaustive.
+
+    sampled: what `make gpu-test` runs where ranks share a GPU, of `among`, which `make gpu-test-exhaustive` completes.
+    own: the numbers for ranks with a GPU each; the largest that the GPUs suffice for is run, else the least, shared.
+    """
+    gpus = count_gpus()
+    if gpus >= 2:
+        return [(max((count for count in own if count <= gpus), default=min(own)), False)]
+    return [(count, count not in sampled) for count in among]
+
+
+class GpuRanks:
+    """A pool of `world` processes on GPUs, which they share where there are fewer: under MPS if that is installed.
+
+    `environment` has the variables of processes that share as these do. `close` it, whatever happens.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        make_pool: Callable[..., Pool] = Pool,
+        make_daemon: Callable[[int], AbstractContextManager[Mapping[str, str]]] = mps_daemon,
+    ) -> None:
+        self.environment: dict[str, str] = {}
+        self._world, self._make_pool, self._make_daemon = world, make_pool, make_daemon
+        self._started = ExitStack()
+        self._start()
+
+    def run(
+        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0, **kwargs: Any
+    ) -> list[Any]:
+        """See `Pool.run`; ranks that share a GPU may take twice as long."""
+        try:
+            return self._pool.run(ranks, function, *args, timeout=timeout * (2 if self.environment else 1), **kwargs)
+        finally:
+            if not self._pool.pids() and self.environment:
+                # The pool has killed its processes, which may have broken MPS's server in a kernel.
+                self._started.close()
+                self._start()
+
+    def close(self) -> None:
+        """End the processes, then the daemon."""
+        self._started.close()
+
+    def _start(self) -> None:
+        backend = "cpu:gloo,cuda:nccl"
+        if is_shared(self._world):
+            backend = "cpu:gloo,cuda:gloo"
+            self.environment = {SWITCH: "1", OVERLAPPING: "1"}
+            if has_mps():
+                ranks_of_a_gpu = -(-self._world // count_gpus())
+                self.environment |= self._started.enter_context(self._make_daemon(max(1, 100 // ranks_of_a_gpu)))
+        self._pool = self._make_pool(self._world, self.environment, backend=backend)
+        self._started.callback(self._pool.close)

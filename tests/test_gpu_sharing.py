@@ -1,0 +1,207 @@
+"""How tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import resuming, sharing
+from tests.gpu.sharing import GpuRanks
+
+ROOT = Path(__file__).parents[1]
+
+
+class RecordedPool:
+    """A pool that notes what it is asked, and whose processes die in a job that is called "die"."""
+
+    made: list["RecordedPool"] = []
+
+    def __init__(self, size, environment, *, backend):
+        self.size, self.environment, self.backend = size, environment, backend
+        self.alive, self.closed, self.timeout = False, False, 0.0
+        RecordedPool.made.append(self)
+
+    def run(self, ranks, function, *args, timeout):
+        self.alive, self.timeout = True, timeout
+        if function == "die":
+            self.alive = False
+            raise RuntimeError("a rank died")
+        return [function] * ranks
+
+    def pids(self):
+        return [1] * self.alive
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def made(monkeypatch):
+    monkeypatch.setattr(RecordedPool, "made", [])
+    monkeypatch.setattr(sharing, "has_mps", lambda: True)
+    return RecordedPool.made
+
+
+class RecordedDaemon:
+    """Daemons in place of MPS's; each has a folder of its own, and notes when it starts and ends."""
+
+    def __init__(self):
+        self.events = []
+
+    @contextmanager
+    def __call__(self, percentage):
+        number = len(self.events)
+        self.events.append("start")
+        try:
+            yield {"CUDA_MPS_PIPE_DIRECTORY": f"/{number}", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
+        finally:
+            self.events.append("end")
+
+
+@pytest.mark.parametrize(("gpus", "percentage"), [(1, "33"), (2, "50")])
+def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_each(
+    monkeypatch, made, gpus, percentage
+):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: gpus)
+    daemon = RecordedDaemon()
+    ranks = GpuRanks(3, RecordedPool, daemon)
+    assert ranks.run(3, "work", timeout=10) == ["work"] * 3
+    [pool] = made
+    assert (pool.size, pool.backend) == (3, "cpu:gloo,cuda:gloo")
+    assert pool.environment == {
+        "STRETTO_SHARE_GPUS": "1",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage,
+        "CUDA_MPS_PIPE_DIRECTORY": "/0",
+    }
+    ranks.close()
+    assert pool.closed
+    assert daemon.events == ["start", "end"]
+
+
+def test_after_processes_were_killed_the_daemon_is_started_anew(monkeypatch, made):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: 1)
+    daemon = RecordedDaemon()
+    ranks = GpuRanks(2, RecordedPool, daemon)
+    with pytest.raises(RuntimeError, match="a rank died"):
+        ranks.run(2, "die")
+    assert ranks.run(2, "work") == ["work"] * 2
+    first, second = made
+    assert first.closed
+    assert ranks.environment == second.environment != first.environment
+    ranks.close()
+    assert daemon.events == ["start", "end", "start", "end"]
+
+
+def test_without_mps_ranks_share_by_time_slices(monkeypatch, made):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: 1)
+    monkeypatch.setattr(sharing, "has_mps", lambda: False)
+    ranks = GpuRanks(2, RecordedPool, None)
+    [pool] = made
+    assert set(pool.environment) == {"STRETTO_SHARE_GPUS", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"}
+    ranks.close()
+
+
+def test_ranks_with_a_gpu_each_use_nccl_and_no_daemon(monkeypatch, made):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: 4)
+    GpuRanks(4, RecordedPool, None).run(4, "work", timeout=10)
+    [pool] = made
+    assert (pool.environment, pool.backend, pool.timeout) == ({}, "cpu:gloo,cuda:nccl", 10)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (1, [(2, False), (3, True), (4, True), (5, False), (8, True)]),
+        (2, [(2, False)]),
+        (3, [(3, False)]),
+        (8, [(4, False)]),
+    ],
+)
+def test_one_gpu_is_shared_by_many_numbers_of_ranks_and_several_are_used_as_they_are(monkeypatch, gpus, expected):
+    monkeypatch.setattr(sharing, "count_gpus", lambda: gpus)
+    assert sharing.choose_worlds((2, 5), (1, 2, 3, 4), sharing.SHARED) == expected
+
+
+CONFTEST = """
+import pytest
+from tests.gpu import resuming
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="1/1")
+    parser.addoption("--passed")
+
+def pytest_configure(config):
+    resuming.configure(config)
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    resuming.choose(config, items)
+"""
+TESTS = """
+import pytest
+from pathlib import Path
+
+@pytest.mark.parametrize("world", [2, 4], ids="{}-ranks".format)
+@pytest.mark.parametrize("case", "abc")
+def test_case(world, case):
+    if Path("fails").exists():
+        assert (world, case) != (4, "b")
+
+def test_skipped():
+    pytest.skip("no GPU")
+"""
+
+
+def run_pytest(folder: Path, *options: str) -> tuple[int, str]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "--rootdir", folder, folder, *options],
+        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return ended.returncode, ended.stdout
+
+
+def names_of(output: str, outcome: str = "PASSED") -> set[str]:
+    return {line.partition("::")[2] for line in output.splitlines() if line.startswith(outcome)}
+
+
+def test_a_run_that_was_cut_off_goes_on_with_what_has_not_passed(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_one.py").write_text(TESTS)
+    (tmp_path / "fails").touch()
+    options = ["--passed", "results/passed.txt"]
+    status, output = run_pytest(tmp_path, *options)
+    assert status == 1
+    assert len(names_of(output)) == 5
+    (tmp_path / "fails").unlink()
+    status, output = run_pytest(tmp_path, *options)
+    assert status == 0
+    assert names_of(output) == {"test_case[b-4-ranks]"}
+    assert "1 passed, 1 skipped, 5 deselected" in output
+    (tmp_path / "test_one.py").write_text(TESTS.replace("def test_skipped", "def helper"))
+    status, output = run_pytest(tmp_path, *options)
+    assert (status, names_of(output)) == (0, set())
+    assert "all of it has passed before: delete results/passed.txt" in output
+    # With other code everything is run again.
+    lines = (tmp_path / "results" / "passed.txt").read_text().splitlines()
+    assert lines[0] == resuming.hash_code(ROOT)
+    (tmp_path / "results" / "passed.txt").write_text("\n".join(["another", *lines[1:]]))
+    assert len(names_of(run_pytest(tmp_path, *options)[1])) == 6
+
+
+def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for name in ("test_one.py", "test_two.py"):
+        (tmp_path / name).write_text(TESTS)
+    shards = []
+    for part in (1, 2, 3):
+        output = run_pytest(tmp_path, "--shard", f"{part}/3")[1]
+        shards.append({line.split()[1] for line in output.splitlines() if line.startswith("PASSED")})
+    assert sum(map(len, shards)) == len(set.union(*shards)) == 12
+    for shard in shards:
+        groups = {(name.partition("::")[0], name[-9:]) for name in shard}
+        assert len(shard) == 3 * len(groups)
+    status, _ = run_pytest(tmp_path, "--shard", "4/3")
+    assert status == pytest.ExitCode.USAGE_ERROR
