@@ -218,7 +218,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             Edit(
                 "tiles/packets.py",
                 "    waits = late >= 0\n    while waits:",
-                "    waits = _misses(packets) & (channel.rank < 0)\n    while waits:",
+                "    waits = (late >= 0) & (channel.rank < 0)\n    while waits:",
             ),
         ),
         "tiles/packet-sums*",
@@ -233,8 +233,13 @@ MUTATIONS: tuple[Mutation, ...] = (
                 "    while waits:\n        packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True)",
                 "    while waits:\n        packets = tl.load(pointers, mask=mask, other=_ZERO)",
             ),
+            Edit(
+                "tiles/packets.py",
+                "pointer + rank * stride + offsets, mask=mask, other=_ZERO, volatile=True)",
+                "pointer + rank * stride + offsets, mask=mask, other=_ZERO)",
+            ),
         ),
-        "tiles/packets*",
+        "tiles/packet*",
         (f"{_OPS}test_packets_are_stored_whole_four_at_a_time_and_looked_at_anew",),
     ),
     Mutation(
