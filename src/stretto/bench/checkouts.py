@@ -158,11 +158,10 @@ def bench_checkouts(setting: Setting, out: Path) -> dict[str, Any]:
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         }
         if setting.on_cpu:
-            outcome = _run(setting, Path(folder), environment | {"TRITON_INTERPRET": "1"}, deadline)
+            environment["TRITON_INTERPRET"] = "1"
         else:
             _require_gpu()
-            with mps_daemon(setting.share) as variables:
-                outcome = _run(setting, Path(folder), environment | dict(variables), deadline)
+        outcome = _run(setting, Path(folder), environment, deadline)
     return _write(setting, outcome, out)
 
 
@@ -187,14 +186,16 @@ def judge(ratios: Sequence[float]) -> str:
     return "slower" if low > 1 + BOUND else "faster"
 
 
-def _run(setting: Setting, folder: Path, environment: Mapping[str, str], deadline: float) -> _Outcome:
+def _run(setting: Setting, folder: Path, environment: dict[str, str], deadline: float) -> _Outcome:
     """Start both sets of ranks, prepare and measure; start them again without a case that has broken them."""
     outcome, began = _Outcome(), time.monotonic()
     prepare_until = began + _PREPARATION * (deadline - began)
     for attempt in range(_MOST_STARTS):
         with contextlib.ExitStack() as stack:
+            # A daemon for each start: ranks that were killed in the middle of a kernel may have broken the last one.
+            variables = environment | ({} if setting.on_cpu else stack.enter_context(mps_daemon(setting.share)))
             try:
-                sets = _start(setting, folder / f"store-{attempt}", environment, deadline, stack, outcome)
+                sets = _start(setting, folder / f"store-{attempt}", variables, deadline, stack, outcome)
             except RanksFailed as error:
                 outcome.failure = str(error)
                 return outcome

@@ -32,7 +32,7 @@ import triton.language as tl
 import stretto
 from stretto import ops, tiles
 
-_GROUP_LIMIT = timedelta(seconds=60)  # also of waits on the device, where these are the group's
+_GROUP_LIMIT = timedelta(seconds=30)  # of waits on the device, too: less than the command waits for an answer
 _WARM_UP = 3
 _BLOCK = 256  # columns that a tile's kernel takes at once
 _TILE_ROWS = 16
@@ -110,6 +110,7 @@ class _Rank:
         dist.barrier()
         self._cases: dict[str, _Prepared] = {}
         self._communicator: Any = None
+        self._kernels: dict[Any, Any] = {}
 
     def prepare(self, do: str, case: str, kind: str, mode: str, options: dict[str, Any]) -> dict[str, Any]:
         """Compile and warm up a case, and capture it where its mode is "graph". Collective."""
@@ -178,7 +179,10 @@ class _Rank:
 
         if self._communicator is None:
             self._communicator = CudaCommunicator(table=Table())
-        kernel = self._communicator.kernel(Way(algorithm, protocol, unroll), "bfloat16", in_place=False)
+        way = Way(algorithm, protocol, unroll)
+        if way not in self._kernels:
+            self._kernels[way] = self._communicator.kernel(way, "bfloat16", in_place=False)
+        kernel = self._kernels[way]
         whole = max(size // 2 // self.world, 1) * self.world
         given = whole // self.world if collective == "allgather" else whole
         taken = whole // self.world if collective == "reducescatter" else whole

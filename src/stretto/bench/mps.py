@@ -23,7 +23,7 @@ def has_mps() -> bool:
 
 
 @contextlib.contextmanager
-def mps_daemon(percentage: int) -> Iterator[Mapping[str, str]]:
+def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
     """Start an MPS daemon, and end it when the block is left, however that comes.
 
     percentage: of the GPU's multiprocessors that each process gets, 1 to 100. Yields the environment variables that

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
@@ -135,7 +136,7 @@ class OperatorCase(Case):
             if call.operator == "all_gather_matmul_gathered":
                 expected = (*expected, gathered.to(call.dtype))
             self._expected.append(expected)
-        return exact
+        return agree(team, exact)
 
     def _draw_scales(self, rows: int, n: int, entry: int, peer: int) -> tuple[Tensor, Tensor]:
         """The factors of a rank's rows of x and of its weight: 1 or 2, and 1 where operands are not of fp8."""
@@ -197,7 +198,7 @@ class MlpCase(Case):
                 exact = exact and is_exact(result, dtype)
                 self._inputs.append(xs[rank].to(dtype))
                 self._expected.append(result.to(dtype))
-            if exact:
+            if agree(team, exact):
                 break
         else:
             raise AssertionError("an mlp's sums are rounded")
@@ -224,6 +225,13 @@ class MlpCase(Case):
     def check(self) -> None:
         """See `Case`."""
         check_workspaces(self._team)
+
+
+def agree(team: Team, exact: bool) -> bool:
+    """Whether the sums are exact on all ranks, which take the same operands: each has looked at its own results."""
+    answer = torch.tensor(int(exact))
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=team.group)
+    return bool(answer)
 
 
 def poison_workspaces(team: Team) -> None:
