@@ -569,6 +569,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         "interpreted/*",
+        (f"{_SOURCE}test_the_interpreter_counts_a_step_for_other_thread_blocks_after_a_barrier_and_a_fence",),
     ),
     # Collectives by copy engines.
     Mutation(
@@ -658,7 +659,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "of who is the last to sum",
         (Edit("parallel/pushed_scatter.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
         "pushed/scatter*",
-        ("tests/parallel/test_pushed.py::test_the_kernels_compile_and_load_and_store_16_bytes_at_a_time",),
+        ("tests/parallel/test_pushed.py::test_a_slot_is_released_when_all_programs_have_summed",),
     ),
     Mutation(
         "pushed",
