@@ -1,7 +1,11 @@
 """`stretto stress`: what it covers, what it counts, and that it finds what is broken on purpose."""
 
+import ast
 import json
 import random
+import shutil
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from stretto.bench.stress import run as stress_run
 from stretto.bench.stress.catalogue import load_catalogue, select
 from stretto.bench.stress.kernels import list_kernels
 from stretto.bench.stress.ledger import Ledger
+from stretto.bench.stress.mutations import KINDS, MUTATIONS, Edit, Mutation, Verdict, apply, write_table
 from stretto.bench.stress.run import Setting, stress
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import draw_entries
@@ -180,3 +185,49 @@ def test_all_interpreted_configurations_find_nothing_and_launch_the_kernels_that
 
 def test_a_seed_gives_the_same_numbers_in_every_process():
     assert mix(5, "mode", "tiles/push", 0) == 1432562644
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_every_mutation_fits_the_source_as_it_is(mutation, catalogue, tmp_path):
+    """What is removed is there exactly once, what is left can be parsed, and what should find it exists."""
+    package = Path(str(files("stretto")))
+    for edit in mutation.edits:
+        (tmp_path / edit.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(package / edit.file, tmp_path / edit.file)
+    apply(mutation, tmp_path)
+    for edit in mutation.edits:
+        changed = (tmp_path / edit.file).read_text()
+        assert changed != (package / edit.file).read_text()
+        if edit.file.endswith(".py"):
+            ast.parse(changed)
+    assert select(catalogue, mutation.only)
+    assert mutation.kind in KINDS
+    for test in mutation.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in Path(file).read_text(), test
+
+
+def test_each_family_has_one_mutation_of_each_kind():
+    families: dict[str, set[str]] = {}
+    for mutation in MUTATIONS:
+        families.setdefault(mutation.family, set()).add(mutation.kind)
+    assert set(map(frozenset, families.values())) == {frozenset(KINDS)}
+
+
+def test_a_mutation_that_does_not_fit_is_refused(tmp_path):
+    (tmp_path / "file.py").write_text("one\none\n")
+    for old in ("one", "two"):
+        with pytest.raises(ValueError, match=r"file.py has \d times, and not once"):
+            apply(Mutation("a family", "wait", "a wait", (Edit("file.py", old, "three"),), "tiles"), tmp_path)
+
+
+def test_the_table_says_what_has_found_a_mutation():
+    verdicts = [
+        Verdict("tiles", "wait", "for a tile", "wrong: tiles/push", 3.0, ""),
+        Verdict("tiles", "fence", "before TMA", "", 60.0, "tests/a.py::test_a_fence"),
+        Verdict("tiles", "barrier", "before a signal", "", 60.0, "tests/a.py::test_a_barrier"),
+    ]
+    assert [verdict.is_found for verdict in verdicts] == [True, True, False]  # a barrier is for the stress to find
+    table = write_table(verdicts)
+    assert "| tiles | wait: for a tile | wrong: tiles/push | 3 s | no | yes |" in table
+    assert "| tiles | barrier: before a signal | no | 60 s | test a barrier | **no** |" in table

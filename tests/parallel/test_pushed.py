@@ -102,6 +102,20 @@ def test_the_kernels_compile_and_load_and_store_16_bytes_at_a_time(target, dtype
     assert any(re.search(r"st\.global.*\.v4\.b32", line) for line in lines)
 
 
+def test_a_slot_is_released_when_all_programs_have_summed():
+    from stretto.parallel import pushed_scatter
+    from tests.tiles.machine_code import RELEASE, compile_to_ptx, find, make_channel
+
+    channel, word, numbers = make_channel("p2p"), torch.zeros(1, dtype=torch.int32), torch.zeros(256)
+    arguments = (channel, word, word, numbers, numbers, numbers, 4096, 8192, 2048)
+    lines = compile_to_ptx(pushed_scatter.sum_parts, arguments, num_warps=8)
+    # A program counts itself after the loads and stores of all its threads; the last one has seen all counts.
+    counted = find(lines, r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)")
+    before = [line for line in lines[:counted] if re.search(r"(ld|st)\.global|bar\.sync", line)]
+    assert before[-1].startswith("bar.sync"), before[-3:]
+    assert len([line for line in lines[counted:] if re.search(RELEASE, line)]) == 3  # one for each other rank
+
+
 def test_passes_without_gradients_alone_keep_no_weights(interpret):
     assert interpret(2, "look_only") == [0, 0]
 

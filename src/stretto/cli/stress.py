@@ -27,6 +27,9 @@ def stress(
     ] = None,
     lists: Annotated[bool, typer.Option("--list", help="Show all configurations, and run none.")] = False,
     stops: Annotated[bool, typer.Option("--stop-at-first", help="End at the first finding.")] = False,
+    limit: Annotated[
+        float | None, typer.Option(hidden=True, help="Seconds that a batch may take before its ranks count as hung.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Call every kernel in every configuration, at random and back to back, and compare every bit.
@@ -42,7 +45,7 @@ def stress(
         from stretto.bench.stress.run import Setting
         from stretto.bench.stress.run import stress as run
 
-        setting = Setting(ranks, minutes, only, seed, results, resume, stops_at_first=stops)
+        setting = Setting(ranks, minutes, only, seed, results, resume, limit=limit, stops_at_first=stops)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
         try:
             report = run(setting, _say_on_stderr if as_json else _say)

@@ -33,7 +33,10 @@ def list_kernels(root: Path | None = None) -> list[str]:
 
 def _list_triton(sources: dict[Path, str]) -> Iterator[str]:
     trees = {path: ast.parse(text) for path, text in sources.items() if path.suffix == ".py"}
-    jitted = {path: {node.name for node in tree.body if _is_jitted(node)} for path, tree in trees.items()}
+    jitted = {
+        path: {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and _is_jitted(node)}
+        for path, tree in trees.items()
+    }
     used: set[tuple[Path, str]] = set()
     for path, tree in trees.items():
         known = {name: (path, name) for name in jitted[path]}

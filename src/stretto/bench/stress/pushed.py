@@ -42,7 +42,7 @@ class GatherCase(Case):
             shard = self._own_rows(self._draw(0, number), count).clone()
             size = torch.Size((count, columns))
             parameter = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=size, stride=(columns, 1))
-            parameter.stretto_layout = None  # as of a parameter that `parallelize` has made
+            parameter.stretto_layout = None  # type: ignore[attr-defined]  # as `parallelize` leaves it
             self._shards.append(shard)
             self._parameters.append(parameter)
             self._gather.register(number, Pushable(parameter, count, dtype))

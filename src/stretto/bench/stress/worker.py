@@ -144,10 +144,10 @@ def _start(setting: Setting) -> _State:
     if setting.device == "cuda":
         device = torch.device("cuda", shared_gpus.choose_gpu(setting.rank))
         torch.cuda.set_device(device)
-        if setting.symmetric_memory != "CUDA":
+        if setting.symmetric_memory == "NVSHMEM":
             import torch.distributed._symmetric_memory as symmetric
 
-            symmetric.set_backend(setting.symmetric_memory)
+            symmetric.set_backend("NVSHMEM")
     store = dist.FileStore(setting.store, setting.ranks)
     backend = shared_gpus.default_backend(device.type)
     dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT)

@@ -29,10 +29,14 @@ def source(algorithm, variant, *, ranks=4, rank=1, in_place=False):
 
 
 def ptx(algorithm, variant):
+    return compile_to_ptx(source(algorithm, variant))
+
+
+def compile_to_ptx(text):
     """The PTX, by NVRTC itself: cuda.core wants a driver for it."""
     from cuda.bindings import nvrtc
 
-    _, program = nvrtc.nvrtcCreateProgram(source(algorithm, variant).encode(), b"", 0, [], [])
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"", 0, [], [])
     (compiled,) = nvrtc.nvrtcCompileProgram(program, 2, [b"--gpu-architecture=compute_90", b"--std=c++17"])
     assert compiled == nvrtc.nvrtcResult.NVRTC_SUCCESS
     text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
@@ -96,6 +100,16 @@ def test_ll128_reads_a_line_by_a_whole_warp():
     text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL128"))
     assert re.search(r"vote\.sync\.all|activemask|vote", text)
     assert len(re.findall(r"ld\.volatile\.global\.v2\.u64", text)) >= 3
+
+
+def test_the_interpreter_counts_a_step_for_other_thread_blocks_after_a_barrier_and_a_fence():
+    text = compile_to_ptx(write_interpreter(4, 1, Variant("float32", "sum", "LL")))
+    counted = text.rindex("st.volatile.global.u64")
+    before = text[:counted]
+    fence = max(before.rfind(words) for words in ("membar.gl", "fence.acq_rel.gpu", "fence.sc.gpu"))
+    assert fence > before.rindex("bar.sync") > 0
+    # The thread that waits for the count does so by acquire, and the others wait for that thread.
+    assert "bar.sync" in text[text.index("ld.acquire.sys.global.u64") : counted]
 
 
 def test_sums_of_16_bits_are_made_in_fp32_and_rounded_once():
