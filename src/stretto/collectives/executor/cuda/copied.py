@@ -22,9 +22,9 @@ from torch import Tensor
 
 from stretto.collectives.executor.cuda.courses import ENTERS, Courses, Layout, Sentinels, Step, require_copyable
 from stretto.collectives.executor.cuda.kernel import (
+    depends_on_chunk_length,
     find_aligned_layout,
     find_sizes,
-    depends_on_chunk_length,
     require_runnable,
 )
 from stretto.collectives.executor.cuda.lanes import Lanes, Place, lower_to_lanes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, find_sizes, depends_on_chunk_length, require_runnable
+from stretto.collectives.executor.cuda.kernel import DATA_BYTES, depends_on_chunk_length, find_sizes, require_runnable
 from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant, read_sources
 from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
 from stretto.collectives.executor.layout import find_layout, writes_input
