@@ -3,9 +3,22 @@
 A buffer is a row of blocks, and a block a row of chunks: an all-gather's output, a reduce-scatter's input and both
 buffers of an all-to-all are one block a rank, as torch.distributed lays them out; other buffers are one block. All
 blocks of a call have the same number n of elements. Each is cut on its own, into k chunks of ceil(n / k) elements, of
-which the last ones are shorter or empty. A program may carry any chunk through any place, so that a full chunk may
-pass where a short one belongs: where k does not divide n, schedules run on a copy in which all chunks are full, and
-what lies behind a short chunk's end goes along and is dropped in the end.
+which the last ones are shorter or empty.
+
+The rule that all executors follow, whatever the sizes and whether a schedule runs in place or not:
+
+1. A program may carry any chunk through any place, so a full chunk may pass through a place where a short one belongs.
+   It keeps all its elements: a schedule gives what it would give on tensors whose chunks are all full, and only what
+   lies behind the end of a short chunk is dropped in the end.
+2. Called out of place, no executor writes to the caller's input, even where the schedule does.
+3. What the collective promises nothing about (`Collective.expected` gives None, and in place what lies outside of the
+   output) may hold anything afterwards, and differ from executor to executor.
+
+How they follow it. The host executor runs an uneven call on copies with full chunks, and on a copy of an input that
+the schedule writes (`Buffers`). The interpreter on GPUs does the same, but only where a longer chunk passes through a
+shorter place (`_find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
+The fused kernel keeps full chunks in registers and in mailboxes and stores nothing but outputs. Copy engines send from
+buffers: a value is never sent from, or pushed into, a place that may be shorter than the value (`Store.is_whole`).
 """
 
 from dataclasses import dataclass
@@ -15,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.schedule import Schedule
+from stretto.collectives.schedule import RankProgram, Schedule
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,11 @@ class Layout:
     def is_even(self) -> bool:
         """Whether all chunks are full."""
         return self.block_elements == self.block_chunks * self.chunk_elements
+
+    def chunk_length(self, index: int) -> int:
+        """The elements of the buffer's chunk `index`."""
+        start = index % self.block_chunks * self.chunk_elements
+        return min(max(self.block_elements - start, 0), self.chunk_elements)
 
     def elements(self, chunks: int) -> int:
         """The elements of so many chunks from a block's start on. ValueError for a part of a block that is uneven."""
@@ -64,7 +82,7 @@ def find_layout(collective: Collective, input_elements: int | None, output_eleme
 
     ValueError for numbers that do not fit the collective's chunks.
     """
-    chunks = _block_chunks(collective)
+    chunks = count_block_chunks(collective)
     sizes = []
     for what, elements, buffer in (("input", input_elements, Buffer.IN), ("output", output_elements, Buffer.OUT)):
         if elements is None:
@@ -94,8 +112,8 @@ def find_layout(collective: Collective, input_elements: int | None, output_eleme
     return layout
 
 
-def _block_chunks(collective: Collective) -> int:
-    """How many chunks a block has."""
+def count_block_chunks(collective: Collective) -> int:
+    """How many chunks a block has, whatever the sizes."""
     if collective.name == "alltoall" and collective.input_chunks % collective.ranks == 0:
         return max(collective.input_chunks // collective.ranks, 1)
     return gcd(collective.input_chunks, collective.output_chunks) or 1
@@ -103,11 +121,7 @@ def _block_chunks(collective: Collective) -> int:
 
 def _require_own_places(collective: Collective, layout: Layout) -> None:
     """Refuse a collective that wants a chunk of one length where one of another length belongs."""
-
-    def length(index: int) -> int:
-        start = index % layout.block_chunks * layout.chunk_elements
-        return min(max(layout.block_elements - start, 0), layout.chunk_elements)
-
+    length = layout.chunk_length
     for rank in range(collective.ranks):
         for index in range(collective.output_chunks):
             for giver, given in collective.expected(rank, index) or ():
@@ -125,6 +139,15 @@ def _require_inside(collective: Collective, layout: Layout) -> None:
         for start in collective.starts(rank):
             layout.elements(start)
     collective.require_inside()
+
+
+def writes_input(program: RankProgram) -> bool:
+    """Whether a rank's steps write to its input buffer."""
+    return any(
+        step.type.writes_destination and step.destination_buffer is Buffer.IN
+        for block in program.thread_blocks
+        for step in block.steps
+    )
 
 
 class Buffers:
@@ -153,12 +176,7 @@ class Buffers:
             self.result = input[start : start + layout.elements(chunks)]
             given, taken = first[start_in : start_in + collective.input_chunks], first[start_out : start_out + chunks]
         else:
-            writes_input = any(
-                step.type.writes_destination and step.destination_buffer is Buffer.IN
-                for block in program.thread_blocks
-                for step in block.steps
-            )
-            given = first.clone() if writes_input else first
+            given = first.clone() if writes_input(program) else first
             taken = self._whole = layout.cut(output, collective.output_chunks)
             self._target = self.result = output
         self.chunks = {Buffer.IN: given, Buffer.OUT: taken, Buffer.SCRATCH: scratch}

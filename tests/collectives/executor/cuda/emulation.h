@@ -1,6 +1,8 @@
 // CUDA's words in C++ threads, and what ptx.cu has, so that the kernels' own source runs on a CPU. One thread a CUDA
 // thread; a warp is a block of eight, which is what a line of LL128 needs.
+#define LL 0
 #define LL128 1
+#define SIMPLE 2
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -44,13 +46,19 @@ static u64 nanoseconds() { return std::chrono::steady_clock::now().time_since_ep
 // Whoever is waited for needs a core: to yield is not enough beside other busy processes.
 static thread_local unsigned looks;
 static void rest() { if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+// Two accesses stand for the one of a GPU. Their order is such that whoever sees half of a write sees that by the flags:
+// LL has the call's number in the first word, which is therefore written last and read first; LL128 has its flag in the
+// second.
+#define LAST_WRITTEN (PROTOCOL == LL ? 0 : 1)
 static void write(char* to, u64 first, u64 second) {
-  __atomic_store_n((u64*)to, first, __ATOMIC_RELEASE);
-  __atomic_store_n((u64*)to + 1, second, __ATOMIC_RELEASE);
+  __atomic_store_n((u64*)to + !LAST_WRITTEN, LAST_WRITTEN ? first : second, __ATOMIC_RELEASE);
+  __atomic_store_n((u64*)to + LAST_WRITTEN, LAST_WRITTEN ? second : first, __ATOMIC_RELEASE);
 }
 static void read(const char* from, u64& first, u64& second) {
-  second = __atomic_load_n((const u64*)from + 1, __ATOMIC_ACQUIRE);
-  first = __atomic_load_n((const u64*)from, __ATOMIC_ACQUIRE);
+  u64 last = __atomic_load_n((const u64*)from + LAST_WRITTEN, __ATOMIC_ACQUIRE);
+  u64 other = __atomic_load_n((const u64*)from + !LAST_WRITTEN, __ATOMIC_ACQUIRE);
+  first = LAST_WRITTEN ? other : last;
+  second = LAST_WRITTEN ? last : other;
 }
 // A line of LL128 is whole for a warp that is together: the flag's thread writes after the others, and reads before them.
 // For one that is not, it is the other way round.
@@ -65,6 +73,9 @@ static void store_volatile(char* to, u64 first, u64 second) {
   in_turn((threadIdx.x % 8 == 7) != is_together, [&] { write(to, first, second); });
 #else
   write(to, first, second);
+#endif
+#if PROTOCOL == LL
+  rest();  // so that what a message's first lanes bring about is seen before its last ones are sent
 #endif
 }
 static void load_volatile(const char* from, u64& first, u64& second) {

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from stretto.collectives.executor.cuda.courses import ENTERS, Courses, Layout, Sentinels, Step, require_copyable
 from stretto.collectives.executor.cuda.kernel import (
+    depends_on_chunk_length,
     find_aligned_layout,
     find_sizes,
-    moves_chunks,
     require_runnable,
 )
 from stretto.collectives.executor.cuda.lanes import Lanes, Place, lower_to_lanes
@@ -61,7 +61,7 @@ class CopiedSchedule:
         self.collective = self.lanes.collective
         self._itemsize = getattr(torch, variant.dtype).itemsize
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
-        self.needs_even = moves_chunks(self.collective, self.block_chunks)
+        self.needs_even = depends_on_chunk_length(self.collective, self.block_chunks)
         program = self.lanes.ranks[workspace.rank]
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
         self._compiled = replace(variant, protocol="Simple")  # in mailboxes lies what Simple would have stored

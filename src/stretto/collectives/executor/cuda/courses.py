@@ -246,11 +246,11 @@ class Courses:
         peer = self._area.addresses[push.peer]
         target = peer + HEAD + mailbox * self._largest + part.inside
         flag = peer + FLAGS + 8 * (mailbox + part.flag * self._mailboxes)
+        there = self._length(push.place, layout)
         if push.straight is not None:
             assert symmetric is not None
             target = symmetric.addresses[push.peer] + self._find(push.straight, layout) + begin
-        start = push.place.chunk % self._block_chunks * layout.chunk
-        there = min(max(layout.block - start, 0), layout.chunk)  # of the chunk: a block's last ones may be cut short
+            there = min(there, self._length(push.straight, layout))
         return Copy(
             buffer=int(push.place.buffer is Buffer.OUT),
             offset=self._find(push.place, layout) + begin,
@@ -258,6 +258,11 @@ class Courses:
             target=target,
             tells=Launch(self._sentinels.tell, 1, 32, (("index", piece), ("flag", flag))),
         )
+
+    def _length(self, place: Place, layout: Layout) -> int:
+        """The bytes of a chunk: a block's last ones may be cut short."""
+        start = place.chunk % self._block_chunks * layout.chunk
+        return min(max(layout.block - start, 0), layout.chunk)
 
     def _find(self, place: Place, layout: Layout) -> int:
         """Where a chunk begins in its buffer."""

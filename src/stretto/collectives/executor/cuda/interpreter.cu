@@ -43,6 +43,20 @@ struct Call {
 // One step on one tile of its chunks. A lane that was received is the left operand, and what was there before the right.
 __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u64 tile, const char* incoming, char* outgoing,
                                         u64 in_flag, u64 out_flag, Wait& wait, u32 at_step) {
+#if PROTOCOL != SIMPLE
+  // By the verifier's rules a message that was passed on shows that its first sender has read all of it. Lanes of LL and
+  // LL128 go on one by one, so the relay of several chunks waits for all of them: otherwise the first chunk could be
+  // back, and overwrite what the sender has yet to read of the next. (Of one chunk each lane overwrites only itself.)
+  if (step.size > 1 && step.kind & RECEIVES && step.kind & SENDS) {
+    for (int c = 0; c < step.size; ++c)
+      for (u64 slot = threadIdx.x; slot < call.lanes; slot += blockDim.x) {
+        Pack pack;
+        do converge();
+        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag) || !wait.again(at_step, FOR_MESSAGE)));
+      }
+    __syncthreads();
+  }
+#endif
   for (int c = 0; c < step.size; ++c) {
     u64 source_length = 0, destination_length = 0;
     const char* source = step.kind & READS ? call.chunk(step.source + c, source_length) : 0;

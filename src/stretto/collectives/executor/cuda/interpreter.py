@@ -1,6 +1,8 @@
 """The interpreter of schedules on GPUs: any that was verified, thread block by thread block and step by step."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, find_sizes, moves_chunks, require_runnable
+from stretto.collectives.executor.cuda.kernel import DATA_BYTES, depends_on_chunk_length, find_sizes, require_runnable
 from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant, read_sources
 from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
-from stretto.collectives.executor.layout import find_layout
+from stretto.collectives.executor.layout import find_layout, writes_input
 from stretto.collectives.executor.plan import Plan, make_plan
 from stretto.collectives.schedule import Schedule, Step, StepType
 from stretto.collectives.verifier.graph import build_graph, linear_order
@@ -23,6 +25,7 @@ PARAMETERS = (
     "connections",
 )
 _MAX_COUNT = 1 << 32
+_ALIGNMENT = 128  # of what lies in scratch memory, in bytes
 _MOST_SIZES = 256  # whose tables are kept
 _FOR_MESSAGE, _FOR_SLOT = 0, 1  # as primitives.cu has them
 _BUFFERS = {Buffer.IN: 0, Buffer.OUT: 1, Buffer.SCRATCH: 2}
@@ -48,17 +51,55 @@ def write_interpreter(world_size: int, rank: int, variant: Variant) -> str:
     return "\n".join([*lines, read_sources("ptx.cu", "primitives.cu", "interpreter.cu")])
 
 
+class _Copied(NamedTuple):
+    """A copy of one of the caller's tensors, which a call runs on in its place.
+
+    start: where it begins in the scratch memory, in bytes; blocks, elements: the blocks of the tensor, and the elements
+    of each; full_elements: those of a block of the copy, whose chunks are all full; is_result: whether the caller's
+    tensor gets what the copy holds in the end.
+    """
+
+    start: int
+    blocks: int
+    elements: int
+    full_elements: int
+    is_result: bool
+
+    def fill(self, tensor: Tensor, scratch: Tensor) -> Tensor:
+        """Copy the caller's tensor on the current stream; returns the copy, flat."""
+        copy = self._find(scratch, tensor.dtype)
+        copy[:, : self.elements] = tensor.view(self.blocks, self.elements)
+        copy[:, self.elements :] = 0
+        return copy.view(-1)
+
+    def give_back(self, tensor: Tensor, scratch: Tensor) -> None:
+        """Copy what the schedule has left to the caller's tensor, where that is wanted."""
+        if self.is_result:
+            tensor.view(self.blocks, self.elements).copy_(self._find(scratch, tensor.dtype)[:, : self.elements])
+
+    def count_bytes(self, itemsize: int) -> int:
+        """The scratch memory that it takes."""
+        return -(-self.blocks * self.full_elements * itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def _find(self, scratch: Tensor, dtype: torch.dtype) -> Tensor:
+        elements = self.blocks * self.full_elements
+        part = scratch[self.start : self.start + elements * dtype.itemsize]
+        return part.view(dtype).view(self.blocks, self.full_elements)
+
+
 class _Sized(NamedTuple):
     """What calls of one size launch with.
 
     parameters: of the kernel. tables: the memory that these name. scratch_bytes: what it needs besides. copies: of
-    `_find_copies`.
+    `_find_copies`. copied_input, copied_output: see `_copy_tensors`.
     """
 
     parameters: tuple[tuple[str, int], ...]
     tables: tuple[Tensor, Tensor]
     scratch_bytes: int
     copies: tuple[tuple[int, int, int], ...]
+    copied_input: _Copied | None
+    copied_output: _Copied | None
 
 
 class InterpretedSchedule:
@@ -90,7 +131,7 @@ class InterpretedSchedule:
         self._tile_bytes = max(tile_bytes // 480, 1) * 480
         self.collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
-        self.needs_even = moves_chunks(self.collective, self.block_chunks)
+        self.needs_even = depends_on_chunk_length(self.collective, self.block_chunks)
         is_average = variant.reduction == "avg"
         self._completes = _find_completing_steps(schedule, self.collective) if is_average else frozenset()
         source = write_interpreter(workspace.world_size, workspace.rank, variant)
@@ -118,8 +159,9 @@ class InterpretedSchedule:
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
 
-        ValueError for sizes that do not fit, PeerError if an earlier call was given up, RuntimeError for sizes that
-        are new while a CUDA graph is captured.
+        Its own copies of the tensors are used where the rule of `layout` asks for it: out of place the caller's input
+        stays as it is. ValueError for sizes that do not fit, PeerError if an earlier call was given up, RuntimeError
+        for sizes that are new while a CUDA graph is captured.
         """
         self.workspace.check()
         self.workspace.follow_stream()
@@ -130,11 +172,21 @@ class InterpretedSchedule:
             self._current = sized
         if self.workspace.is_capturing:
             self._of_graphs |= {memory.data_ptr(): memory for memory in (*sized.tables, self._scratch)}
-        self._function.set("input", input.data_ptr())
-        self._function.set("output", input.data_ptr() if output is None else output.data_ptr())
+        given, taken = input, input if output is None else output
+        if sized.copied_input is not None:
+            given = sized.copied_input.fill(input, self._scratch)
+            taken = given if output is None else taken
+        if sized.copied_output is not None:
+            taken = sized.copied_output.fill(taken, self._scratch)
+        self._function.set("input", given.data_ptr())
+        self._function.set("output", taken.data_ptr())
         for source, target, elements in sized.copies:
-            (input if output is None else output)[target : target + elements] = input[source : source + elements]
+            taken[target : target + elements] = given[source : source + elements]
         self._function.launch(max(self._blocks, 1), self.threads, is_cooperative=True)
+        if sized.copied_input is not None:
+            sized.copied_input.give_back(input, self._scratch)
+        if sized.copied_output is not None:
+            sized.copied_output.give_back(input if output is None else output, self._scratch)
 
     def describe_wait(self, block: int, level: int, message: int) -> str:
         """See `Waiting`; level: the step, message: which of its waits."""
@@ -185,6 +237,9 @@ class InterpretedSchedule:
             tile_bytes=self._tile_bytes,
             slots=None,
         )
+        scratch = self.schedule.ranks[self.workspace.rank].scratch_chunks
+        scratch = max(plan.layout.chunk_elements, 1) * scratch * self._dtype.itemsize
+        plan, copied_input, copied_output, scratch = self._copy_tensors(plan, scratch)
         itemsize = self._dtype.itemsize
         chunk_bytes = plan.layout.chunk_elements * itemsize
         # All tiles but the last have the same bytes, a multiple of 480.
@@ -206,7 +261,6 @@ class InterpretedSchedule:
         rows, blocks = (
             torch.from_numpy(table.view(np.uint8)).to(self.workspace.device) for table in self._tables(plan, starts)
         )
-        scratch = self.schedule.ranks[self.workspace.rank].scratch_chunks * max(chunk_bytes, 1)
         parameters = {
             "block_bytes": plan.layout.block_elements * itemsize,
             "chunk_bytes": chunk_bytes,
@@ -220,7 +274,39 @@ class InterpretedSchedule:
             "connections": len(plan.connections),
         }
         copies = tuple(self._find_copies(plan))
-        return _Sized(tuple(parameters.items()), (rows, blocks), -(-scratch // 16) * 16 + 16, copies)
+        return _Sized(tuple(parameters.items()), (rows, blocks), scratch + 16, copies, copied_input, copied_output)
+
+    def _copy_tensors(self, plan: Plan, scratch_bytes: int) -> tuple[Plan, _Copied | None, _Copied | None, int]:
+        """The rule of `layout`: which copies the call runs on, the plan for these, and the scratch memory in all.
+
+        Both tensors are copied with full chunks where a longer chunk passes through a shorter place here; the input is
+        copied where the schedule writes it and it is the caller's own. Most calls need neither.
+        """
+        layout, collective = plan.layout, plan.collective
+        length = layout.chunk_length
+        narrows = not layout.is_even and any(length(value) > length(place) for value, place in self._narrowing_writes)
+        full_elements = layout.block_chunks * layout.chunk_elements if narrows else layout.block_elements
+        own_program = self.schedule.ranks[self.workspace.rank]
+        copied: list[_Copied | None] = []
+        for chunks, is_copied, is_result in (
+            (collective.chunks_per_loop, narrows, True)
+            if self.in_place
+            else (collective.input_chunks, narrows or writes_input(own_program), False),
+            (collective.output_chunks, narrows and not self.in_place, True),
+        ):
+            blocks = chunks // layout.block_chunks
+            if not is_copied or not blocks or not layout.block_elements:
+                copied.append(None)
+                continue
+            start = -(-scratch_bytes // _ALIGNMENT) * _ALIGNMENT
+            copy = _Copied(start, blocks, layout.block_elements, full_elements, is_result)
+            scratch_bytes = start + copy.count_bytes(self._dtype.itemsize)
+            copied.append(copy)
+        return replace(plan, layout=replace(layout, block_elements=full_elements)), copied[0], copied[1], scratch_bytes
+
+    @cached_property
+    def _narrowing_writes(self) -> frozenset[tuple[int, int]]:
+        return _find_narrowing_writes(self.schedule, self.collective, self.workspace.rank, self.block_chunks)
 
     def _lay_out(self, plan: Plan, tile_slot_bytes: int) -> tuple[dict[tuple[int, int, int], tuple[int, int]], int]:
         """Where each connection's slots begin at its receiver and how large one is, and the bytes that a rank needs."""
@@ -320,27 +406,44 @@ def _free_in_order(*memories: Tensor) -> None:
             memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
-def _find_completing_steps(schedule: Schedule, collective: Collective) -> frozenset[tuple[int, int, int]]:
-    """The steps whose sums are those of all ranks' inputs, so that an average divides there: (rank, block, step).
+Sums = frozenset[tuple[int, int]]
+"""A value in a schedule, by the input chunks (rank, index) that it is the sum of."""
 
-    ValueError for a step that completes the sums of some of its chunks only.
+
+class _Values(NamedTuple):
+    """What a schedule's steps make: each step's values, and all writes to input and output.
+
+    A step is (rank, thread block, step), and has a value for each of its chunks.
+    A write is (rank, index of the chunk in its buffer, value).
     """
+
+    of_steps: dict[tuple[int, int, int], list[Sums]]
+    writes: list[tuple[int, int, Sums]]
+
+
+def _follow_values(schedule: Schedule, collective: Collective) -> _Values:
+    """Run a verified schedule on names of input chunks instead of numbers."""
     graph = build_graph(schedule, [])
     order, _ = linear_order(graph)
-    held: dict[tuple[int, Buffer, int], frozenset[tuple[int, int]]] = {
+    held: dict[tuple[int, Buffer, int], Sums] = {
         (rank, *collective.place(rank, Buffer.IN, index)): frozenset(((rank, index),))
         for rank in range(collective.ranks)
         for index in range(collective.input_chunks)
     }
-    sent: dict[int, list[frozenset[tuple[int, int]]]] = {}
-    found: set[tuple[int, int, int]] = set()
+    sent: dict[int, list[Sums]] = {}
+    found = _Values({}, [])
 
-    def read(rank: int, buffer: Buffer, index: int) -> frozenset[tuple[int, int]]:
+    def read(rank: int, buffer: Buffer, index: int) -> Sums:
         return held.get((rank, *collective.place(rank, buffer, index)), frozenset())
+
+    def write(rank: int, buffer: Buffer, index: int, value: Sums) -> None:
+        held[rank, *collective.place(rank, buffer, index)] = value
+        if buffer is not Buffer.SCRATCH:
+            found.writes.append((rank, index, value))
 
     for rank, program in enumerate(schedule.ranks):
         for given, taken in program.copies:
-            held[rank, *collective.place(rank, Buffer.OUT, taken)] = read(rank, Buffer.IN, given)
+            write(rank, Buffer.OUT, taken, read(rank, Buffer.IN, given))
     for number in order:
         step, place = graph.steps[number], graph.places[number]
         if step.type is StepType.NOP:
@@ -357,15 +460,47 @@ def _find_completing_steps(schedule: Schedule, collective: Collective) -> frozen
                 value = value | source
             values.append(value)
             if step.type.writes_destination:
-                held[rank, *collective.place(rank, step.destination_buffer, step.destination + at)] = value
+                write(rank, step.destination_buffer, step.destination + at, value)
         if step.type.sends:
             sent[number] = values
-        if step.type.reduces:
-            are_whole = {len(value) == collective.ranks for value in values}
-            if len(are_whole) > 1:
-                raise ValueError(
-                    f"{schedule.name} cannot average: {graph.name(number)} completes the sums of some chunks only"
-                )
-            if are_whole == {True}:
-                found.add(place)
+        found.of_steps[place] = values
+    return found
+
+
+def _find_completing_steps(schedule: Schedule, collective: Collective) -> frozenset[tuple[int, int, int]]:
+    """The steps whose sums are those of all ranks' inputs, so that an average divides there: (rank, block, step).
+
+    ValueError for a step that completes the sums of some of its chunks only.
+    """
+    found: set[tuple[int, int, int]] = set()
+    for place, values in _follow_values(schedule, collective).of_steps.items():
+        rank, block, at = place
+        step = schedule.ranks[rank].thread_blocks[block].steps[at]
+        if not step.type.reduces:
+            continue
+        are_whole = {len(value) == collective.ranks for value in values}
+        if len(are_whole) > 1:
+            raise ValueError(
+                f"{schedule.name} cannot average: rank {rank}, thread block {block}, step {at} ({step.type.value}) "
+                "completes the sums of some chunks only"
+            )
+        if are_whole == {True}:
+            found.add(place)
+    return frozenset(found)
+
+
+def _find_narrowing_writes(
+    schedule: Schedule, collective: Collective, rank: int, block_chunks: int
+) -> frozenset[tuple[int, int]]:
+    """Where a rank's input or output holds a value that may be longer than its place: (chunk of a block that the value
+    is as long as, chunk of a block that the place is).
+
+    Chunks of a block do not get longer from one to the next, so the former comes before the latter.
+    """
+    found = set()
+    for writer, index, value in _follow_values(schedule, collective).writes:
+        if writer == rank and value:
+            longest = min(given % block_chunks for _, given in value)
+            if longest < index % block_chunks:
+                found.add((longest, index % block_chunks))
     return frozenset(found)

@@ -49,7 +49,7 @@ class LaneKernel:
             )
         self._itemsize = getattr(torch, variant.dtype).itemsize
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
-        self.needs_even = moves_chunks(self.collective, self.block_chunks)
+        self.needs_even = depends_on_chunk_length(self.collective, self.block_chunks)
         source = write_source(self.lanes, workspace.rank, self.block_chunks, variant)
         self._function = workspace.load(source, parameter_names(workspace.world_size))
         region = workspace.regions[variant.protocol]
@@ -173,11 +173,17 @@ def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> 
     return (None, input.numel()) if collective.output_chunks > collective.input_chunks else (input.numel(), None)
 
 
-def moves_chunks(collective: Collective, block_chunks: int) -> bool:
-    """Whether a chunk goes to another place of a block, which has the same length only where all are even."""
-    return any(
-        given % block_chunks != index % block_chunks
-        for rank in range(collective.ranks)
-        for index in range(collective.output_chunks)
-        for _, given in collective.expected(rank, index) or ()
-    )
+def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
+    """Whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
+
+    They do where a chunk goes to another place of a block, and where the collective promises a part of a block only:
+    the rest, which may hold anything, would be another part of it.
+    """
+    for rank in range(collective.ranks):
+        outputs = [collective.expected(rank, index) for index in range(collective.output_chunks)]
+        for index, terms in enumerate(outputs):
+            if any(given % block_chunks != index % block_chunks for _, given in terms or ()):
+                return True
+            if (terms is None) != (outputs[index - index % block_chunks] is None):
+                return True
+    return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from stretto.collectives.collective import Buffer, Collective
+from stretto.collectives.executor.layout import count_block_chunks
 from stretto.collectives.schedule import Schedule, Step, StepType
 from stretto.collectives.verifier.graph import build_graph, linear_order
 
@@ -53,10 +54,15 @@ class Reduce(NamedTuple):
 
 
 class Store(NamedTuple):
-    """`place` holds `value` after the collective."""
+    """`place` holds `value` after the collective.
+
+    is_whole: whether `place` holds all of the value for every size of tensors. It does not where a chunk goes to a
+    place further behind in a block, which is shorter where the elements do not divide evenly (see `layout`).
+    """
 
     value: int
     place: Place
+    is_whole: bool = True
 
 
 class Send(NamedTuple):
@@ -227,13 +233,13 @@ class _Maker:
     def finish(self, rounds_all: bool) -> LaneProgram:
         """The program; rounds_all: whether all sums are rounded, not only those that travel."""
         copied = [
-            (value, self._place(Buffer.OUT, index))
+            Store(value, self._place(Buffer.OUT, index), self._fits(value, index))
             for index, value in enumerate(self.outputs())
             if value >= 0 and self._loads.get(value) != self._place(Buffer.OUT, index)
         ]
-        first = self._first_reads({value for value, _ in copied})
+        first = self._first_reads({store.value for store in copied})
         # A chunk is read into a register before another is written over it.
-        stores = [(max(self._levels[value], first.get(place, 0)), Store(value, place)) for value, place in copied]
+        stores = [(max(self._levels[store.value], first.get(store.place, 0)), store) for store in copied]
         count = max((*self._levels, *(level for level, _ in stores)), default=0) + 1
         kinds: list[list[list[Any]]] = [[[] for _ in range(5)] for _ in range(count)]
         for receive in self._receives:
@@ -256,6 +262,11 @@ class _Maker:
             )
         rounded = set(self._reduces) if rounds_all else self.sums_sent
         return LaneProgram(self.rank, levels, self.mailboxes, frozenset(rounded))
+
+    def _fits(self, value: int, index: int) -> bool:
+        """Whether an output chunk's place is as long as the value, for every size: chunks get shorter along a block."""
+        chunks = count_block_chunks(self.collective)
+        return all(given % chunks >= index % chunks for _, given in self._inputs[value])
 
     def _first_reads(self, copied: set[int]) -> dict[Place, int]:
         """The level in which a chunk's first content is first used, for each that is used at all."""

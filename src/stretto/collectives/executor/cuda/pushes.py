@@ -54,13 +54,19 @@ def find_straight(lanes: Lanes) -> dict[tuple[int, int], Place]:
             places = [store.place for store in stores if store.value == receive.value]
             if receive.value in used or len(places) != 1 or places[0] in read:
                 continue
+            if not all(store.is_whole for store in stores if store.value == receive.value):
+                continue
             if sum(store.place == places[0] for store in stores) == 1:
                 found[program.rank, receive.message] = places[0]
     return found
 
 
 class _Known(NamedTuple):
-    """Where a program's values lie: loaded from, stored in at which level, and each place's first level that stores."""
+    """Where a program's values lie.
+
+    loads: the place that each was loaded from; stored: where it was stored whole, and at which level; overwritten: the
+    first level that stores to a place.
+    """
 
     program: LaneProgram
     name: str
@@ -83,7 +89,10 @@ def lower_to_copies(
     program = _without({receive.value for level in awaits for receive in level}, program)
     loads = {load.value: load.place for level in program.levels for load in level.loads}
     stored = {
-        store.value: (store.place, number) for number, level in enumerate(program.levels) for store in level.stores
+        store.value: (store.place, number)
+        for number, level in enumerate(program.levels)
+        for store in level.stores
+        if store.is_whole  # a place that may be shorter does not have all of the value
     }
     overwritten: dict[Place, int] = {}
     for number, level in enumerate(program.levels):
