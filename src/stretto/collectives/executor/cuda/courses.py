@@ -165,7 +165,7 @@ class Courses:
         program = lanes.ranks[self._workspace.rank]
         source = write_level_source(lanes, program, number, level, self._block_chunks, self._variant, awaits)
         kernel = self._workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
-        for parameter in ("state", "report", "limit", "kernel", "base"):
+        for parameter in ("state", "report", "failed", "limit", "kernel", "base"):
             kernel.set(parameter, self._fixed[parameter])
         kernel.set("stride", self._largest)
         return kernel
@@ -237,7 +237,8 @@ class Courses:
             ("slots", lanes),
         )
         # Half of the multiprocessors at most: what they wait for, kernels of one block tell.
-        most = min(KERNEL_BLOCKS, max(self._workspace.multiprocessors // 2, 1)) if level.operations else 1
+        half = max(self._workspace.multiprocessors // 2, 1)
+        most = min(KERNEL_BLOCKS, half, self._workspace.most_blocks) if level.operations else 1
         return Launch(kernel, min(-(-lanes // (MAX_THREADS * self._variant.unroll)), most), MAX_THREADS, values)
 
     def _push(self, push: PushedChunk, part: Part, piece: int, layout: Layout, symmetric: Symmetric | None) -> Copy:
