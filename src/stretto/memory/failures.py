@@ -34,6 +34,9 @@ MAX_RECORDS = 4096
 SUMMARY_ADDRESS = 12
 """The word of a record where the address of the summary word begins: two words, the lower half first."""
 
+FOLLOWED = 0x7FFFFFFF
+"""Word 0 of a record whose workspace has only followed another's failure: `check` names that one, if it is known."""
+
 WATCHDOG_VARIABLE = "STRETTO_WATCHDOG"
 """Seconds from a failure until the watchdog ends a process that has not looked; 0 switches the watchdog off."""
 DEFAULT_WATCHDOG_SECONDS = 60.0
@@ -202,10 +205,9 @@ def _raise_first() -> None:
 def _first_failed() -> FailureRecord | None:
     """The first failed record; clears summary and flags where none is left."""
     with _lock:
-        for row in sorted(_records.keys()):
-            record = _records.get(row)
-            if record is not None and record.is_failed:
-                return record
+        known = [record for _, record in sorted(_records.items()) if record.is_failed]
+        if known:
+            return next((record for record in known if int(record.words[0]) != FOLLOWED), known[0])
         _clear()
     return None
 

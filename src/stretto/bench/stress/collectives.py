@@ -84,9 +84,9 @@ class CollectiveCase(Case):
             self._prepare(entry, size * (self._blocks.chunks if self._needs_even() else 1))
 
     def _needs_even(self) -> bool:
-        from stretto.collectives.executor.cuda.kernel import moves_chunks
+        from stretto.collectives.executor.cuda.kernel import depends_on_chunk_length
 
-        return moves_chunks(self._collective, self._blocks.chunks)
+        return depends_on_chunk_length(self._collective, self._blocks.chunks)
 
     def _prepare(self, entry: int, elements: int) -> None:
         """Make the input number `entry`, and what its call writes to; elements: of a block."""

@@ -16,15 +16,15 @@ from stretto.collectives.executor.cuda.copied import CopiedSchedule
 from stretto.collectives.executor.cuda.queues import SIDES
 from stretto.collectives.executor.cuda.workspace import (
     MAX_BLOCKS,
-    REPORT_WORDS,
     STATE_WORDS,
     CopyArea,
     describe_report,
     lay_out,
-    report_broken_off,
     require_lines,
+    words_of_broken_off,
 )
 from stretto.memory import PeerError
+from stretto.memory.failures import RECORD_WORDS, SUMMARY_ADDRESS
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -119,7 +119,11 @@ class EmulatedWorkspace:
         self.has_nvlink = has_nvlink
         self.peers = [memory.data_ptr() for memory in memories]
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32)
-        self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32)
+        # Of this rank alone, as if it were a process.
+        self.failed = torch.zeros(1, dtype=torch.int32)
+        self.summary = torch.zeros(1, dtype=torch.int32)
+        self.report = torch.zeros(RECORD_WORDS, dtype=torch.int32)
+        self.report[SUMMARY_ADDRESS : SUMMARY_ADDRESS + 2].view(torch.int64).fill_(self.summary.data_ptr())
         self.kernels = {}
         self.late = {}
         self.symmetric = {}
@@ -158,11 +162,15 @@ class EmulatedWorkspace:
 
     def check(self):
         said = describe_report(self.report.tolist(), self.kernels, self.limit)
+        assert said is not None or not self.summary[0]
         if said is not None:
             raise PeerError(said)
 
     def break_off(self, kernel):
-        report_broken_off(self.report, kernel)
+        words = words_of_broken_off(kernel)
+        self.report[: len(words)] = torch.tensor(words, dtype=torch.int64).to(torch.int32)
+        self.summary.fill_(1)
+        self.failed.fill_(1)
 
     def set_calls(self, count):
         """As if there had been so many calls."""
@@ -170,8 +178,11 @@ class EmulatedWorkspace:
 
     def mend(self):
         """Forget a wait that was given up."""
-        self.report.zero_()
+        self.report[:SUMMARY_ADDRESS] = 0
+        self.summary.zero_()
+        self.failed.zero_()
         self.state[MAX_BLOCKS] = 0
+        self.state[-2:] = 0
 
 
 class EmulatedQueues:

@@ -29,6 +29,7 @@ static bool __all_sync(unsigned, bool here) {
   misses = 0;  // the other one is used before this one is again
   return all;
 }
+static bool __any_sync(unsigned mask, bool here) { return !__all_sync(mask, !here); }
 static bool __syncthreads_or(bool here) { return !__all_sync(0, !here); }
 // Whether the warp's threads are where they met last: a branch on the user's memory takes each its own way (`part`).
 static thread_local bool is_together;

@@ -12,7 +12,7 @@ from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.copied import PROTOCOL, CopiedSchedule
 from stretto.collectives.executor.cuda.kernel import MAX_PLANS, LaneKernel
 from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
-from stretto.collectives.executor.cuda.workspace import DEFAULT_TIMEOUT, Workspace
+from stretto.collectives.executor.cuda.workspace import Workspace
 from stretto.collectives.said import SaidOnce
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.selection import LIBRARY, Table, Way, find_table_file
@@ -45,8 +45,8 @@ class CudaCommunicator:
     The choice is rank 0's, sent to all: from `table`, a file that `stretto bench collectives --tune --table FILE` has
     written (default: $STRETTO_COLLECTIVES_TABLE), or else what was measured on this machine, or else the default. A
     Table is taken as it is, the same on all ranks.
-    timeout: seconds that a wait on the device may take. ValueError, on all ranks, for a file that is no table of this
-    machine and number of ranks.
+    timeout: seconds that a wait on the device may take, None for the group's own limit. ValueError, on all ranks, for a
+    file that is no table of this machine and number of ranks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CudaCommunicator:
         group: dist.ProcessGroup | None = None,
         *,
         table: Table | Path | str | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         self.workspace = Workspace(group, timeout=timeout)
         self.world_size = self.workspace.world_size

@@ -37,10 +37,10 @@ from stretto.collectives.executor.plan import find_layout
 from stretto.collectives.schedule import Schedule
 
 PROTOCOL = "Copy"
-_BEGIN = ("state", "report", "limit", "kernel", "base", "index", "behind", "rank", "world", "done", "peers")
-BEGIN_PARAMETERS = (*_BEGIN, "enters", "entered", "key")
-TELL_PARAMETERS = ("state", "base", "index", "flag")
-FINISH_PARAMETERS = ("base", "index", "is_last", "rank", "world", "peers", "done")
+_WAIT = ("state", "report", "failed", "limit", "kernel", "base", "index")
+BEGIN_PARAMETERS = (*_WAIT, "behind", "rank", "world", "done", "peers", "enters", "entered", "key")
+TELL_PARAMETERS = ("failed", "base", "index", "flag")
+FINISH_PARAMETERS = (*_WAIT, "is_last", "rank", "world", "peers", "done")
 _MOST_COURSES = 256  # of different sizes or symmetric tensors, that are kept
 
 
@@ -77,6 +77,7 @@ class CopiedSchedule:
         self._fixed = {
             "state": workspace.state.data_ptr(),
             "report": workspace.report.data_ptr(),
+            "failed": workspace.failed.data_ptr(),
             "limit": workspace.limit,
             "kernel": workspace.register(self),
             "base": area.base,

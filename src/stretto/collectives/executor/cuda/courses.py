@@ -165,7 +165,7 @@ class Courses:
         program = lanes.ranks[self._workspace.rank]
         source = write_level_source(lanes, program, number, level, self._block_chunks, self._variant, awaits)
         kernel = self._workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
-        for parameter in ("state", "report", "limit", "kernel", "base"):
+        for parameter in ("state", "report", "failed", "limit", "kernel", "base"):
             kernel.set(parameter, self._fixed[parameter])
         kernel.set("stride", self._largest)
         return kernel

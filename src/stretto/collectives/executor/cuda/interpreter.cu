@@ -6,6 +6,9 @@
 // counts carry the call's epoch in their upper half, so they go on from call to call. Why memory may be used again:
 // FIFOs and counts take two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a
 // lane program's messages): a rank that has begun call n has ended n - 1, so all have begun n - 1 and ended n - 2.
+//
+// After a wait that was given up: the barrier after a step tells all of its block, which publishes nothing from then on,
+// neither messages nor counts, to other ranks or thread blocks. Within a step a lane that never came is not passed on.
 
 #define SENDS 1
 #define RECEIVES 2
@@ -42,7 +45,7 @@ struct Call {
 
 // One step on one tile of its chunks. A lane that was received is the left operand, and what was there before the right.
 __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u64 tile, const char* incoming, char* outgoing,
-                                        u64 in_flag, u64 out_flag, Wait& wait, u32 at_step) {
+                                        u64 in_flag, u64 out_flag, Wait& wait, bool is_lost, u32 at_step) {
 #if PROTOCOL != SIMPLE
   // By the verifier's rules a message that was passed on shows that its first sender has read all of it. Lanes of LL and
   // LL128 go on one by one, so the relay of several chunks waits for all of them: otherwise the first chunk could be
@@ -85,8 +88,9 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
       }
       if (step.kind & WRITES) store(destination + at, pack, valid(destination_length, at, width));
       if (step.kind & SENDS) {
+        const bool keeps = anywhere(is_lost || wait.is_given_up);
         converge();
-        put(outgoing, c * call.lanes + slot, pack, out_flag);
+        if (!keeps) put(outgoing, c * call.lanes + slot, pack, out_flag);
       }
     }
   }
@@ -94,8 +98,8 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
 
 extern "C" __global__ void __launch_bounds__(512)
     run(char* input, char* output, char* scratch, u64 block_bytes, u64 chunk_bytes, u64 tile_bytes, u64 lanes, u64 tiles,
-        u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, Report* report, u64 limit,
-        u64 kernel, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
+        u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, Report* report, u32* failed,
+        u64 limit, u64 kernel, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
   const Call call = {input, output, scratch, block_bytes, chunk_bytes, tile_bytes, lanes, tiles, block_chunks, slots};
   const BlockRow block = blocks[blockIdx.x];
   const u32 epoch = next_epoch(state);
@@ -103,9 +107,9 @@ extern "C" __global__ void __launch_bounds__(512)
   const bool leads = threadIdx.x == 0;
   u64* ended = state->ended;
   char* own = peers[RANK] + side;
-  Wait wait(state, report, limit, kernel, epoch);
+  Wait wait(state, report, failed, limit, kernel, epoch);
   // Another thread block is late because a peer is: the wait for that peer gives up first, and is what is written down.
-  Wait local_wait(state, report, 2 * limit, kernel, epoch);
+  Wait local_wait(state, report, failed, 2 * limit, kernel, epoch);
   if (blockIdx.x == 0)
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
       if (peer != RANK) raise_flag((u64*)(peers[peer] + side) + RANK, call_flag);
@@ -117,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(512)
   u64* came_there = receiver ? (u64*)(receiver + counts) + block.send_number : 0;
   u64* freed_there = sender ? (u64*)(sender + counts) + connections + block.receive_number : 0;
   u64 sent = 0, received = 0, done = 0;
+  bool is_lost = false;  // the same in all threads of the block
   for (u64 tile = 0; tile < tiles; ++tile) {
     for (int at = 0; at < block.steps; ++at) {
       const StepRow step = steps[block.first_step + at];
@@ -130,15 +135,15 @@ extern "C" __global__ void __launch_bounds__(512)
         if (step.kind & RECEIVES) await_flag(came, call_flag + received + 1, wait, at, FOR_MESSAGE);
 #endif
       }
-      __syncthreads();
+      is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);
       const char* incoming = own + region + block.receive_start + received % slots * block.receive_stride;
       char* outgoing = receiver ? receiver + region + block.send_start + sent % slots * block.send_stride : 0;
-      do_step(step, call, tile, incoming, outgoing, call_flag + received + 1, call_flag + sent + 1, wait, at);
+      do_step(step, call, tile, incoming, outgoing, call_flag + received + 1, call_flag + sent + 1, wait, is_lost, at);
       ++done;
       if (step.kind & SENDS) ++sent;
       if (step.kind & RECEIVES) ++received;
-      __syncthreads();
-      if (leads) {
+      is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);
+      if (leads && !is_lost) {
 #if PROTOCOL == SIMPLE
         if (step.kind & SENDS) raise_flag(came_there, call_flag + sent);
 #endif
@@ -153,5 +158,6 @@ extern "C" __global__ void __launch_bounds__(512)
   if (blockIdx.x == 0)  // a call's half may be written again once all ranks have begun the next one
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
       if (peer != RANK) await_flag((u64*)own + peer, call_flag, wait, TO_BEGIN, peer);
-  end_call(state, epoch, own, half);
+  local_wait.conclude();
+  end_call(state, epoch, own, half, wait);
 }

@@ -21,7 +21,7 @@ from stretto.collectives.verifier.graph import build_graph, linear_order
 DEFAULT_TILE_BYTES = 64 << 10
 PARAMETERS = (
     *("input", "output", "scratch", "block_bytes", "chunk_bytes", "tile_bytes", "lanes", "tiles", "block_chunks"),
-    *("slots", "blocks", "steps", "state", "report", "limit", "kernel", "peers", "counts", "region", "half"),
+    *("slots", "blocks", "steps", "state", "report", "failed", "limit", "kernel", "peers", "counts", "region", "half"),
     "connections",
 )
 _MAX_COUNT = 1 << 32
@@ -141,6 +141,7 @@ class InterpretedSchedule:
         fixed = {
             "state": workspace.state.data_ptr(),
             "report": workspace.report.data_ptr(),
+            "failed": workspace.failed.data_ptr(),
             "limit": workspace.limit,
             "kernel": workspace.register(self),
             "peers": self._peers.data_ptr(),

@@ -58,6 +58,7 @@ class LaneKernel:
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
         fixed = {f"peer_{rank}": address for rank, address in enumerate(workspace.peers)}
         fixed |= {"state": workspace.state.data_ptr(), "report": workspace.report.data_ptr(), "limit": workspace.limit}
+        fixed |= {"failed": workspace.failed.data_ptr()}
         fixed |= {"kernel": workspace.register(self), "region": region.start, "half": workspace.half}
         for parameter, value in fixed.items():
             self._function.set(parameter, value)

@@ -14,6 +14,12 @@
 // of earlier calls is never taken for it, by which a flag needs no reset. Numbers have 32 bits and come round; before
 // they do, memory that no call has written to for long is cleaned (`end_call`), and 0 is nobody's number. A call uses
 // one of two halves of each rank's memory, by the parity of its number.
+//
+// After a wait of this process was given up, in whichever group, nothing is published: a thread that has given up, or
+// begins when the process has failed (`Wait`), puts no message of LL, its warp no line of LL128 (`anywhere`), and its
+// block raises no flag of Simple. Its own messages cannot hold what never came, so its peers wait in vain, too, and
+// fail by themselves. Nor does it store to memory whose reuse it has not awaited. Tokens, by which ranks say that they
+// have begun a call, vouch for no data and are sent always.
 
 #define SUM 0
 #define MAX 1
@@ -147,47 +153,85 @@ __device__ __forceinline__ int valid(u64 length, u64 at, int width) {
 }
 
 // What waits have in common: how long one may take, and where a failure is written down. `State` lies on this GPU (its
-// `ended` counts the steps of the interpreter's thread blocks), `Report` in pinned host memory.
-struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken, blocks_done; u64 ended[MAX_BLOCKS]; };
-struct Report { u32 is_broken, kernel, epoch, block, level, message; };
+// `ended` counts the steps of the interpreter's thread blocks; `is_broken` is set by the first wait of this workspace
+// that is given up, `has_followed` by the first kernel that ends early since another workspace's was). `Report` is the
+// workspace's failure record in pinned host memory, and `failed` the process's failure flag on this GPU
+// (stretto.memory.failures).
+struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken, blocks_done; u64 ended[MAX_BLOCKS]; u32 has_followed, unused; };
+struct Report { u32 kind, kernel, epoch, block, level, message, unused[6]; u32* summary; };
+#define GAVE_UP 1u  // kinds of a report
+#define FOLLOWED 0x7fffffffu  // as in stretto.memory.failures
 
+__device__ __forceinline__ bool has_failed(const u32* failed) { return *(const volatile u32*)failed != 0; }
+
+__device__ void write_report(Report* report, u32 kind, u32 kernel, u32 epoch, u32 level, u32 message) {
+  report->kernel = kernel;
+  report->epoch = epoch;
+  report->block = blockIdx.x;
+  report->level = level;
+  report->message = message;
+  __threadfence_system();
+  *(volatile u32*)&report->kind = kind;
+  __threadfence_system();
+  *(volatile u32*)report->summary = 1;
+}
+
+__device__ __noinline__ void record_failure(State* state, Report* report, u32* failed, u32 kernel, u32 epoch, u32 level,
+                                            u32 message) {
+  bool is_first = atomicExch(&state->is_broken, 1) == 0;  // before others see the flag, and follow
+  *(volatile u32*)failed = 1;
+  if (is_first) write_report(report, GAVE_UP, kernel, epoch, level, message);
+}
+
+__device__ __noinline__ void record_following(State* state, Report* report, u32 kernel, u32 epoch) {
+  if (*(volatile u32*)&state->is_broken || atomicExch(&state->has_followed, 1)) return;
+  write_report(report, FOLLOWED, kernel, epoch, 0, 0);
+}
+
+// Since when a wait looks in vain, in nanoseconds; 0 if it is to be given up.
+__device__ __noinline__ u64 look_around(State* state, Report* report, u32* failed, u64 limit, u32 kernel, u32 epoch,
+                                        u64 began, u32 level, u32 message) {
+  u64 now = nanoseconds();
+  if (!began) began = now;
+  if (has_failed(failed)) return 0;
+  if (now - began < limit) return began;
+  record_failure(state, report, failed, kernel, epoch, level, message);
+  return 0;
+}
+
+// Its slow paths are functions of their own that get values, so that a wait itself stays in registers.
 struct Wait {
   State* state;
   Report* report;
+  u32* failed;
   u64 limit;
   u32 kernel, epoch;
   u32 polls = 0;
   u64 began = 0;
-  bool is_given_up = false;
+  bool is_given_up;
 
-  __device__ Wait(State* state, Report* report, u64 limit, u64 kernel, u32 epoch)
-      : state(state), report(report), limit(limit), kernel((u32)kernel), epoch(epoch) {}
+  // A kernel of a process that has failed gives up at once: a graph is replayed without a look by the host.
+  __device__ __forceinline__ Wait(State* state, Report* report, u32* failed, u64 limit, u64 kernel, u32 epoch)
+      : state(state), report(report), failed(failed), limit(limit), kernel((u32)kernel), epoch(epoch),
+        is_given_up(has_failed(failed)) {}
 
-  // Whether to look again, after a look in vain. Once one wait was given up, all others are.
+  // Whether to look again, after a look in vain. Once one wait of the process was given up, all others are.
   __device__ __forceinline__ bool again(u32 level, u32 message) {
     if (is_given_up) return false;
-    return ++polls % POLLS_BETWEEN_LOOKS ? true : look_around(level, message);
+    if (++polls % POLLS_BETWEEN_LOOKS) return true;
+    began = look_around(state, report, failed, limit, kernel, epoch, began, level, message);
+    is_given_up = !began;
+    return !is_given_up;
   }
 
-  __device__ __noinline__ bool look_around(u32 level, u32 message) {
-    u64 now = nanoseconds();
-    if (!began) began = now;
-    if (!*(volatile u32*)&state->is_broken && now - began < limit) return true;
-    give_up(level, message);
-    return false;
-  }
-
-  __device__ __noinline__ void give_up(u32 level, u32 message) {
+  __device__ __forceinline__ void give_up(u32 level, u32 message) {
     is_given_up = true;
-    if (atomicExch(&state->is_broken, 1) == 0) {
-      report->kernel = kernel;
-      report->epoch = epoch;
-      report->block = blockIdx.x;
-      report->level = level;
-      report->message = message;
-      __threadfence_system();
-      *(volatile u32*)&report->is_broken = 1;
-    }
+    record_failure(state, report, failed, kernel, epoch, level, message);
+  }
+
+  // At a kernel's end: this workspace's results are void, too, where another's failure has ended its waits.
+  __device__ __forceinline__ void conclude() {
+    if (is_given_up) record_following(state, report, kernel, epoch);
   }
 };
 
@@ -221,6 +265,16 @@ __device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, 
 __device__ __forceinline__ bool everywhere(bool here) {
 #if PROTOCOL == LL128
   return __all_sync(0xffffffffu, here);
+#else
+  return here;
+#endif
+}
+
+// Whether what is about to be put may not be: a thread's message of LL by itself, a line of LL128 if one of the warp's
+// threads has given up. (Simple asks all of its block, at a barrier.)
+__device__ __forceinline__ bool anywhere(bool here) {
+#if PROTOCOL == LL128
+  return __any_sync(0xffffffffu, here);
 #else
   return here;
 #endif
@@ -272,7 +326,8 @@ __device__ __noinline__ void clean(State* state, char* memory, u64 bytes) {
 }
 
 // memory, bytes: the half of this rank's memory that the call used.
-__device__ __forceinline__ void end_call(State* state, u32 epoch, char* memory, u64 bytes) {
+__device__ __forceinline__ void end_call(State* state, u32 epoch, char* memory, u64 bytes, Wait& wait) {
+  wait.conclude();
   __syncthreads();
   if (threadIdx.x == 0) state->epochs[blockIdx.x] = epoch;
   if (blockIdx.x == 0)  // a call with more blocks may follow

@@ -28,6 +28,7 @@ PARAMETERS = (
     ("char*", "output"),
     ("State*", "state"),
     ("Report*", "report"),
+    ("u32*", "failed"),  # the process's failure flag
     ("u64", "limit"),  # nanoseconds that a wait may take
     ("u64", "kernel"),  # the workspace's number of this kernel, for the report
     ("u64", "region"),  # where the mailboxes of this protocol begin in each half of a rank's memory
@@ -44,6 +45,7 @@ LEVEL_PARAMETERS = (
     ("char*", "output"),
     ("State*", "state"),
     ("Report*", "report"),
+    ("u32*", "failed"),  # the process's failure flag
     ("u64", "limit"),
     ("u64", "kernel"),
     ("const u64*", "base"),  # the pieces of all calls before this one
@@ -149,7 +151,7 @@ class _Writer:
         yield "  const u32 epoch = next_epoch(state);"
         yield "  const u64 flag = (u64)epoch << 32 | epoch;"
         yield "  const u64 side = (epoch & 1) * half, mail = side + region;"
-        yield "  Wait wait(state, report, limit, kernel, epoch);"
+        yield "  Wait wait(state, report, failed, limit, kernel, epoch);"
         if not self.meets:
             yield from self._send_tokens()
         yield "  u32 turn = 0;"
@@ -161,7 +163,7 @@ class _Writer:
         yield "  }"
         if not self.meets:
             yield from self._await_tokens()
-        yield f"  end_call(state, epoch, peer_{self.program.rank} + side, half);"
+        yield f"  end_call(state, epoch, peer_{self.program.rank} + side, half, wait);"
         yield "}"
 
     def _each_lane(self) -> Iterator[str]:
@@ -194,15 +196,19 @@ class _Writer:
             yield f"      v{reduce.value}[u] = narrow(w{reduce.value}[u]);"
             yield "    }"
         if level.sends:
+            yield f"    const bool keeps_{number} = anywhere(wait.is_given_up);"  # nothing is sent that never came
             yield "    converge();"
         for send in level.sends:
             mailbox = self._mailbox(send.peer, send.message)
-            yield f"    EACH if (slot[u] < slots) put({mailbox}, slot[u], v{send.value}[u], flag);"
+            yield (f"    EACH if (slot[u] < slots && !keeps_{number}) put({mailbox}, slot[u], v{send.value}[u], flag);")
         if self.is_simple and level.sends:
-            yield "    __syncthreads();"
+            yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"
             for thread, send in enumerate(level.sends):
                 flag = self._flag(f"peer_{send.peer}", send.message)
-                yield f"    if (threadIdx.x == {thread}) raise_flag({flag}, (u64)epoch << 32 | turn);"
+                yield (
+                    f"    if (threadIdx.x == {thread} && !wait.is_given_up) "
+                    f"raise_flag({flag}, (u64)epoch << 32 | turn);"
+                )
         for store in level.stores:
             start, length = self._chunk(store.place)
             yield f"    EACH store({start} + at[u], v{store.value}[u], valid({length}, at[u], width[u]));"
@@ -217,7 +223,7 @@ class _Writer:
                     f"    if (threadIdx.x == {thread}) "
                     f"await_flag({flag}, (u64)epoch << 32 | turn, wait, {number}, {receive.message});"
                 )
-            yield "    __syncthreads();"
+            yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"
         # All are asked for at once, so that their ways from memory overlap.
         yield "    while (true) {"
         yield "      converge();"
@@ -277,7 +283,7 @@ class _LevelWriter(_Writer):
         parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}) {{'
         yield "  const u64 tick = *base + index + 1;"
-        yield "  Wait wait(state, report, limit, kernel, (u32)tick);"
+        yield "  Wait wait(state, report, failed, limit, kernel, (u32)tick);"
         for thread, receive in enumerate((*level.receives, *awaits)):
             yield (
                 f"  if (threadIdx.x == {thread % MAX_THREADS}) "
@@ -288,6 +294,7 @@ class _LevelWriter(_Writer):
             yield from self._each_lane()
             yield from self._level(number, level)
             yield "  }"
+        yield "  wait.conclude();"
         yield "}"
 
     def _receive(self, number: int, level: Level) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -14,7 +15,7 @@ from stretto.collectives.executor.cuda.function import Function, Launchable
 from stretto.collectives.executor.cuda.links import has_nvlink
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.queues import CudaQueues, Queues
-from stretto.memory import PeerError, find_symmetric
+from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.cuda import CudaMemory
 
 MAX_BLOCKS = 1024
@@ -25,17 +26,17 @@ PAD = 1 << 20
 programs by Simple, from COUNTS on the interpreter's counts of its connections."""
 MAX_SIMPLE_MAILBOXES = (COUNTS - FLAGS) // (8 * MAX_BLOCKS)
 MAX_COUNTS = (PAD - COUNTS) // 8
-STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS
-REPORT_WORDS = 6
-"""Words of 4 bytes of the kernels' `State` and `Report` (primitives.cu)."""
+STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS + 2
+"""Words of 4 bytes of the kernels' `State` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
 COPY_BYTES = 769 << 20  # of 1 GB what 4 ranks give each other, and flags; two-shot all-reduce: pieces of 32 MB
 KEY_BITS = 24  # as in copied.cu
-DEFAULT_TIMEOUT = 30.0
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
 _TO_AGREE = 0xFFFFFFFE
 _BROKEN_OFF = 0xFFFFFFFD
+_GAVE_UP = 1
+_REPORT_WORDS = 6
 
 
 @dataclass(frozen=True)
@@ -74,20 +75,20 @@ class Waiting(Protocol):
         """What a thread block waited for, from the two numbers that the kernel wrote down about it."""
 
 
-def report_broken_off(report: Tensor, kernel: int) -> None:
-    """Write down that a call of that kernel was broken off, as if it had given up a wait."""
-    if not report[0]:
-        report[1:] = torch.tensor([kernel, 0, 0, _BROKEN_OFF - (1 << 32), 0], dtype=torch.int32)
-        report[0] = 1
+def words_of_broken_off(kernel: int) -> tuple[int, ...]:
+    """The failure record of a call of that kernel that was broken off, as if it had given up a wait."""
+    return _GAVE_UP, kernel, 0, 0, _BROKEN_OFF, 0
 
 
 def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit: int) -> str | None:
-    """What a kernel wrote down about the wait that it gave up; None where it gave up none. limit: nanoseconds."""
-    is_broken, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words)
-    if not is_broken:
+    """What a failure record says about the wait that a kernel gave up; None where none was. limit: nanoseconds."""
+    kind, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words[:_REPORT_WORDS])
+    if not kind:
         return None
     kernel = kernels.get(number)
     name = "a collective" if kernel is None else kernel.name
+    if kind == failures.FOLLOWED:
+        return f"{name}, call {epoch} ended without results, since a wait of another group had failed in this process"
     if level == _BROKEN_OFF:
         return f"{name} was broken off by an error in the middle of a call, and peers may have what it had sent"
     if level == _TO_AGREE:
@@ -100,6 +101,11 @@ def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit:
     else:
         what = "a message" if kernel is None else kernel.describe_wait(block, level, message)
     return f"{name}, call {epoch}, thread block {block} waited in vain for {what}, {limit / 1e9:g} s"
+
+
+def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: int, words: Sequence[int]) -> str:
+    said = describe_report(words, kernels, limit)
+    return f"rank {rank} of {world}: {said}: the group's kernels are broken from here on"
 
 
 class Symmetric(NamedTuple):
@@ -135,8 +141,8 @@ class CopyArea:
 class Workspace:
     """One group's, for one stream: its kernels run one after another, in the same order on all ranks.
 
-    regions: bytes of mailboxes for one call by protocol; timeout: seconds that a wait on the device may take;
-    has_nvlink (of what is made): whether NVLink links all ranks' GPUs. Collective.
+    regions: bytes of mailboxes for one call by protocol; timeout: seconds that a wait on the device may take (None: the
+    group's own limit); has_nvlink (of what is made): whether NVLink links all ranks' GPUs. Collective.
     """
 
     def __init__(
@@ -144,14 +150,16 @@ class Workspace:
         group: dist.ProcessGroup | None = None,
         *,
         regions: dict[str, int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
+        timeout = group_timeout(group) if timeout is None else timeout
         self._group = group
+        self._timeout = timeout
         self._queues: CudaQueues | None = None
         self._copy_area: CopyArea | None = None
         self._copy_memory: CudaMemory | None = None
         self.regions, self.half = lay_out(DEFAULT_REGIONS | (regions or {}))
-        self.memory = CudaMemory.allocate(2 * self.half, 0, group, 60.0)
+        self.memory = CudaMemory.allocate(2 * self.half, 0, group, timeout)
         self.rank, self.world_size = self.memory.rank, self.memory.world_size
         self.device = self.memory.device
         self.has_nvlink = has_nvlink(group, self.device)
@@ -161,8 +169,8 @@ class Workspace:
         self._kernels: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
         self._registered = 0
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        self._report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=True)
-        self._seen = self._report.numpy()
+        describe = partial(_describe, self.rank, self.world_size, self._kernels, self.limit)
+        self._record = failures.register(self, describe, self.device)
         torch.cuda.synchronize(self.device)
         self.memory.meet()
 
@@ -190,7 +198,7 @@ class Workspace:
     def copy_area(self) -> "CopyArea":
         """The memory of copies; collective at its first use, for most groups never make large calls."""
         if self._copy_area is None:
-            memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, 60.0)
+            memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, self._timeout)
             area = CopyArea(COPY_BYTES, memory.addresses, self.device)
             memory.meet()
             self._copy_area, self._copy_memory = area, memory
@@ -211,8 +219,13 @@ class Workspace:
 
     @property
     def report(self) -> Tensor:
-        """The kernels' report, in pinned memory."""
-        return self._report
+        """The failure record that kernels write to, in pinned memory."""
+        return self._record.words
+
+    @property
+    def failed(self) -> Tensor:
+        """The process's failure flag on this GPU."""
+        return self._record.failed
 
     def follow_stream(self) -> None:
         """Put the next kernel after all before it, on whichever stream these are: they share the mailboxes.
@@ -238,21 +251,16 @@ class Workspace:
         require_lines(protocol, name, has_nvlink=self.has_nvlink)
 
     def check(self) -> None:
-        """Raise PeerError if a wait on the device was given up."""
-        if not self._seen[0]:
-            return
-        raise PeerError(
-            f"rank {self.rank} of {self.world_size}: "
-            f"{describe_report(self._seen.tolist(), self._kernels, self.limit)}: "
-            "the group's kernels are broken from here on"
-        )
+        """Raise PeerError if a wait of this process on a device was given up, in whichever group."""
+        failures.check()
 
     def break_off(self, kernel: int) -> None:
         """Have all further calls refused, after an error in the middle of one; kernel: of `register`."""
-        report_broken_off(self._report, kernel)
+        self._record.mark(words_of_broken_off(kernel))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, and forget what has failed with it."""
+        self._record.close()
         self.memory.close()
         if self._copy_memory is not None:
             self._copy_memory.close()
