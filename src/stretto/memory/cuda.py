@@ -32,7 +32,8 @@ class CudaMemory(SymmetricMemory):
         self.size = size
         self.signals = signals
         self.device = storage.device
-        self.group = group
+        # Not the group itself: workspaces that are freed with their group would keep it alive.
+        self._group = weakref.ref(group)
         self._storage: Tensor | None = storage
         self._handle = handle
         self._start = _pad_bytes(self.world_size, signals)
@@ -78,9 +79,17 @@ class CudaMemory(SymmetricMemory):
         memory.meet()
         return memory
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group whose ranks share it; None once it was destroyed."""
+        return self._group()
+
     def meet(self) -> None:
         """Wait on the host until all ranks have come here."""
-        shared_gpus.barrier(self.group, self.device)
+        group = self.group
+        if group is None:
+            raise ValueError("the process group of this memory was destroyed: its ranks cannot meet")
+        shared_gpus.barrier(group, self.device)
 
     def buffer(self, rank: int | None = None) -> Tensor:
         """See `SymmetricMemory.buffer`."""

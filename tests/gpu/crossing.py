@@ -1,0 +1,494 @@
+"""Groups that cross on four ranks, beside a stand-in for NCCL, with launches in every order.
+
+    python -m tests.gpu.crossing --rounds 10000 --seconds 120 --seed 7 --out crossing.json
+
+Ranks 0 to 3 stand in a square of 2 x 2, and each is in two groups, its row ({0, 1} or {2, 3}) and its column ({0, 2} or
+{1, 3}). In a round each rank launches three kernels that wait for other ranks, on a stream each: one of its row, one of
+its column, and a stand-in for a collective of NCCL's among all four ranks. The stand-in has 32 programs that hold their
+places until all 32 programs of every other rank have begun. If two kernels filled a rank's multiprocessors while the
+third had no place there, and other ranks had begun in other orders, each kernel might wait for one without a place.
+
+Whether the row's or the column's kernel comes first is another one of the 2^4 combinations over the ranks in each of 16
+rounds that follow each other; where the stand-in comes is drawn for each rank. A rank's streams first wait for each
+other, in three rounds of four, and then sleep for random times on the device, so that kernels really start in the order
+in which they were launched. The host looks at the results after a batch of rounds. Numbers are whole, so results are
+exact.
+
+A lock ends with the groups' time limit, and is raised as PeerError with the round, the kinds of kernels and all orders.
+"""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto import ops
+from stretto.bench.stress.catalogue import Case, Check
+from stretto.bench.stress.embedding import EmbeddingCase, LookUp
+from stretto.bench.stress.operators import Call, OperatorCase
+from stretto.bench.stress.team import Team, mix
+from stretto.memory import PeerError, SymmetricMemory, allocate, failures
+from stretto.ops.embedding.ways import Way
+from stretto.tiles.intrinsics import now
+
+RANKS = 4
+GROUPS = {"row": ((0, 1), (2, 3)), "column": ((0, 2), (1, 3))}
+STAND_IN = "stand-in"
+ORDERS_OF_GROUPS = 1 << RANKS
+STAND_IN_PROGRAMS = 32
+"""As many blocks as NCCL's kernels have by default on GPUs that NVLink links."""
+
+_BATCH = 2 * ORDERS_OF_GROUPS  # rounds between two looks by the host
+_MOST_GAP = 60_000  # cycles that a rank's GPU sleeps between two launches of a round: up to 30 microseconds
+_LATE = 0.25  # share of rounds in which one of a rank's streams sleeps longer
+_MOST_LATE = 400_000
+_NEVER = 2**31 - 1
+_MANY_PROGRAMS = 1024  # more than a GPU has places for: the library clamps what may wait
+
+# A program of this takes all registers of a multiprocessor of sm_90, and nearly all of its shared memory.
+_WIDE = ops.Blocks(128, 256, 64, 2, 8, 4, _MANY_PROGRAMS)
+_PACKETS = ops.Plan(exchange="packets")
+_TILES = ops.Plan(blocks=_WIDE, transfer="programs", movers=_MANY_PROGRAMS, piece_bytes=4096)
+_REGIONS = {"LL": 4 << 20, "LL128": 1 << 20, "Simple": 4 << 20}
+_ELEMENTS = 1 << 18  # of a collective: several rounds of all blocks by each protocol
+
+
+class AllReduceCase(Case):
+    """Calls of a fused kernel with blocks of 1024 threads, which take all registers of a multiprocessor."""
+
+    entries = 4
+    are_outputs_new = False
+
+    def __init__(self, algorithm: str, protocol: str, timeout: float, team: Team) -> None:
+        from stretto.collectives.algorithms import find
+        from stretto.collectives.executor.cuda.kernel import LaneKernel
+        from stretto.collectives.executor.cuda.source import WIDE_THREADS, Variant
+        from stretto.collectives.executor.cuda.workspace import Workspace
+
+        workspace = team.keep("collectives", lambda: Workspace(team.group, regions=_REGIONS, timeout=timeout))
+        schedule = find(algorithm).compile(ranks=team.world, in_place=False)
+        self._kernel = LaneKernel(schedule, workspace, Variant("int32", "sum", protocol), in_place=False)
+        self._kernel.tune(WIDE_THREADS, self._kernel.max_blocks)
+        self._inputs, self._expected = [], []
+        for entry in range(self.entries):
+            every = [
+                team.integers((_ELEMENTS,), "all-reduce", entry, peer, low=-9, high=9) for peer in range(team.world)
+            ]
+            self._inputs.append(every[team.rank].int())
+            self._expected.append(torch.stack(every).sum(0).int())
+        self._out = torch.empty_like(self._inputs[0])
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """See `Case`."""
+        self._out.fill_(77)
+        self._kernel(self._inputs[entry], self._out)
+        return [Check(self._out, self._expected[entry])]
+
+
+def _operator(call: Call) -> Callable[[float, Team], Case]:
+    return lambda timeout, team: OperatorCase(call, team)
+
+
+def _look_up(name: str, look_up: LookUp) -> Callable[[float, Team], Case]:
+    return lambda timeout, team: EmbeddingCase(look_up, team, f"crossing {name}")
+
+
+_KINDS: dict[str, Callable[[float, Team], Case]] = {
+    "one-shot": _operator(Call("matmul_all_reduce", 4, 4096, 256, _PACKETS)),
+    "two-shots": _operator(Call("matmul_all_reduce", 4, 4096, 256, _PACKETS._replace(shots=2))),
+    "scattered packets": _operator(Call("matmul_reduce_scatter", 2, 4096, 256, _PACKETS)),
+    "pushed rows": _operator(Call("all_gather_matmul", 128, 4096, 128, _TILES)),
+    "pulled rows": _operator(Call("all_gather_matmul", 128, 4096, 128, _TILES._replace(direction="pull"))),
+    "scattered tiles": _operator(Call("matmul_reduce_scatter", 128, 4096, 128, _TILES)),
+    # Two programs of eight warps on each multiprocessor, and more tasks than these: as `choose_way` has them for rows
+    # of this length.
+    "look-up": _look_up("wide", LookUp(dims=(2048, 1024), way=Way(1, 4, 1, 8, 2, "mixed"))),
+    "look-up, short rows": _look_up("short", LookUp(dims=(16, 32, 16))),
+    "look-up's gradients": _look_up("gradients", LookUp("dense", dims=(256, 128))),
+    "one-shot all-reduce by LL": partial(AllReduceCase, "one-shot-all-reduce", "LL"),
+    "two-shot all-reduce by LL": partial(AllReduceCase, "two-shot-all-reduce", "LL"),
+    "two-shot all-reduce by Simple": partial(AllReduceCase, "two-shot-all-reduce", "Simple"),
+}
+KINDS = tuple(_KINDS)
+SAMPLED_KINDS = ("two-shots", "pushed rows", "look-up", "two-shot all-reduce by LL")
+"""One of each family: to compile all takes longer than to run them."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run: rounds, or as many as there are in so many seconds; kinds: every pair of them, for row and column.
+
+    timeout: seconds that a wait may take. ValueError for a kind that there is not.
+    """
+
+    seed: int
+    rounds: int
+    seconds: float
+    kinds: tuple[str, ...] = KINDS
+    timeout: float = 20.0
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in _KINDS]
+        if unknown or not self.kinds:
+            raise ValueError(f"there are no kinds {unknown}: there are {', '.join(KINDS)}")
+        if self.rounds < 1 or self.seconds <= 0 or self.timeout <= 0:
+            raise ValueError(
+                f"rounds, seconds and timeout are more than 0, not {self.rounds}, {self.seconds}, {self.timeout}"
+            )
+
+
+def find_order(seed: int, number: int, rank: int) -> tuple[str, ...]:
+    """In which order a rank launches in a round: "row", "column" and "stand-in"."""
+    order = ["row", "column"] if (number >> rank) & 1 == 0 else ["column", "row"]
+    order.insert(random.Random(mix(seed, "order", number, rank)).randrange(3), STAND_IN)
+    return tuple(order)
+
+
+def find_pair(setting: Setting, batch: int) -> tuple[str, str]:
+    """The kinds of the row's and of the column's kernels in a batch: all pairs in turn, in a random order."""
+    pairs = list(itertools.product(setting.kinds, repeat=2))
+    shuffled = random.Random(mix(setting.seed, "pairs", batch // len(pairs))).sample(pairs, len(pairs))
+    return shuffled[batch % len(pairs)]
+
+
+@triton.jit
+def _read_clock(clock):  # type: ignore[no-untyped-def]
+    """Nanoseconds, the same to all threads of a program: what an atomic has made of a word of memory."""
+    tl.atomic_max(clock, now(), sem="relaxed", scope="gpu")
+    return tl.atomic_max(clock, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["number", "limit", "rank"])
+def stand_in(addresses, counters, clock, late, failed, number, limit, rank, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hold a place on the GPU until all programs of this launch have begun on every rank.
+
+    addresses: int64 [WORLD], where each rank's counters lie. counters: int32 [WORLD], this rank's: how many programs of
+    each peer have begun. number: of the launch, from 1 on. limit: nanoseconds, after which the program gives up, as it
+    does where a wait of this process has failed (failed: int32 [1]). late: int32 [1], the first launch that gave up.
+    Signals: once at its start each program adds 1 to its rank's counter at every peer.
+    Waits: until each peer's counter shows all of its programs.
+    """
+    for distance in tl.static_range(1, WORLD):
+        there = tl.load(addresses + (rank + distance) % WORLD).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(there + rank, 1, sem="release", scope="sys")
+    target = number * tl.num_programs(0)
+    for distance in tl.static_range(1, WORLD):
+        counter = counters + (rank + distance) % WORLD
+        seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+        began = tl.cast(0, tl.int64)
+        looks = 0
+        waits = seen < target
+        while waits:
+            seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+            waits = seen < target
+            looks += 1
+            if waits & (looks % 64 == 0):
+                time = _read_clock(clock)
+                began = tl.where(began == 0, time, began)
+                first_late = tl.atomic_add(late, 0, sem="relaxed", scope="gpu")
+                has_failed = tl.atomic_add(failed, 0, sem="relaxed", scope="gpu")
+                is_over = (time - began > limit) | (has_failed != 0) | (first_late <= number)
+                tl.atomic_min(late, number, mask=is_over, sem="relaxed", scope="gpu")
+                waits = (time - began <= limit) & (has_failed == 0) & (first_late > number)
+
+
+@triton.jit(do_not_specialize=["number"])
+def note_failure(first, failed, number):  # type: ignore[no-untyped-def]
+    """first: int32 [1], the least number of a round after which this process's failure flag was set."""
+    has_failed = tl.atomic_add(failed, 0, sem="relaxed", scope="gpu") != 0
+    tl.atomic_min(first, number, mask=has_failed, sem="relaxed", scope="gpu")
+
+
+@dataclass
+class _State:
+    """A rank's groups, kernels and streams. stand_ins: how many stand-ins it has launched."""
+
+    setting: Setting
+    device: torch.device
+    rank: int
+    own: random.Random
+    teams: dict[str, Team]
+    streams: dict[str, torch.cuda.Stream]
+    memory: SymmetricMemory
+    addresses: Tensor
+    clock: Tensor
+    late: Tensor
+    first_failed: dict[str, Tensor]
+    cases: dict[tuple[str, str], Case] = field(default_factory=dict)
+    stand_ins: int = 0
+
+
+def cross(setting: Setting) -> dict[str, Any]:
+    """The rounds, on one of the four ranks of a job; returns how many of each pair of kinds there were.
+
+    PeerError, on all ranks, where a wait has failed; AssertionError where a result is wrong. Both name seed, round,
+    kinds and orders.
+    """
+    assert dist.get_world_size() == RANKS
+    state = _make_state(setting)
+    try:
+        _launch_all_once(state)
+        return _run_batches(state)
+    finally:
+        _leave(state)
+
+
+def _make_state(setting: Setting) -> _State:
+    """Make groups, streams and the stand-in's memory. All ranks call it."""
+    rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    teams: dict[str, Team] = {}
+    for name, parts in GROUPS.items():
+        for part in parts:
+            group = dist.new_group(list(part), timeout=timedelta(seconds=setting.timeout))
+            if rank in part:
+                teams[name] = Team(group, device, setting.seed)
+    memory = allocate(4 * RANKS, None, backend="cuda")
+    names = (*teams, STAND_IN)
+    return _State(
+        setting,
+        device,
+        rank,
+        random.Random(mix(setting.seed, "own", rank)),
+        teams,
+        {name: torch.cuda.Stream(device) for name in names},
+        memory,
+        torch.tensor(memory.addresses, dtype=torch.int64, device=device),  # type: ignore[attr-defined]
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.full((1,), _NEVER, dtype=torch.int32, device=device),
+        {name: torch.full((1,), _NEVER, dtype=torch.int32, device=device) for name in names},
+    )
+
+
+def _launch_all_once(state: _State) -> None:
+    """Make all kernels and inputs, and launch everything once, so that all is loaded. All ranks call it."""
+    setting, device = state.setting, state.device
+    for kind in setting.kinds:
+        for name, team in state.teams.items():
+            state.cases[name, kind] = _KINDS[kind](setting.timeout, team)
+    unused = torch.zeros(1, dtype=torch.bool, device=device)
+    torch.cuda.synchronize(device)
+    for kind in setting.kinds:
+        for name in state.teams:
+            dist.barrier()  # which nobody leaves while another rank still compiles the last kind
+            with torch.cuda.stream(state.streams[name]):
+                for entry in range(state.cases[name, kind].entries):
+                    _launch_group(state, name, kind, entry, 0, unused[0])
+            failures.synchronize(device)
+    dist.barrier()
+    with torch.cuda.stream(state.streams[STAND_IN]):
+        torch.cuda._sleep(1)
+        _launch_stand_in(state, 0)
+    failures.synchronize(device)
+    dist.barrier()
+
+
+def _launch_group(state: _State, name: str, kind: str, entry: int, number: int, is_wrong: Tensor) -> None:
+    """Launch a group's kernel on the current stream, and what looks at its result and at the failure flag after it."""
+    case = state.cases[name, kind]
+    checks = case.call(entry)
+    for found, expected, mask in checks:
+        differs = found != expected
+        is_wrong.logical_or_((differs if mask is None else differs & mask).any())
+    if case.are_outputs_new:
+        for found, _, _ in checks:  # the allocator gives this memory to a later call
+            found.fill_(float("nan") if found.is_floating_point() else 77)
+    note_failure[(1,)](state.first_failed[name], failures.failure_flag(state.device), number, num_warps=1)
+
+
+def _launch_stand_in(state: _State, number: int) -> None:
+    state.stand_ins += 1
+    failed = failures.failure_flag(state.device)
+    counters = state.memory.buffer().view(torch.int32)
+    limit = int(state.setting.timeout * 1e9)
+    arguments = state.addresses, counters, state.clock, state.late, failed, state.stand_ins, limit, state.rank
+    stand_in[(STAND_IN_PROGRAMS,)](*arguments, WORLD=RANKS, num_warps=4)
+    note_failure[(1,)](state.first_failed[STAND_IN], failed, number, num_warps=1)
+
+
+def _run_batches(state: _State) -> dict[str, Any]:
+    setting, began = state.setting, time.monotonic()
+    rounds, seconds = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    orders: set[tuple[tuple[str, ...], ...]] = set()
+    done = 0
+    for batch in itertools.count():
+        pair, size = find_pair(setting, batch), min(_BATCH, setting.rounds - done)
+        started = time.monotonic()
+        problem = _run_batch(state, pair, done, size)
+        every: list[Any] = [None] * RANKS
+        dist.all_gather_object(every, (problem, time.monotonic() - began > setting.seconds))
+        if any(text for text, _ in every):
+            _raise(setting, pair, [text for text, _ in every])
+        rounds[pair] += size
+        seconds[pair] += time.monotonic() - started  # type: ignore[assignment]
+        orders |= {_find_orders(setting.seed, number) for number in range(done, done + size)}
+        done += size
+        if done == setting.rounds or every[0][1]:
+            break
+    return {
+        "seed": setting.seed,
+        "rounds": done,
+        "seconds": round(time.monotonic() - began, 2),
+        "device": torch.cuda.get_device_name(state.device),
+        "multiprocessors of a rank": torch.cuda.get_device_properties(state.device).multi_processor_count,
+        "orders": len(orders),
+        "rows": [
+            {"row": row, "column": column, "rounds": rounds[row, column], "seconds": round(seconds[row, column], 3)}
+            for row, column in itertools.product(setting.kinds, repeat=2)
+        ],
+    }
+
+
+def _find_orders(seed: int, number: int) -> tuple[tuple[str, ...], ...]:
+    return tuple(find_order(seed, number, rank) for rank in range(RANKS))
+
+
+def _run_batch(state: _State, pair: tuple[str, str], first: int, size: int) -> "tuple[int, bool, str] | None":
+    """Rounds without a look by the host; returns what went wrong on this rank: see `_find_problem`."""
+    kinds = dict(zip(GROUPS, pair, strict=True))
+    are_wrong = {name: torch.zeros(size, dtype=torch.bool, device=state.device) for name in kinds}
+    torch.cuda.synchronize(state.device)
+    problem: tuple[int, bool, str] | None = None
+    number = first
+    try:
+        for number in range(first, first + size):
+            _run_round(state, kinds, number, {name: wrong[number - first] for name, wrong in are_wrong.items()})
+    except PeerError as error:  # the host has seen a failed wait of an earlier round
+        problem = number, True, str(error)
+    torch.cuda.synchronize(state.device)
+    return _find_problem(state, first, are_wrong) or problem
+
+
+def _run_round(state: _State, kinds: dict[str, str], number: int, are_wrong: dict[str, Tensor]) -> None:
+    """Launch one rank's three kernels of a round in their order."""
+    seed, own = state.setting.seed, state.own
+    order = find_order(seed, number, state.rank)
+    entries = random.Random(mix(seed, "entries", number))
+    before = {}
+    if mix(seed, "joined", number) % 4:  # in the others, streams run on from round to round by themselves
+        before = {name: state.streams[name].record_event() for name in order}
+    late = own.choice(order) if own.random() < _LATE else None
+    drawn = {name: entries.randrange(1 << 16) for name in kinds}
+    slept = 0
+    for name in order:
+        stream = state.streams[name]
+        with torch.cuda.stream(stream):
+            for other, event in before.items():
+                if other != name:
+                    stream.wait_event(event)
+            cycles = slept + (own.randrange(_MOST_LATE) if name == late else 0)
+            slept += own.randrange(_MOST_GAP)
+            if cycles:
+                torch.cuda._sleep(cycles)
+            if name == STAND_IN:
+                _launch_stand_in(state, number)
+            else:
+                kind = kinds[name]
+                _launch_group(state, name, kind, drawn[name] % state.cases[name, kind].entries, number, are_wrong[name])
+
+
+def _find_problem(state: _State, first: int, are_wrong: dict[str, Tensor]) -> "tuple[int, bool, str] | None":
+    """(round, whether a wait has failed, what happened) of the first thing that went wrong on this rank; None: nothing.
+
+    The device is idle.
+    """
+    failed_rounds = {name: int(number) for name, number in state.first_failed.items()}
+    try:
+        failures.check()
+    except PeerError as error:
+        return min(failed_rounds.values()), True, str(error)
+    if int(state.late) != _NEVER:
+        return -1, True, f"the stand-in's launch {int(state.late)} waited in vain for another rank's"
+    for name, wrong in are_wrong.items():
+        places = wrong.nonzero().flatten().tolist()
+        if places:
+            return first + places[0], False, f"{len(places)} results of the {name} are wrong"
+    return None
+
+
+def _raise(setting: Setting, pair: tuple[str, str], problems: Sequence["tuple[int, bool, str] | None"]) -> None:
+    found = [(rank, problem) for rank, problem in enumerate(problems) if problem]
+    number = min((problem[0] for _, problem in found if 0 <= problem[0] < _NEVER), default=-1)
+    said = "; ".join(f"rank {rank}, round {at}: {text}" for rank, (at, _, text) in found)
+    orders = " | ".join(
+        f"rank {rank}: {', '.join(order)}" for rank, order in enumerate(_find_orders(setting.seed, max(number, 0)))
+    )
+    text = (
+        f"seed {setting.seed}, {pair[0]!r} in rows beside {pair[1]!r} in columns, round {number}, launched in the "
+        f"orders {orders}. {said}"
+    )
+    raise PeerError(text) if any(problem[1] for _, problem in found) else AssertionError(text)
+
+
+def _leave(state: _State) -> None:
+    """Give all memory back, and the groups with what has failed in them: later tests run in these processes."""
+    torch.cuda.synchronize(state.device)
+    with contextlib.suppress(PeerError):
+        failures.check()  # so that nobody is told again at the groups' end
+    state.cases.clear()
+    for team in state.teams.values():
+        if "collectives" in team.kept:
+            team.kept["collectives"].close()
+        team.kept.clear()
+        dist.destroy_process_group(team.group)
+    state.teams.clear()
+    state.memory.close()
+    gc.collect()
+
+
+def main() -> int:
+    """Run the rounds on ranks of its own, under MPS where they share a GPU; 1 where something was wrong or locked."""
+    from tests.gpu import crossing  # by this name the ranks know the module
+    from tests.gpu.sharing import GpuRanks
+
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.crossing", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=120.0, help="after which no batch of rounds begins")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--kinds", default=";".join(KINDS), help='with ";" between: ' + "; ".join(KINDS))
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds that a wait may take")
+    parser.add_argument("--out", type=Path, default=None, help="a file for the results as JSON")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
+    kinds = tuple(kind.strip() for kind in given.kinds.split(";") if kind.strip())
+    setting = crossing.Setting(seed, given.rounds, given.seconds, kinds, given.timeout)
+    print(f"seed {seed}, {len(kinds) ** 2} pairs of kinds, up to {setting.rounds} rounds", flush=True)
+    # Streams that share one of a process's queues to the GPU wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    result: dict[str, Any]
+    try:
+        with closing(GpuRanks(RANKS)) as ranks:
+            result = ranks.run(RANKS, crossing.cross, setting, timeout=300 + setting.seconds + 4 * setting.timeout)[0]
+    except Exception as error:  # noqa: BLE001  (whatever it is, the file says it)
+        result = {"seed": seed, "error": f"{type(error).__name__}: {error}", "rows": []}
+        print("\n".join([result["error"], *getattr(error, "__notes__", [])]), file=sys.stderr)
+    for row in result["rows"]:
+        print(f"{row['row']:>30} | {row['column']:<30} {row['rounds']:>6} rounds {row['seconds']:>8.2f} s")
+    if "error" not in result:
+        print(f"{result['rounds']} rounds in {result['seconds']} s, {result['orders']} orders, 0 locked, 0 wrong")
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int("error" in result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
