@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stretto.bench.mps import has_mps
 from tests.gpu import resuming, sharing
@@ -95,17 +94,24 @@ def run_ranks(gpu_pool: GpuRanks) -> Callable[..., list[Any]]:
     return gpu_pool.run
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what ranks that share a GPU cannot show, before any fixture runs for it."""
+    marker = item.get_closest_marker("own_gpus")
+    callspec = getattr(item, "callspec", None)
+    count = None if callspec is None else callspec.params.get("world")
+    if marker is not None and count is not None and sharing.is_shared(count):
+        pytest.skip(f"{count} ranks need a GPU each, and there is {sharing.count_gpus()}: {marker.args[0]}")
+
+
 @pytest.fixture(autouse=True)
 def environment_of_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test starts by itself shares the GPU as the pool's ranks do; and what cannot be shared is skipped."""
-    marker = request.node.get_closest_marker("own_gpus")
+    """What a test starts by itself shares the GPU as the pool's ranks do."""
     if "world" not in request.fixturenames:
         return
     count = request.getfixturevalue("world")
     if not sharing.is_shared(count):
         return
-    if marker is not None:
-        pytest.skip(f"{count} ranks need a GPU each, and there is {torch.cuda.device_count()}: {marker.args[0]}")
     for name, value in request.getfixturevalue("gpu_pool").environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"), prepend=":")

@@ -39,7 +39,8 @@ def fsdp2() -> nn.Module:
 
 def dtensor() -> nn.Module:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    return parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    # All ranks make the same weights, so that none are sent: on a shared GPU the backend has no scatter.
+    return parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}, src_data_rank=None)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2, "dtensor": dtensor}

@@ -29,7 +29,7 @@ def test_a_kernel_lives_on_where_a_graph_has_captured_it(is_captured, monkeypatc
     monkeypatch.setattr(runner, "_meet", lambda: SimpleNamespace(workspace=workspace))
     runner._communicator = runner._meet()
     monkeypatch.setattr(cuda_runner, "LaneKernel", lambda *_, **__: Kernel())
-    monkeypatch.setattr(cuda_runner, "_enqueued", lambda call: None)
+    monkeypatch.setattr(cuda_runner, "make_enqueued_work", lambda *_: None)
     runner.prepare(schedule, None, 1.0)
 
     def start():

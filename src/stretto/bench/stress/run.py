@@ -21,6 +21,9 @@ from stretto.memory.shared_gpus import SWITCH
 
 MOST_RANKS = 64
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
+FLOOR = 2_400  # results that each configuration has before any has more
+_SECONDS_OF_BATCH = 0.8
+_MOST_TIMES = 8  # as many calls as the first batch of a configuration has
 LEAST_CALLS, MOST_CALLS = 60, 1_200
 CPU_CALLS = 6  # interpreted kernels take thousands of times as long
 FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
@@ -174,6 +177,7 @@ class _Run:
         self._batches = dict.fromkeys(chosen, 0)
         self._failures = dict.fromkeys(chosen, 0)
         self._compiled: set[tuple[int, str, str]] = set()
+        self._seconds: dict[tuple[int, str, str], float] = {}  # of `_calls` calls, by start, configuration and mode
         self._launched: dict[str, set[str]] = {name: set() for name in chosen}
         self._began = self._spoke = time.monotonic()
         self._calls = setting.calls or self._choose_calls()
@@ -217,7 +221,20 @@ class _Run:
         open_ones = [name for name in open_ones if not (self._is_apart(name) and self._batches[name])]
         if self._setting.results is not None:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
-        return min(open_ones, key=lambda name: (self._turns[name], self._is_apart(name)), default=None)
+        least = FLOOR if self._setting.results is None else self._setting.results
+        # Once all have the least number, in turns: the fast ones then have larger batches.
+        return min(
+            open_ones,
+            key=lambda name: (min(self._turns[name], least), self._batches[name], self._is_apart(name)),
+            default=None,
+        )
+
+    def _size_batch(self, name: str, mode: str) -> int:
+        """How many calls the next batch has: more of what was fast before, so that most time goes into calls."""
+        seconds = self._seconds.get((self._crew.starts, name, mode))
+        if self._setting.calls or seconds is None or not self._has_gpus:
+            return self._calls
+        return self._calls * min(max(int(_SECONDS_OF_BATCH / max(seconds, 1e-3)), 1), _MOST_TIMES)
 
     def _run_batch(self, name: str) -> None:
         number = self._batches[name]
@@ -229,9 +246,9 @@ class _Run:
             if not replies.is_whole:
                 self._fail(name, replies, f"batch {number}, before which workspaces were poisoned")
                 return
-        batch = Batch(name, number, self._calls, mode)
+        batch = Batch(name, number, self._size_batch(name, mode), mode)
         replies = self._crew.ask(batch, self._find_limit(name, mode))
-        self._turns[name] += self._calls * self._setting.ranks
+        self._turns[name] += batch.calls * self._setting.ranks
         where = f"batch {number}, {mode}"
         account = self._accounts[name]
         account.batches += 1
@@ -240,7 +257,11 @@ class _Run:
             return
         self._launched[name].update(*(outcome.launched for outcome in replies.outcomes.values()))
         account.results += sum(outcome.calls for outcome in replies.outcomes.values())
-        account.seconds += max(outcome.seconds for outcome in replies.outcomes.values())
+        key = self._crew.starts, name, mode
+        longest = max(outcome.seconds for outcome in replies.outcomes.values())
+        account.seconds += longest
+        if mode in account.modes:  # the first batch of a mode compiles
+            self._seconds[key] = longest * self._calls / max(batch.calls, 1)
         account.modes[mode] = account.modes.get(mode, 0) + replies.outcomes[0].calls * self._setting.ranks
         wrong = {rank: outcome.wrong for rank, outcome in replies.outcomes.items() if outcome.wrong}
         if wrong:

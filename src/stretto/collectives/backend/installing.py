@@ -16,10 +16,9 @@ from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.collectives.xml import named_collective, read_schedule
-from stretto.memory import exchange
+from stretto.memory import exchange, group_timeout
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT = 60.0
 
 
 def install(
@@ -31,7 +30,7 @@ def install(
     dtypes: Collection[torch.dtype] | None = None,
     even_sizes: bool = False,
     waive: Collection[str] = (),
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> Installed:
     """Have a group run calls of a collective by a schedule of one's own. All ranks of the group call it.
 
@@ -39,8 +38,8 @@ def install(
     min_bytes, max_bytes: the calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: as the
     schedule says; max_bytes 0: any); dtypes: None for all that its executor has; even_sizes: promises
     that an all-to-all which is given sizes is given equal ones on all ranks, so that a schedule can run it too (one
-    that is not raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait for the other ranks
-    here. Of several schedules that would do, the last one installed runs.
+    that is not raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait here for the other
+    ranks (None: the group's own limit). Of several schedules that would do, the last one installed runs.
 
     ValueError, on all ranks, for a schedule that is not verified, that is for another number of ranks, that no
     operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for a file that
@@ -65,6 +64,7 @@ def install(
         return made, f"schedule {read.name} ({digest(read)}) for {read.collective.name}, {limits}"
 
     with dispatcher.resting():
+        timeout = group_timeout(group) if timeout is None else timeout
         made = _agree(check, group, timeout)
         runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
         for runner in runners:
@@ -74,7 +74,7 @@ def install(
 
 
 def uninstall(
-    installed: Installed | None = None, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT
+    installed: Installed | None = None, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
 ) -> None:
     """Take a schedule that `install` returned out of its group, or all (None). All ranks of the group call it.
 
@@ -91,7 +91,7 @@ def uninstall(
         return leaving, "schedules out: " + ", ".join(str(dispatcher.installed.index(each)) for each in leaving)
 
     with dispatcher.resting():
-        leaving = _agree(check, group, timeout)
+        leaving = _agree(check, group, group_timeout(group) if timeout is None else timeout)
     dispatcher.installed = tuple(each for each in dispatcher.installed if each not in leaving)
     for device in dispatcher.inner:
         if (runner := dispatcher.runner(device)) is not None:

@@ -11,9 +11,8 @@ from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, Plan, make_pla
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
 from stretto.collectives.schedule import Schedule
-from stretto.memory import Backoff, HostMemory, allocate, exchange, find_own_rank
+from stretto.memory import Backoff, HostMemory, allocate, exchange, find_own_rank, group_timeout
 
-DEFAULT_TIMEOUT = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
@@ -26,7 +25,7 @@ def run_on_host(
     reduction: str | None = None,
     tile_bytes: int = DEFAULT_TILE_BYTES,
     slots: int | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> Tensor:
     """Run this rank's part of a schedule; all ranks of the group call it. Returns the output.
 
@@ -39,7 +38,8 @@ def run_on_host(
     group: a group of as many processes, all of this machine; None for all. reduction: "sum", "max", "min" or "prod",
     None for the schedule's own, or else the sum; partial sums travel in the tensors' dtype, and fp16 and bf16 are
     added in fp32 and rounded at each step. tile_bytes: chunks are cut into tiles of so much, which thread blocks pass
-    on one by one; slots: FIFO slots a connection, None for the protocol's; timeout: seconds without any step ended.
+    on one by one; slots: FIFO slots a connection, None for the protocol's; timeout: seconds without any step ended,
+    None for the group's own limit.
 
     ValueError for what cannot run, before anything is allocated, and where ranks do not ask for the same;
     ExecutionError, which names what each thread block waits for, where the schedule comes to a stop, at once where a
@@ -47,6 +47,7 @@ def run_on_host(
     """
     plan = _plan(schedule, input, output, reduction, tile_bytes, slots)
     rank, group_size = find_own_rank(group)
+    timeout = group_timeout(group) if timeout is None else timeout
     if group_size != plan.collective.ranks:
         raise ValueError(f"{schedule.name} is for {plan.collective.ranks} ranks, and the group has {group_size}")
     _require_same(plan.describe(), rank, group, timeout)

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.collective import Expected
-from stretto.collectives.executor.host import DEFAULT_TIMEOUT, run_on_host
+from stretto.collectives.executor.host import run_on_host
 from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES
 from stretto.collectives.executor.simulation import place_input, plan_for_inputs
 from stretto.collectives.executor.turns import ExecutionError
 from stretto.collectives.schedule import Schedule
 
+DEFAULT_TIMEOUT = 60.0  # seconds, of groups that are made here for one run
 _START_LIMIT = timedelta(minutes=2)
 _GRACE = 5.0  # seconds for a process to end by itself
 

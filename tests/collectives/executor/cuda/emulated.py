@@ -32,11 +32,11 @@ THREADS = 8
 STANDARD = ("atomic", "barrier", "chrono", "cmath", "cstring", "memory", "thread", "vector")
 OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
 LAUNCH = """
-extern "C" void launch(u32 blocks, u32 threads, u64* a) {
+extern "C" void launch(u32 first, u32 end, u32 blocks, u32 threads, u64* a) {
   std::vector<std::unique_ptr<Block>> states;
   for (u32 b = 0; b < blocks; ++b) states.push_back(std::make_unique<Block>(threads));
   std::vector<std::thread> all;
-  for (u32 b = 0; b < blocks; ++b)
+  for (u32 b = first; b < end; ++b)
     for (u32 t = 0; t < threads; ++t)
       all.emplace_back([=, &states] {
         blockIdx.x = b; threadIdx.x = t; blockDim.x = threads; gridDim.x = blocks; block_state = states[b].get();
@@ -50,10 +50,36 @@ extern "C" void launch(u32 blocks, u32 threads, u64* a) {
 LOCK = threading.Lock()
 
 
-class EmulatedFunction:
-    """A kernel whose launch runs all its threads to their end."""
+class Places:
+    """The multiprocessors of a rank's GPU, of which a block holds one from its start to its end.
 
-    def __init__(self, source, names, folder, entry="run"):
+    Blocks start in the order of launches, and of their indices, as GPUs do it: none before all of an earlier launch.
+    """
+
+    def __init__(self, count):
+        self._free = threading.Semaphore(count)
+        self._dispatching = threading.Lock()
+
+    def run(self, function, blocks, *arguments):
+        def run_block(block):
+            function(block, block + 1, blocks, *arguments)
+            self._free.release()
+
+        running = []
+        with self._dispatching:
+            for block in range(blocks):
+                self._free.acquire()
+                running.append(threading.Thread(target=run_block, args=(block,)))
+                running[-1].start()
+        for thread in running:
+            thread.join()
+
+
+class EmulatedFunction:
+    """A kernel whose launch runs all its threads to their end. places: None for as many as there are blocks."""
+
+    def __init__(self, source, names, folder, entry="run", places=None):
+        self._places = places
         signature = re.search(rf"\b{entry}\((.*?)\)\s*\{{", source, re.S).group(1)
         kinds = _spread(signature)
         arguments = ", ".join(f"({kind})a[{index}]" for index, kind in enumerate(kinds))
@@ -78,7 +104,10 @@ class EmulatedFunction:
 
     def launch(self, blocks, threads, *, is_cooperative=False, stream=None):
         values = type(self._values)(*self._values)  # as they are now, whenever it runs
-        (stream or _run)(self._launch, blocks, THREADS, values)
+        if self._places is None:
+            (stream or _run)(self._launch, 0, blocks, blocks, THREADS, values)
+        else:
+            self._places.run(self._launch, blocks, THREADS, values)
 
 
 def _run(function, *arguments):
@@ -113,7 +142,8 @@ class EmulatedWorkspace:
         self.rank, self.world_size = rank, len(memories)
         self.memories = memories  # kept as long as peers may write there
         self.device = torch.device("cpu")
-        self.multiprocessors = 2
+        self.multiprocessors = self.most_blocks = 2
+        self.places = None
         self.limit = int(limit * 1e9)
         self.regions, self.half, self.folder, self.macros = regions, half, folder, macros
         self.has_nvlink = has_nvlink
@@ -130,7 +160,7 @@ class EmulatedWorkspace:
         self._queues = None
 
     def load(self, source, names, entry="run"):
-        return EmulatedFunction(self.macros + source, names, self.folder, entry)
+        return EmulatedFunction(self.macros + source, names, self.folder, entry, self.places)
 
     def register(self, kernel):
         self.kernels[len(self.kernels) + 1] = kernel

@@ -16,6 +16,7 @@ from stretto.collectives.executor.cuda import interpreter
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant, write_source
+from stretto.collectives.executor.cuda.workspace import bound_blocks
 from stretto.memory import PeerError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
@@ -331,7 +332,7 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
     variant, options = Variant("bfloat16", "sum", "LL128", unroll), {"ranks": 2}
     workspaces = make_workspaces(2, folder)
     for workspace in workspaces:
-        workspace.multiprocessors = 132
+        workspace.multiprocessors, workspace.most_blocks = 132, bound_blocks(132)
     kernel = make(LaneKernel, "two-shot-all-reduce", options, workspaces, variant, False)[0]
     kernel._capacity = 64 << 20  # as on GPUs
     text = write_source(kernel.lanes, 0, kernel.block_chunks, variant)
@@ -342,5 +343,7 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
         assert plan.threads % 128 == 0
         assert plan.threads <= most
         for _, slots, blocks in plan.pieces:
-            assert blocks <= 132
-            assert -(-slots // (blocks * plan.threads * unroll)) == -(-slots // (132 * most * unroll))
+            assert blocks <= 99
+            assert -(-slots // (blocks * plan.threads * unroll)) == -(-slots // (99 * most * unroll))
+    with pytest.raises(ValueError, match="1 to 99 blocks, so that it leaves others a place, not 132: 99 would do"):
+        kernel.tune(None, 132)

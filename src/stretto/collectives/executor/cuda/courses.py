@@ -237,7 +237,8 @@ class Courses:
             ("slots", lanes),
         )
         # Half of the multiprocessors at most: what they wait for, kernels of one block tell.
-        most = min(KERNEL_BLOCKS, max(self._workspace.multiprocessors // 2, 1)) if level.operations else 1
+        half = max(self._workspace.multiprocessors // 2, 1)
+        most = min(KERNEL_BLOCKS, half, self._workspace.most_blocks) if level.operations else 1
         return Launch(kernel, min(-(-lanes // (MAX_THREADS * self._variant.unroll)), most), MAX_THREADS, values)
 
     def _push(self, push: PushedChunk, part: Part, piece: int, layout: Layout, symmetric: Symmetric | None) -> Copy:

@@ -1,5 +1,6 @@
 """The interpreter of schedules on GPUs: any that was verified, thread block by thread block and step by step."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +18,8 @@ from stretto.collectives.executor.layout import find_layout, writes_input
 from stretto.collectives.executor.plan import Plan, make_plan
 from stretto.collectives.schedule import Schedule, Step, StepType
 from stretto.collectives.verifier.graph import build_graph, linear_order
+
+logger = logging.getLogger("stretto.collectives")
 
 DEFAULT_TILE_BYTES = 64 << 10
 PARAMETERS = (
@@ -156,6 +159,12 @@ class InterpretedSchedule:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=workspace.device)
         self._of_graphs: dict[int, Tensor] = {}  # by address: what replays of CUDA graphs read and write
         self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
+        if self._blocks > workspace.most_blocks // 2:
+            logger.warning(
+                "the schedule %s has %d thread blocks, which are all resident at once: beside more than %d a kernel of "
+                "another group, launched in another order on another rank, may find no place, and both wait for ever",
+                *(self.name, self._blocks, workspace.most_blocks // 2),
+            )
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.

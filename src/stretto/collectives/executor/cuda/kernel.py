@@ -9,7 +9,7 @@ from torch import Tensor
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.lanes import lower_to_lanes
 from stretto.collectives.executor.cuda.source import Variant, most_threads, parameter_names, write_source
-from stretto.collectives.executor.cuda.workspace import MAX_BLOCKS, MAX_SIMPLE_MAILBOXES, Workspace
+from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, Workspace
 from stretto.collectives.executor.layout import Layout, find_layout
 from stretto.collectives.schedule import Schedule
 
@@ -31,6 +31,10 @@ class _Launches(NamedTuple):
 
 class LaneKernel:
     """Runs a schedule on one rank, every thread a lane (see `lanes`). All ranks make and call it in the same order.
+
+    Who waits for whom: a block of the kernel waits for the blocks with its own index on other ranks, and for nothing
+    else, since lanes depend on themselves alone. With the bound on the number of blocks (`bound_blocks`) kernels of two
+    groups, and NCCL's, end whatever the order in which each rank launches them.
 
     in_place: whether it is called with one tensor for input and output. ValueError for a schedule that is made for
     another number of ranks, or cannot run so.
@@ -66,7 +70,7 @@ class LaneKernel:
         self._current: _Launches | None = None
         self._most_threads = most_threads(self.lanes, variant)
         self.threads: int | None = None
-        self.max_blocks = workspace.multiprocessors
+        self.max_blocks = workspace.most_blocks
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
@@ -91,13 +95,20 @@ class LaneKernel:
             function.launch(blocks, plan.threads)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
-        """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same."""
+        """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same.
+
+        ValueError for threads that it is not compiled for, and for more blocks than leave room for others.
+        """
         if threads is not None and (threads % THREADS_STEP or not THREADS_STEP <= threads <= self._most_threads):
             raise ValueError(
                 f"a block has a multiple of {THREADS_STEP} threads, at most {self._most_threads}, not {threads}"
             )
-        if not 1 <= max_blocks <= MAX_BLOCKS:
-            raise ValueError(f"a kernel has 1 to {MAX_BLOCKS} blocks, not {max_blocks}")
+        most = self.workspace.most_blocks
+        if not 1 <= max_blocks <= most:
+            raise ValueError(
+                f"a kernel that waits for peers has 1 to {most} blocks, so that it leaves others a place, not "
+                f"{max_blocks}: {min(max(max_blocks, 1), most)} would do"
+            )
         self.threads, self.max_blocks = threads, max_blocks
         self._plans.clear()
 
@@ -131,7 +142,7 @@ class LaneKernel:
         return plan
 
     def _choose_threads(self, slots: int) -> int:
-        """As few as let each multiprocessor's one block have an equal share, in as few rounds as there can be.
+        """As few as let each block, of as many as there may be, have an equal share, in as few rounds as there can be.
 
         A last round of a few blocks takes as long as a whole one, and more blocks share the waiting better than larger.
         """
