@@ -471,8 +471,8 @@ def main() -> int:
     kinds = tuple(kind.strip() for kind in given.kinds.split(";") if kind.strip())
     setting = crossing.Setting(seed, given.rounds, given.seconds, kinds, given.timeout)
     print(f"seed {seed}, {len(kinds) ** 2} pairs of kinds, up to {setting.rounds} rounds", flush=True)
-    # Streams that share one of a process's queues to the GPU wait for each other.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Streams that share a queue to the GPU wait for each other. MPS has few in all: with 32 for each rank, ranks fail to start.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     result: dict[str, Any]
     try:

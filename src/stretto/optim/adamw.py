@@ -90,7 +90,10 @@ class AdamW(torch.optim.AdamW):
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         failed = failures.find_flag(parameters[0].device)
-        torch._foreach_add_(steps, 1 if failed is None else (failed[0] == 0).float())
+        if failed is None:
+            torch._foreach_add_(steps, 1)
+        else:  # a list: of one tensor torch would ask the GPU for the number, which no captured step may
+            torch._foreach_add_(steps, [(failed[0] == 0).float()] * len(steps))
         counts = torch.stack(steps).double()
         first_rest, second_rest = (1 - beta**counts for beta in group["betas"])
         # By parameter: the step's size, what the root of the second moment is multiplied by, and what decay leaves. The
