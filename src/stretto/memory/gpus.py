@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from stretto.memory import shared_gpus
 
+NCCL_BLOCKS = 32
+"""The most blocks that a collective of NCCL takes."""
+
 
 class _Gpu(NamedTuple):
     host: str
@@ -40,3 +43,16 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     answers = [reaches] * group.size()
     dist.all_gather_object(answers, reaches, group=group)
     return None if all(answers) else "some of its GPUs do not reach each other's memory"
+
+
+def bound_blocks(multiprocessors: int) -> int:
+    """The most blocks of a kernel that waits for peers while it holds multiprocessors: at most three quarters of these.
+
+    So kernels of two groups and NCCL's, launched in another order on each rank, cannot lock each other out: what is
+    left of the multiprocessors has room for NCCL's kernel and one block more, so each kernel of ours has a place for
+    one block at least, on every rank. docs/decisions/014-kernels-that-wait-leave-room.md has the argument for
+    operators, and docs/decisions/015-blocks-that-wait.md for collectives. Of a small GPU, or a small share of one, it
+    is half.
+    """
+    others = max(multiprocessors // 4, min(NCCL_BLOCKS + 1, multiprocessors // 2), 1)
+    return max(multiprocessors - others, 1)
