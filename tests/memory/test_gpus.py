@@ -7,15 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stretto.memory import gpus as gpus_module
+from stretto.memory import nvml
 from stretto.memory.gpus import find_obstacle
 
 H200 = ("NVIDIA H200", 132)
 H100 = ("NVIDIA H100 PCIe", 114)
 
 
-def look(gpus, hosts, visible, unreached):
+def look(gpus, hosts, visible, unreached, without_atomics=(), needs_atomics=True):
     """gpus[rank]: (identity, (name, multiprocessors)). visible[rank]: the identities that a process sees, its own first
-    where it is device 0. unreached: pairs that do not reach each other."""
+    where it is device 0. unreached: pairs that do not reach each other; without_atomics: pairs without native ones."""
     rank = dist.get_rank()
     seen = [next(gpu for gpu in gpus if gpu[0] == identity) for identity in visible[rank]]
     own = visible[rank].index(gpus[rank][0])
@@ -27,13 +29,22 @@ def look(gpus, hosts, visible, unreached):
     def reaches(device, peer):
         return {seen[device.index][0], seen[peer][0]} not in unreached
 
+    def has_atomics(device, peer):
+        return {seen[device][0], seen[peer][0]} not in without_atomics
+
+    def supports(capability, own, others):
+        assert capability == nvml.ATOMICS
+        return not any({own, other} in without_atomics for other in others)
+
     with (
+        mock.patch.object(gpus_module, "has_native_atomics", has_atomics),
+        mock.patch.object(nvml, "supports", supports),
         mock.patch("socket.gethostname", return_value=hosts[rank]),
         mock.patch.object(torch.cuda, "get_device_properties", properties),
         mock.patch.object(torch.cuda, "device_count", return_value=len(seen)),
         mock.patch.object(torch.cuda, "can_device_access_peer", reaches),
     ):
-        return find_obstacle(dist.group.WORLD, torch.device("cuda", own))
+        return find_obstacle(dist.group.WORLD, torch.device("cuda", own), needs_atomics=needs_atomics)
 
 
 ALL = (["a", "b", "c"],) * 3
@@ -87,3 +98,23 @@ def look_with_switches(switches):
 )
 def test_ranks_share_a_gpu_where_the_switch_is_on_for_all(ranks, switches, expected):
     assert ranks(3).run(look_with_switches, switches) == [expected] * 3
+
+
+@pytest.mark.parametrize("visible", [ALL, (["a"], ["b"], ["c"])])
+@pytest.mark.parametrize("needs_atomics", [True, False])
+def test_kernels_that_signal_by_atomic_operations_need_native_ones(ranks, visible, needs_atomics):
+    gpus = [("a", H200), ("b", H200), ("c", H200)]
+    expected = "some of its GPUs have no native atomic operations on each other's memory, as over PCIe"
+    found = ranks(3).run(look, gpus, "xxx", visible, [], [{"b", "c"}], needs_atomics)
+    assert found == [expected if needs_atomics else None] * 3
+
+
+def test_the_driver_is_asked_for_the_attribute_of_the_pair():
+    class Driver:
+        def cuDeviceGetP2PAttribute(self, answer, attribute, device, peer):
+            assert attribute == 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+            answer._obj.value = int((device, peer) == (0, 2))
+            return 101 if peer == 9 else 0
+
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        assert [gpus_module.has_native_atomics(0, peer) for peer in (1, 2, 9)] == [False, True, False]

@@ -1,15 +1,18 @@
 """Whether the kernels of a group's GPUs can work together, each storing into the others' memory."""
 
+import ctypes
 import socket
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from stretto.memory import shared_gpus
+from stretto.memory import nvml, shared_gpus
 
 NCCL_BLOCKS = 32
 """The most blocks that a collective of NCCL takes."""
+
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _Gpu(NamedTuple):
@@ -19,11 +22,12 @@ class _Gpu(NamedTuple):
     may_be_shared: bool
 
 
-def find_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomics: bool = True) -> str | None:
     """Why kernels of these GPUs cannot work together; None where they can. Collective, and the same on all ranks.
 
-    device: this rank's GPU. A process that sees its own GPU alone cannot ask which others it reaches: symmetric memory
-    then says whether it works.
+    device: this rank's GPU. needs_atomics: whether the kernels signal by atomic operations on other GPUs' memory, which
+    GPUs that PCIe links have no native ones for: there an addition may be lost. A process that sees its own GPU alone
+    cannot ask which others it reaches: symmetric memory then says whether it works.
     """
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
@@ -40,9 +44,30 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     far = [gpu for gpu in gpus if gpu != here.identity and gpu in visible]
     reaches = all(torch.cuda.can_device_access_peer(device, visible[gpu]) for gpu in far)
-    answers = [reaches] * group.size()
-    dist.all_gather_object(answers, reaches, group=group)
-    return None if all(answers) else "some of its GPUs do not reach each other's memory"
+    near = not needs_atomics or all(
+        has_native_atomics(device.index, visible[gpu])
+        if gpu in visible
+        else nvml.supports(nvml.ATOMICS, here.identity, [gpu]) is not False
+        for gpu in gpus
+        if gpu != here.identity
+    )
+    answers = [(reaches, near)] * group.size()
+    dist.all_gather_object(answers, (reaches, near), group=group)
+    if not all(reaches for reaches, _ in answers):
+        return "some of its GPUs do not reach each other's memory"
+    if not all(near for _, near in answers):
+        return "some of its GPUs have no native atomic operations on each other's memory, as over PCIe"
+    return None
+
+
+def has_native_atomics(device: int, peer: int) -> bool:
+    """Whether a GPU's atomic operations on a peer's memory are native, by the driver's attribute of the pair.
+
+    device, peer: numbers of GPUs that this process sees.
+    """
+    driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, device, peer)
+    return not failed and bool(answer.value)
 
 
 def bound_blocks(multiprocessors: int) -> int:

@@ -124,7 +124,9 @@ class CudaRunner:
         """The communicator, made at the first use by all ranks together; None where the GPUs are too far apart."""
         if self._communicator is None and self._obstacle is None:
             group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-            self._obstacle = find_obstacle(group, torch.device("cuda", torch.cuda.current_device()))
+            self._obstacle = find_obstacle(
+                group, torch.device("cuda", torch.cuda.current_device()), needs_atomics=False
+            )
             if self._obstacle is None:
                 self._communicator = CudaCommunicator(group)
             else:
