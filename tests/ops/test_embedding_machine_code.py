@@ -44,7 +44,7 @@ def forward_arguments(
     return (
         make_channel("p2p"), mapping, lookup or look_up(), way or pooling(), indices, indices,
         FLOATS if weighted else None, torch.zeros(64, dtype=dtype), LONGS, WORDS, 12345, REPORT,
-        LONGS if trace else None, order,
+        LONGS if trace else None, 99, order,
     )  # fmt: skip
 
 
@@ -54,7 +54,8 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
         WORDS, WORDS, FLOATS if scaled else None, LONGS, WORDS, WORDS, LONGS, 100_000, 6_400_000, 4096
     )
     settings = None if action == "store" else FLOATS
-    target = backward_kernel.Target(LONGS, WORDS, settings, *constants(action, by_number, 256, 4))
+    failed = None if action == "store" else WORDS
+    target = backward_kernel.Target(LONGS, WORDS, settings, failed, *constants(action, by_number, 256, 4))
     mapping = tiles.shard_tiles(256, 4, 1, channels=2)
     partials = torch.zeros(64)
     return {
@@ -148,7 +149,7 @@ def test_rows_that_updates_change_are_stored_no_wider_than_they_are_aligned():
     for address in (1 << 12, (1 << 12) + 4):
         multiple = common_multiple((256, address // 4), 4)
         segments, _, *rest = backward_launches("sgd", scaled=False)["reduce_chunks"]
-        target = backward_kernel.Target(LONGS, WORDS, FLOATS, *constants("sgd", False, 256, multiple))
+        target = backward_kernel.Target(LONGS, WORDS, FLOATS, WORDS, *constants("sgd", False, 256, multiple))
         launch = (segments, target, *rest)
         lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
         wide.append(sum(bool(re.search(r"st\.global\.v4\.b32", line)) for line in lines))

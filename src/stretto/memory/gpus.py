@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from stretto.memory import nvml, shared_gpus
 
+NCCL_BLOCKS = 32
+"""The most blocks that a collective of NCCL takes."""
+
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
@@ -65,3 +68,16 @@ def has_native_atomics(device: int, peer: int) -> bool:
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, device, peer)
     return not failed and bool(answer.value)
+
+
+def bound_blocks(multiprocessors: int) -> int:
+    """The most blocks of a kernel that waits for peers while it holds multiprocessors: at most three quarters of these.
+
+    So kernels of two groups and NCCL's, launched in another order on each rank, cannot lock each other out: what is
+    left of the multiprocessors has room for NCCL's kernel and one block more, so each kernel of ours has a place for
+    one block at least, on every rank. docs/decisions/014-kernels-that-wait-leave-room.md has the argument for
+    operators, and docs/decisions/015-blocks-that-wait.md for collectives. Of a small GPU, or a small share of one, it
+    is half.
+    """
+    others = max(multiprocessors // 4, min(NCCL_BLOCKS + 1, multiprocessors // 2), 1)
+    return max(multiprocessors - others, 1)

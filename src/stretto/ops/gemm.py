@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto.memory.gpus import bound_blocks
 from stretto.tiles import kind_of
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
@@ -287,12 +288,12 @@ def count_processors(index: int) -> int:
 
 
 def bound_programs(processors: int) -> int:
-    """The most programs of a kernel that may hold multiprocessors while they wait for other ranks: three quarters.
+    """The most programs of a kernel that may hold multiprocessors while they wait for other ranks: `bound_blocks`.
 
     The rest is for kernels of other groups, NCCL's among them, that a peer may have launched first. If both filled
-    their GPUs, each would wait for a kernel that has no place on the other one. docs/decisions/014 has the argument.
+    their GPUs, each would wait for a kernel that has no place on the other one.
     """
-    return max(1, processors - max(1, processors // 4))
+    return bound_blocks(processors)
 
 
 def limit_waiting(programs: int, device: torch.device) -> int:

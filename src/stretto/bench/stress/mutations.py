@@ -401,8 +401,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 "ops/embedding/forward_kernel.py",
-                "ready = tiles.peer_tile_wait(channel, 0, rank=destination)",
-                "ready = destination * 0",
+                '    tiles.peer_tile_wait(channel, 0, mode="broadcast")\n',
+                "",
             ),
         ),
         "embedding/forward/*",

@@ -24,6 +24,7 @@ from stretto.ops.embedding.ways import (
     find_kind,
     round_up_to_power,
 )
+from stretto.ops.gemm import limit_waiting
 from stretto.ops.workspace import find_kept
 
 
@@ -91,6 +92,8 @@ def look_up_and_send(
         num_warps=4,
     )
     lookup = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
+    programs = count_programs(way, placement, count, device)
+    waiters = limit_waiting(programs, device)
     arguments = (
         channel,
         launch.mapping,
@@ -105,12 +108,20 @@ def look_up_and_send(
         placement.fingerprint,
         ring.faults.report(),
         trace,
+        waiters,
         way.order,
     )
     ring.channel.launch(
         pool_and_send,
-        (placement, way, mode, checks, find_kind(lookup), *map(tiles.kind_of, (indices, offsets, weights, trace))),
-        count_programs(way, placement, count, device),
+        (
+            placement,
+            way,
+            mode,
+            checks,
+            find_kind(lookup),
+            *map(tiles.kind_of, (indices, offsets, weights, trace, waiters)),
+        ),
+        programs,
         arguments,
         num_warps=way.num_warps,
         num_stages=1,

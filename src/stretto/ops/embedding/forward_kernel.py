@@ -23,12 +23,13 @@ TRACE_WORDS = 4
 
 @triton.jit
 def begin_pooling(channel, unused, counts, destinations, tickets, offset, fingerprint, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin a call, and tell all ranks where in this rank's ring its output lies. One program.
+    """Begin a call, tell all ranks where in this rank's ring its output lies, and hear it of them. One program.
 
     unused: a mapping; counts say all. offset: UNITs from the ring's beginning on.
     Signals: `peer_tiles` slot 0 of all other ranks, after the word in their `destinations`: this rank has begun the
     call, so it has ended the one before, and its output may be stored to.
-    Waits: none; `pool_and_send` does, before its first store to each rank.
+    Waits: for that signal of all other ranks, so that no program of `pool_and_send` does: those may fill the GPU, and
+    another group's kernel that a peer waits for would find no place.
     Reuse: the words are of the call's parity. This rank writes those of call e when it has ended call e - 1, which took
     what the readers, who own tables, sent it in e - 1, and so after they had ended call e - 2.
     """
@@ -44,22 +45,24 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, finger
         tl.store(words + 1, tl.cast(fingerprint, tl.int64), mask=publishes)
     tl.store(tickets, 0)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
+    tiles.peer_tile_wait(channel, 0, mode="broadcast")
 
 
 @triton.jit
 def pool_and_send(  # type: ignore[no-untyped-def]
     channel, mapping, lookup, pooling, indices, offsets, weights, slots, destinations, tickets,
-    fingerprint, report, trace, ORDER: tl.constexpr,
+    fingerprint, report, trace, waiters, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Pool all bags of this rank's tables, each vector stored where it belongs in the output of its sample's rank.
 
     A task is a slice: some samples of one rank, one table. Programs take tasks by tickets, in the order of `ORDERS`.
     Signals: after a slice's stores (the block's barrier, then release at system scope), its channel at its rank, by the
     number of its samples; a channel is of some of a rank's tables. So whom it is for need not know how it was sliced.
-    Waits: before a program's first store to a rank, until that has begun the call. At the end, the programs that come
-    last for their shares of (source, channel), so that when the kernel has ended the output is complete.
+    Waits: at the end, the last `waiters` programs for their shares of (source, channel), so that when the kernel has
+    ended the output is complete. The others end before, which leaves room for other groups' kernels, however many
+    programs the GPU holds at once.
     No cycle, and no need for all programs to be resident: a program waits for slices only when all of its rank's tasks
-    are taken by programs that run, and those wait for nothing but other ranks' `begin_pooling`.
+    are taken by programs that run, and tasks wait for nothing: `begin_pooling` has heard of all ranks.
     Reuse: slots are stored to only after their rank has said so in this call; which is free, its host knows.
     """
     began = tl.zeros((), tl.int64)
@@ -69,8 +72,6 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     tasks = channel.world * lookup.tables * per_rank
     parity = (tl.load(channel.state + EPOCH) & 1) * channel.world
     units: tl.constexpr = UNIT * 8 // slots.dtype.element_ty.primitive_bitwidth
-    # The ranks that this program has waited for, a bit each; where there are more than 63, each slice waits anew.
-    known = tl.full((), 1, tl.int64) << channel.rank
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
         started = tl.zeros((), tl.int64)
@@ -81,7 +82,13 @@ def pool_and_send(  # type: ignore[no-untyped-def]
         )
         address, rows, dim, column = find_table(lookup, table)
         first = group * pooling.slice
-        slot = tl.cast(destination, tl.int64) * 0
+        words = destinations + (parity + destination) * 2
+        slot = tl.load(words) * units
+        is_other = tl.load(words + 1) != fingerprint
+        # An atomic, so that all threads see the same: a wait that has failed says why by itself.
+        if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
+            write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
+        # After a wait that has failed, the place may be one that its rank has given to another tensor.
         publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
@@ -92,20 +99,6 @@ def pool_and_send(  # type: ignore[no-untyped-def]
             total = pool_bags(
                 lookup, pooling, address, rows, dim, indices, weights, start, end, slots.dtype, table, report
             )
-            if part == 0:
-                ready = 0
-                if ((known >> destination) & 1) == 0:
-                    ready = tiles.peer_tile_wait(channel, 0, rank=destination)
-                    if destination < 63:
-                        known = known | (tl.full((), 1, tl.int64) << destination)
-                words = destinations + ready + (parity + destination) * 2
-                slot = tl.load(words) * units
-                is_other = tl.load(words + 1) != fingerprint
-                # An atomic, so that all threads see the same: a wait that has failed says why by itself.
-                if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
-                    write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
-                # After a wait that has failed, the place may be one that its rank has given to another tensor.
-                publishes = tiles.may_publish(channel)
             inside = inside & publishes
             out = tl.multiple_of(tiles.peer_pointer(channel, slots, destination) + slot, 16)
             store_bags(lookup, out, sample, inside, dim, column, total)
@@ -123,11 +116,9 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     waits = tl.zeros((), tl.int64)
     if trace is not None:
         waits = now()
-    # A quarter of the programs ends here, which leaves room for other groups' kernels while the last ones wait.
-    programs = tl.num_programs(0)
-    waiter = tiles.arrive_produced(channel) - programs // 4
+    waiter = tiles.arrive_produced(channel) - (tl.num_programs(0) - waiters)
     if waiter >= 0:
-        for index in range(waiter, (channel.world - 1) * mapping.channels, programs - programs // 4):
+        for index in range(waiter, (channel.world - 1) * mapping.channels, waiters):
             source = (channel.rank + 1 + index // mapping.channels) % channel.world
             tile = channel.rank * mapping.channels + index % mapping.channels
             tiles.consumer_tile_wait(channel, mapping, tile, source=source)

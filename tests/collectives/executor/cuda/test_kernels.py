@@ -16,8 +16,8 @@ from stretto.collectives.executor.cuda import interpreter
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant, write_source
-from stretto.collectives.executor.cuda.workspace import bound_blocks
 from stretto.memory import PeerError
+from stretto.memory.gpus import bound_blocks
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 PROTOCOLS = ("LL", "LL128", "Simple")

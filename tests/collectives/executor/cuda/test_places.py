@@ -13,7 +13,7 @@ from tests.collectives.executor.cuda.test_kernels import make
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant
-from stretto.collectives.executor.cuda.workspace import NCCL_BLOCKS, bound_blocks
+from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 PLACES = 8

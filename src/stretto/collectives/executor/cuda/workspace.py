@@ -17,6 +17,7 @@ from stretto.collectives.executor.cuda.nvrtc import load_or_compile
 from stretto.collectives.executor.cuda.queues import CudaQueues, Queues
 from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.cuda import CudaMemory
+from stretto.memory.gpus import bound_blocks
 
 MAX_BLOCKS = 1024
 FLAGS = 32 << 10
@@ -30,7 +31,6 @@ STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS + 2
 """Words of 4 bytes of the kernels' `State` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
 COPY_BYTES = 769 << 20  # of 1 GB what 4 ranks give each other, and flags; two-shot all-reduce: pieces of 32 MB
-NCCL_BLOCKS = 32  # that a collective of NCCL takes, at most
 KEY_BITS = 24  # as in copied.cu
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
@@ -65,20 +65,6 @@ def require_lines(protocol: str, name: str, *, has_nvlink: bool) -> None:
             f"{name} by LL128 needs NVLink between all ranks' GPUs, which keeps lines of 128 bytes whole, and these "
             "are linked otherwise: take LL or Simple"
         )
-
-
-def bound_blocks(multiprocessors: int) -> int:
-    """The most blocks of a kernel that waits for peers while it holds multiprocessors: at most three quarters of these.
-
-    So two groups' kernels and NCCL's, launched in another order on each rank, cannot lock each other out. The argument,
-    which docs/decisions/015 has in full: a block takes one multiprocessor at most, NCCL up to 32 in all. What is left
-    of them after NCCL's and another group's kernel is one at least, so each of our kernels has a place for one block
-    on every rank. GPUs start blocks by index, and a block waits only for those of its own index on other ranks: block 0
-    can run to its end, then block 1 has a place, and so on. NCCL needs all of its blocks at once, but nothing of ours
-    waits for it: it has its places when ours have ended.
-    """
-    others = max(multiprocessors // 4, min(NCCL_BLOCKS + 1, multiprocessors // 2), 1)
-    return max(multiprocessors - others, 1)
 
 
 class Waiting(Protocol):
