@@ -474,7 +474,7 @@ def main() -> int:
     kinds = tuple(kind.strip() for kind in given.kinds.split(";") if kind.strip())
     setting = crossing.Setting(seed, given.rounds, given.seconds, kinds, given.timeout)
     print(f"seed {seed}, {len(kinds) ** 2} pairs of kinds, up to {setting.rounds} rounds", flush=True)
-    # Streams that share a queue to the GPU wait for each other. MPS has few in all: with 32 for each rank, ranks fail to start.
+    # Streams that share a queue to the GPU wait for each other. MPS has few queues: with 32 a rank, ranks do not start.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     result: dict[str, Any]

@@ -30,6 +30,7 @@ from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_lanes
 from stretto.ops.pieces import cut_pieces
 from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
 from stretto.ops.shares import WHOLE, Shares
+from stretto.tiles import begin_call
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 
 WIDE = Blocks(128, 256, 64, 2, 8, 4, 132)
@@ -492,3 +493,17 @@ def test_as_many_programs_fit_on_a_multiprocessor_as_blocks_are_made_for(name, b
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     size = count_shared_bytes(kernel, arguments(blocks, **sizes), options, "sm_90")
     assert shares * (size + 1024) <= 228 << 10  # a block takes 1 KB more than it asks for
+
+
+@pytest.mark.parametrize("blocks", [WIDE, NARROW])
+def test_a_gather_by_copies_leaves_room_on_every_multiprocessor_for_the_beginning_of_another_call(blocks, tmp_path):
+    """Its programs fill the GPU and wait for copies of peers, which begin once the peer's `begin_call` has run."""
+    kernel, arguments = KERNELS["gather"][0], KERNELS["gather"][1](blocks)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    beginning = make_channel(), arguments[1], None, 0, True, 32
+    programs = blocks.programs // 132
+    registers = count_registers(compile_to_ptx(kernel, arguments, **options), tmp_path) * 32 * blocks.num_warps
+    others = count_registers(compile_to_ptx(begin_call, beginning, num_warps=4), tmp_path) * 128
+    assert programs * registers + others <= 64 << 10
+    shared = count_shared_bytes(kernel, arguments, options, "sm_90") + 1024
+    assert programs * shared + count_shared_bytes(begin_call, beginning, {"num_warps": 4}, "sm_90") + 1024 <= 228 << 10

@@ -36,7 +36,7 @@ def test_a_model_that_was_converted_after_its_optimizer_was_made_is_not_left_as_
         assert "0.weight was converted or moved" in message
 
 
-def update(parameter, gradient, first, second, corrections, scale, copy, options):
+def update(parameter, gradient, first, second, corrections, scale, failed, copy, options):
     """In place of AdamW's kernel: a step down the gradient, and the copy."""
     parameter.sub_(gradient)
     if copy is not None:

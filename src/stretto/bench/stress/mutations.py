@@ -499,7 +499,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 _WRITER,
-                '        if self.is_simple and level.sends:\n'
+                "        if self.is_simple and level.sends:\n"
                 '            yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"\n',
                 "        if self.is_simple and level.sends:\n",
             ),
@@ -531,7 +531,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 _INTERPRETER,
-                "      is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);\n      const char* incoming",
+                "      is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);\n"
+                "      const char* incoming",
                 "      is_lost = wait.is_given_up || local_wait.is_given_up;\n      const char* incoming",
             ),
         ),
