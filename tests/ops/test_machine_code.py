@@ -152,7 +152,8 @@ def exchange_arguments(
     rows = rows if form == "scatter" else WORLD * rows
     out, staging = torch.empty(rows, n, dtype=out_dtype), torch.empty(1, dtype=torch.int32)
     dealt = Shares(0, 16, 16, torch.empty(1) if shares else None, WORDS)
-    return inside("p2p"), gemm, dealt, a, b, staging, out, bias, rows, 1 << 20, form, 256, n % 8 == 0
+    chunk = max(256, 64 * blocks.num_warps)  # a packet a thread, also where warps have 64
+    return inside("p2p"), gemm, dealt, a, b, staging, out, bias, rows, 1 << 20, form, chunk, n % 8 == 0
 
 
 KERNELS = {

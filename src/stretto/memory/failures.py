@@ -41,6 +41,7 @@ WATCHDOG_VARIABLE = "STRETTO_WATCHDOG"
 """Seconds from a failure until the watchdog ends a process that has not looked; 0 switches the watchdog off."""
 DEFAULT_WATCHDOG_SECONDS = 60.0
 _WATCHDOG_PERIOD = 1.0
+_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 logger = logging.getLogger(__name__)
 _lock = threading.RLock()
@@ -98,6 +99,7 @@ _records: "weakref.WeakValueDictionary[int, FailureRecord]" = weakref.WeakValueD
 _free_rows: list[int] = []
 _next_row = 1  # row 0 is the summary
 _rows: Tensor | None = None
+_is_pinned = False
 _summary = torch.zeros(1, dtype=torch.int32).numpy()  # the table's row 0, once there is a table
 _unseen: list[str] = []
 _listeners: list[Callable[[int], None]] = []
@@ -117,7 +119,7 @@ def register(owner: object, describe: Callable[[Sequence[int]], str], device: to
             raise RuntimeError(f"this process has {MAX_RECORDS - 1} workspaces that wait for peers, and no more fit")
         row = _free_rows.pop() if _free_rows else _next_row
         _next_row = max(_next_row, row + 1)
-        table = _table()
+        table = _table(device)
         words = table[row]
         words.zero_()
         words[SUMMARY_ADDRESS : SUMMARY_ADDRESS + 2].view(torch.int64).fill_(table.data_ptr())
@@ -214,7 +216,7 @@ def _first_failed() -> FailureRecord | None:
 
 def _clear() -> None:
     """No failed workspace is left: kernels may publish again. While a graph is captured, the next look does it."""
-    if not _summary[0] or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not _summary[0] or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
     _summary[0] = 0
     for flag in _flags.values():
@@ -235,16 +237,24 @@ def _release(row: int) -> None:
             _first_failed()
 
 
-def _table() -> Tensor:
-    """int32 [MAX_RECORDS, RECORD_WORDS], pinned where there is a GPU: made at the first use, and never moved."""
-    global _rows, _summary
+def _table(device: torch.device) -> Tensor:
+    """int32 [MAX_RECORDS, RECORD_WORDS], made at the first use, and never moved.
+
+    It is pinned from the first workspace on a GPU on: a process that uses CPUs alone does not start CUDA.
+    """
+    global _rows, _summary, _is_pinned
     if _rows is None:
+        _is_pinned = device.type == "cuda"
         with torch.inference_mode(False):
-            _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+            _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=_is_pinned)
         _summary = _rows[0].numpy()
         for tell in _listeners:
             tell(_rows.data_ptr())
         _listeners.clear()
+    elif device.type == "cuda" and not _is_pinned:
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(int(cudart.cudaHostRegister(_rows.data_ptr(), _rows.nbytes, _MAPPED)))
+        _is_pinned = True
     return _rows
 
 
