@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto.memory.waiting import PeerError
 
@@ -23,27 +23,6 @@ def find_own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
     return rank, dist.get_world_size(group)
-
-
-def group_timeout(group: dist.ProcessGroup | None) -> float:
-    """The time limit of a group (None: the default group) in seconds.
-
-    This is `timeout` of `init_process_group` or `new_group`, or what `set_timeout` has made of it since: the shortest
-    limit among the group's backends where these differ, and torch's default where no backend tells its own. ValueError
-    where there is no process group.
-    """
-    if group is None:
-        find_own_rank(None)
-        group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    limits = []
-    for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options
-            backend = group._get_backend(device)
-            # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper without options around each backend.
-            limit: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
-            limits.append(limit)
-    return min(limits, default=default_pg_timeout).total_seconds()
 
 
 def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: int, peer: int) -> None:

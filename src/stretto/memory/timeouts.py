@@ -1,11 +1,36 @@
-"""Sets the time limit of a process group: of its collectives, and of kernels that wait for a peer."""
+"""Time limits of process groups, which are those of their collectives and of kernels that wait for a peer."""
 
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from stretto.memory.exchange import find_own_rank
 
 MAX_SECONDS = 30 * 24 * 3600.0
 """The longest time limit, a month: c10d and kernels count in units in which a year would overflow."""
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> float:
+    """The time limit of a group (None: the default group) in seconds.
+
+    This is `timeout` of `init_process_group` or `new_group`, or what `set_timeout` has made of it since: the shortest
+    limit among the group's backends where these differ, and torch's default where no backend tells its own. ValueError
+    where there is no process group.
+    """
+    if group is None:
+        find_own_rank(None)
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    limits = []
+    for device in group._device_types:
+        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options
+            backend = group._get_backend(device)
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper without options around each backend.
+            limit: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
+            limits.append(limit)
+    return min(limits, default=default_pg_timeout).total_seconds()
 
 
 def check_timeout(timeout: timedelta | float) -> timedelta:
