@@ -16,8 +16,8 @@ from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.memory import PeerError
-from stretto.tiles.signals import LATE, USED
+from stretto.memory import PeerError, failures
+from stretto.tiles.signals import LATE, OF_HOST, USED
 
 assert tiles.INTERPRETED.value, "tests.tiles.programs is for processes that interpret their kernels"
 
@@ -468,6 +468,25 @@ def lose(what, loser):
     except PeerError as error:
         return first, str(error)
     return first, None
+
+
+def follow_another_failure():
+    """A wait ends since another channel's has failed. What the next call raises when that one is closed."""
+    rank = dist.get_rank()
+    shards = tiles.shard_tiles(16, 2, 8, channels=2)
+    with make_channel(timeout=60.0) as channel:
+        other = make_channel(timeout=60.0)
+        other.describe("another operator")
+        device = channel.begin("first", shards, shards, "broadcast")
+        other._record.mark([OF_HOST.value, 0, 1, 0, 0, 1 - rank, 0, 1])
+        with pytest.raises(PeerError, match="another operator, call 1: waited in vain"):
+            kernels.wait_for_tile[(1,)](device, shards, 2 * (1 - rank), 1 - rank, None)
+        other.close()
+        with pytest.raises(PeerError) as told:
+            channel.begin("second", shards, shards, "broadcast")
+        dist.barrier()
+    failures.check()  # nothing is left
+    return str(told.value)
 
 
 def ask_wrongly():

@@ -91,6 +91,12 @@ def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, wh
         assert second == first  # the channel is broken
 
 
+def test_a_channel_whose_wait_ended_with_another_groups_failure_stays_broken_when_that_is_over(interpret):
+    for rank, said in enumerate(interpret(2, "follow_another_failure")):
+        awaited = f"ended without what it waited for from rank {1 - rank}, since a wait of another group had failed"
+        assert said.startswith(f"rank {rank} of 2: first, call 1: {awaited}")
+
+
 def test_misuse_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly")
 

@@ -141,7 +141,7 @@ def abandon(name: str, channel: BlockChannel) -> None:
     for table in (cache.workspaces, cache.kept):
         for key, value in list(table.items()):
             ring = getattr(value, "ring", value)
-            if channel in (ring, getattr(ring, "channel", None)):
+            if channel is ring or channel is getattr(ring, "channel", None):
                 cache.abandoned.append(table.pop(key))
 
 

@@ -368,6 +368,11 @@ class BlockChannel:
 def describe_failure(rank: int, world: int, timeout: float, operators: Sequence[str], words: Sequence[int]) -> str:
     """What a channel's failure record says: which wait of which operator's call has failed."""
     kind, operator, epoch, tile, index, peer, seen, target = words[:8]
+    if kind == failures.FOLLOWED:
+        return (
+            f"rank {rank} of {world}: {operators[operator]}, call {epoch & 0xFFFFFFFF}: ended without what it waited "
+            f"for from rank {peer}, since a wait of another group had failed. The channel is broken from here on"
+        )
     what = {
         OF_CONSUMER.value: f"tile {tile} (channel {index})",
         OF_PEER.value: f"tile {tile} between peers",

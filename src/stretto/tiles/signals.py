@@ -40,12 +40,14 @@ CLAIMED = tl.constexpr(2)  # units of work that programs have claimed in the cal
 MOVED = tl.constexpr(3)  # pieces of data that programs have claimed to move in the call
 PRODUCED = tl.constexpr(4)  # programs that have finished all that peers wait for
 LATE = tl.constexpr(5)  # the tile that a poll has given up in the call, plus 1; 0: none
-USED = tl.constexpr(6)  # for each of two slots, the number of the last call that used it
-HEADER = tl.constexpr(8)
+RECORDED = tl.constexpr(6)  # whether a wait of this channel has ended without its signal, which its record says
+USED = tl.constexpr(7)  # for each of two slots, the number of the last call that used it
+HEADER = tl.constexpr(9)
 LATEST = tl.constexpr(0)
 LIMIT = tl.constexpr(1)
 
 SUMMARY_ADDRESS = tl.constexpr(failures.SUMMARY_ADDRESS)
+FOLLOWED = tl.constexpr(failures.FOLLOWED)
 
 # Which wait a report is about.
 OF_CONSUMER = tl.constexpr(1)
@@ -441,22 +443,26 @@ def _read_clock(channel):  # type: ignore[no-untyped-def]
 def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
     """Whether a wait may go on; if its time is over, it is reported, and this process's other waits give up too."""
     latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
-    failed = tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu")
-    goes_on = failed == 0
-    if goes_on & (latest - began > tl.load(channel.clock + LIMIT)):
+    failed = tl.atomic_add(channel.failed, 0, sem="acquire", scope="gpu")
+    goes_on = (failed == 0) & (latest - began <= tl.load(channel.clock + LIMIT))
+    if goes_on == 0:
         _report(channel, kind, tile, index, peer, seen, target)
-        goes_on = False
     return goes_on
 
 
 @triton.jit
 def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Set the failure flag and write the failure record, unless a wait of this process has failed before.
+    """Set the failure flag and write the failure record, unless the channel has one already.
 
-    Order: the flag first, so that this program's signals stop; the record's first word after its others; and the
-    word that the host looks at last.
+    A wait that ends since another workspace's has failed is recorded as well, as FOLLOWED: what it waited for may come
+    later, into memory that a call to come would take for its own, so the channel is of no more use either.
+
+    Order: the channel is marked before others can see the flag and follow; the flag before the record, so that this
+    program's signals stop; the record's first word after its others; and the word that the host looks at last.
     """
-    if tl.atomic_xchg(channel.failed, 1, sem="relaxed", scope="gpu") == 0:
+    is_recorded = tl.atomic_xchg(channel.state + RECORDED, 1, sem="relaxed", scope="gpu") != 0
+    has_followed = tl.atomic_xchg(channel.failed, 1, sem="acq_rel", scope="gpu") != 0
+    if is_recorded == 0:
         tl.store(channel.report + 1, channel.operator)
         tl.store(channel.report + 2, call_number(channel))
         tl.store(channel.report + 3, tile)
@@ -465,7 +471,7 @@ def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # ty
         tl.store(channel.report + 6, seen)
         tl.store(channel.report + 7, target)
         tl.debug_barrier()
-        tl.atomic_xchg(channel.report, kind, sem="release", scope="sys")
+        tl.atomic_xchg(channel.report, tl.where(has_followed, FOLLOWED, kind), sem="release", scope="sys")
         summary = tl.load((channel.report + SUMMARY_ADDRESS).to(tl.pointer_type(tl.int64)))
         tl.atomic_xchg(summary.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
     give_up(channel.report)

@@ -226,6 +226,11 @@ class PutSlots:
 def _describe_failure(rank: int, world: int, timeout: float, words: Sequence[int]) -> str:
     """What the failure record says: which wait has failed."""
     kind, _, call, _, channel, peer, seen, target = words[:8]
+    if kind == failures.FOLLOWED:
+        return (
+            f"rank {rank} of {world}: {NAME}, call {call}: ended without what it waited for from rank {peer}, since a "
+            "wait of another group had failed. The group's calls are broken from here on"
+        )
     what = "the beginning of the call" if kind == OF_BEGIN.value else f"channel {channel}"
     return (
         f"rank {rank} of {world}: {NAME}, call {call}: waited in vain for rank {peer}, {what}, {timeout:g} s: its "
