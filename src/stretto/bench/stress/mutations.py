@@ -793,6 +793,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for mutations.md and mutations.json")
     options = parser.parse_args()
     wanted = {part for part in options.only.split(",") if part}
+    known = {name for one in MUTATIONS for name in (one.family, one.kind)}
+    if unknown := wanted - known:
+        parser.error(f"--only is {', '.join(sorted(unknown))}, but families and kinds are {', '.join(sorted(known))}")
     chosen = [one for one in MUTATIONS if not wanted or wanted & {one.family, one.kind}]
     verdicts: list[Verdict] = []
     for verdict in try_all(
