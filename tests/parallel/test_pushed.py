@@ -110,7 +110,7 @@ def test_a_slot_is_released_when_all_programs_have_summed():
     arguments = (channel, word, word, numbers, numbers, numbers, 4096, 8192, 2048)
     lines = compile_to_ptx(pushed_scatter.sum_parts, arguments, num_warps=8)
     # A program counts itself after the loads and stores of all its threads; the last one has seen all counts.
-    counted = find(lines, r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)")
+    counted = find(lines, r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add")
     before = [line for line in lines[:counted] if re.search(r"(ld|st)\.global|bar\.sync", line)]
     assert before[-1].startswith("bar.sync"), before[-3:]
     assert len([line for line in lines[counted:] if re.search(RELEASE, line)]) == 3  # one for each other rank
