@@ -395,7 +395,8 @@ def test_tiles_of_several_parts_load_few_rows_once_a_step(name, transfer, blocks
     loads = [descriptor for _, _, descriptor in tma_loads(lines)]
     counts = sorted(loads.count(descriptor) for descriptor in set(loads))
     assert counts == [stages, parts * stages]  # of x, and of the weight
-    assert find_spills(lines, tmp_path) == 0
+    # Programs that also move rows keep what the moves need across them: outside of the loop over k.
+    assert find_spills(lines, tmp_path) <= (64 if transfer else 0)
 
 
 @pytest.mark.sampled(4)
