@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+from functools import cached_property
+from pathlib import Path
 
 import torch
 import triton.language as tl
@@ -15,6 +17,9 @@ PRODUCER = tiles.shard_tiles(1024, WORLD, 128, channels=2)
 CONSUMER = tiles.whole_tiles(1024, WORLD, 128, columns=8, channels=2, channel_rows=512)
 ACQUIRE = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)|ld\.acquire\.sys\.global"
 RELEASE = r"(atom|red)\.global\.(sys\.release|release\.sys)"
+REGISTER = re.compile(r"%(?:rd|rs|r|f|p)\d+")
+WRITES = re.compile(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(?:\{ *)?(%\w+)")
+WRITES_NOTHING = re.compile(r"(@!?%p\d+\s+)?(st\.|cp\.async|bra|bar|red\.)")
 ZERO = r"and\.b32 +%r\d+, %r\d+, 0;"
 
 
@@ -26,28 +31,48 @@ def make_channel(mode="broadcast"):
     return tiles.Channel(2, *constants, 0, words, longs, words, longs, words, words)
 
 
+class Ptx(list):
+    """A kernel's instructions, one a line, beside the `cubin` that was assembled from them (None for AMD GPUs)."""
+
+    cubin = None
+
+    @cached_property
+    def writers(self):
+        """The instructions that write each register: (line, registers that it reads)."""
+        writers = {}
+        for number, line in enumerate(self):
+            written, _, read = line.partition(",")
+            match = WRITES.match(written)
+            if match and not WRITES_NOTHING.match(line):
+                writers.setdefault(match[1], []).append((number, REGISTER.findall(read)))
+        return writers
+
+
 def compile_to_ptx(kernel, arguments, target="sm_90", **options):
     """The kernel's PTX, its instructions one a line."""
-    return [line.strip() for line in compile_kernel(kernel, arguments, options, target)["ptx"].splitlines()]
+    forms = compile_kernel(kernel, arguments, options, target)
+    lines = Ptx(line.strip() for line in forms["ptx"].splitlines())
+    lines.cubin = forms.get("cubin")
+    return lines
 
 
-def find_spills(lines, folder):
-    """The bytes of registers that ptxas spills."""
-    return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", _assemble(lines, folder)))
+def count_stack_bytes(lines, folder):
+    """The bytes of a thread's stack: the registers that ptxas has spilled."""
+    return _measure(lines, folder, "STACK")
 
 
 def count_registers(lines, folder):
-    """The registers of a thread, as ptxas hands them out: in eights."""
-    return -(-int(re.search(r"Used (\d+) registers", _assemble(lines, folder))[1]) // 8) * 8
+    """The registers of a thread, as GPUs hand them out: in eights."""
+    return -(-_measure(lines, folder, "REG") // 8) * 8
 
 
-def _assemble(lines, folder):
-    """What ptxas says."""
-    assembler = get_ptxas(90).path  # Triton has several, and which it takes for an architecture depends on its version
-    source = folder / "kernel.ptx"
-    source.write_text("\n".join(lines))
-    command = [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def _measure(lines, folder, resource):
+    """What the assembled kernel takes of a resource."""
+    program = Path(get_ptxas(90).path).with_name("cuobjdump")
+    (folder / "kernel.cubin").write_bytes(lines.cubin)
+    command = [program, "-res-usage", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(rf"\b{resource}:(\d+)", said)[1])
 
 
 def find(lines, pattern, start=0):
@@ -77,19 +102,13 @@ def depends_on(lines, register, pattern):
 
 def find_makers(lines, register):
     """The numbers of all lines that the register's value is made by, in any number of steps."""
-    writers = {}
-    for number, line in enumerate(lines):
-        written, _, read = line.partition(",")
-        match = re.match(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(?:\{ *)?(%\w+)", written)
-        if match and not re.match(r"(@!?%p\d+\s+)?(st\.|cp\.async|bra|bar|red\.)", line):
-            writers.setdefault(match[1], []).append((number, re.findall(r"%(?:rd|rs|r|f|p)\d+", read)))
     seen, left, makers = set(), [register], []
     while left:
         current = left.pop()
         if current in seen:
             continue
         seen.add(current)
-        for number, inputs in writers.get(current, ()):
+        for number, inputs in lines.writers.get(current, ()):
             makers.append(number)
             left.extend(inputs)
     return makers
