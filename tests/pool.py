@@ -1,6 +1,8 @@
 """One pool of worker processes for a whole test session, so that a test of several ranks costs milliseconds.
 
-The workers are forked, once, from a server that has imported torch. A job sends every rank a function's name and
+The workers are forked from a server that has imported torch, and whatever of Stretto the session has imported: to start
+them, also anew after one has died, takes a fraction of a second. Workers with variables of their own have a server that
+has them too, since Triton, for one, reads them when it is imported. Workers on GPUs are fresh processes. A job sends every rank a function's name and
 arguments; each rank joins a fresh default process group (gloo), runs the function and leaves the group again. A rank
 that raises costs its own test only. A rank that dies or hangs takes the pool with it: the next job gets a new one.
 
@@ -22,13 +24,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -86,6 +90,7 @@ class Pool:
         self.size = size
         self._environment = environment or {}
         self._backend = backend
+        self._server = forkserver.ForkServer() if self._environment else None
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._jobs = 0
@@ -225,19 +230,16 @@ class Pool:
             return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="stretto-tests-"))
-        # A server that forks has imported much before: what reads a variable when it is imported needs a fresh process.
-        is_fresh = bool(self._environment) or _uses_gpus(self._backend)
-        context = multiprocessing.get_context("spawn" if is_fresh else "forkserver")
-        if not is_fresh:
-            context.set_forkserver_preload(_modules_to_preload())
-        for _ in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(theirs, str(self._folder), self._environment, self._backend), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, ours))
+        context = multiprocessing.get_context("spawn" if _uses_gpus(self._backend) else "forkserver")
+        with self._forking():
+            for _ in range(self.size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_work, args=(theirs, str(self._folder), self._environment, self._backend), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(process, ours))
         remaining = set(range(self.size))
         deadline = time.monotonic() + START_LIMIT
         while remaining:
@@ -245,6 +247,19 @@ class Pool:
             if not messages:
                 raise RankError(f"{len(remaining)} of {self.size} workers did not start within {START_LIMIT:g} s")
             remaining -= {rank for rank, _ in messages}
+
+    @contextlib.contextmanager
+    def _forking(self) -> Iterator[None]:
+        """While processes are started: from which server they are forked."""
+        if _uses_gpus(self._backend):
+            yield
+            return
+        server = self._server or forkserver._forkserver
+        server.set_forkserver_preload(_modules_to_preload())
+        with mock.patch.dict(os.environ, self._environment):  # which the server's imports read
+            server.ensure_running()
+        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            yield
 
     def pids(self) -> list[int]:
         """The workers' process ids; none before the first job."""
@@ -262,6 +277,8 @@ class Pool:
     def close(self) -> None:
         """End every worker and remove the pool's folder."""
         self.kill()
+        if self._server is not None:
+            self._server._stop()
         if self._folder is not None:
             shutil.rmtree(self._folder)
             self._folder = None
@@ -276,9 +293,9 @@ class _RankRaised(Exception):
 
 
 def _modules_to_preload() -> list[str]:
-    """What the server imports before it forks: torch, and transformers where this session has imported it."""
-    slow = [name for name in sys.modules if name.partition(".")[0] == "transformers"]
-    return ["torch", "torch.distributed.tensor", "pytest", *slow]
+    """What a server imports before it forks: what workers need, and what this session has imported that is slow."""
+    needed = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.debug", "pytest"]
+    return needed + [name for name in sys.modules if name.partition(".")[0] in ("stretto", "transformers")]
 
 
 def _uses_gpus(backend: str) -> bool:

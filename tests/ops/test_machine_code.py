@@ -428,7 +428,9 @@ def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     for join in joins:
         before = [line for line in lines[:join] if re.search(r"st\.global|bar\.sync", line)]
         assert before[-1].startswith("bar.sync")
-    assert count_stack_bytes(lines, tmp_path) <= 200  # registers of the epilogue's addresses, outside of the loop over k
+    assert (
+        count_stack_bytes(lines, tmp_path) <= 200
+    )  # registers of the epilogue's addresses, outside of the loop over k
     kernel, arguments = KERNELS[name]
     options = {"num_warps": WIDE.num_warps, "num_stages": WIDE.num_stages}
     assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
