@@ -2,9 +2,11 @@
 
 The workers are forked from a server that has imported torch, and whatever of Stretto the session has imported: to start
 them, also anew after one has died, takes a fraction of a second. Workers with variables of their own have a server that
-has them too, since Triton, for one, reads them when it is imported. Workers on GPUs are fresh processes. A job sends every rank a function's name and
-arguments; each rank joins a fresh default process group (gloo), runs the function and leaves the group again. A rank
-that raises costs its own test only. A rank that dies or hangs takes the pool with it: the next job gets a new one.
+has them too, since Triton, for one, reads them when it is imported. Workers on GPUs are fresh processes.
+
+A job sends every rank a function's name and arguments; each rank joins a fresh default process group (gloo), runs the
+function and leaves the group again. A rank that raises costs its own test only. A rank that dies or hangs takes the
+pool with it: the next job gets a new one.
 
 Who waits for whom: the parent waits for all ranks' outcomes, then tells those that returned to leave the group, so that
 no rank closes its sockets while another still needs them. A rank that raised leaves at once, which wakes its peers.
