@@ -1,8 +1,8 @@
 """One pool of worker processes for a whole test session, so that a test of several ranks costs milliseconds.
 
 The workers are forked from a server that has imported torch, and whatever of Stretto the session has imported: to start
-them, also anew after one has died, takes a fraction of a second. Workers with variables of their own have a server that
-has them too, since Triton, for one, reads them when it is imported. Workers on GPUs are fresh processes.
+them, also anew after one has died, takes a fraction of a second. The server has the workers' variables, since
+Triton, for one, reads them when it is imported. Workers on GPUs are fresh processes.
 
 A job sends every rank a function's name and arguments; each rank joins a fresh default process group (gloo), runs the
 function and leaves the group again. A rank that raises costs its own test only. A rank that dies or hangs takes the
@@ -92,7 +92,7 @@ class Pool:
         self.size = size
         self._environment = environment or {}
         self._backend = backend
-        self._server = forkserver.ForkServer() if self._environment else None
+        self._server = forkserver.ForkServer()
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._jobs = 0
@@ -256,11 +256,10 @@ class Pool:
         if _uses_gpus(self._backend):
             yield
             return
-        server = self._server or forkserver._forkserver
-        server.set_forkserver_preload(_modules_to_preload())
+        self._server.set_forkserver_preload(_modules_to_preload())
         with mock.patch.dict(os.environ, self._environment):  # which the server's imports read
-            server.ensure_running()
-        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            self._server.ensure_running()
+        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             yield
 
     def pids(self) -> list[int]:
@@ -279,8 +278,7 @@ class Pool:
     def close(self) -> None:
         """End every worker and remove the pool's folder."""
         self.kill()
-        if self._server is not None:
-            self._server._stop()
+        self._server._stop()
         if self._folder is not None:
             shutil.rmtree(self._folder)
             self._folder = None
