@@ -5,6 +5,7 @@ all but n of its cases, drawn by its name, so that everyone's `make test` runs t
 """
 
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
+from tests.processes import close_servers, shared_server
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,6 +59,25 @@ def interpreted_pool() -> Iterator[Pool]:
     pool = Pool(4, {"TRITON_INTERPRET": "1"})
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers() -> Iterator[None]:
+    """Servers of processes end with the session, and so does all that runs in what they have forked."""
+    yield
+    close_servers()
+
+
+@pytest.fixture
+def forks_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started by `sys.executable` are forked from one that has imported torch (tests.processes)."""
+    monkeypatch.setattr(sys, "executable", shared_server().python)
+
+
+@pytest.fixture
+def forks_interpreted_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `forks_processes`, for those whose kernels are interpreted."""
+    monkeypatch.setattr(sys, "executable", shared_server(interprets=True).python)
 
 
 @pytest.fixture

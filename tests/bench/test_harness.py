@@ -2,7 +2,11 @@
 
 import tempfile
 
+import pytest
+
 from stretto.bench.harness import run_ranks
+
+pytestmark = pytest.mark.usefixtures("forks_processes")
 
 
 def test_ranks_give_what_rank_0_returns_and_leave_no_files(tmp_path, monkeypatch):

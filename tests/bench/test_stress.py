@@ -21,6 +21,8 @@ from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import draw_entries
 from stretto.cli import app
 
+pytestmark = pytest.mark.usefixtures("forks_interpreted_processes")
+
 FAKES = ("tests.bench.stress_fakes",)
 
 

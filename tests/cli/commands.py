@@ -1,4 +1,7 @@
-"""Commands of `stretto` as processes of their own, to be waited for and interrupted."""
+"""Commands of `stretto` as processes of their own, to be waited for and interrupted.
+
+They are forked, and their ranks too (tests.processes); tests of the launcher start some that are not.
+"""
 
 import os
 import subprocess
@@ -6,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+from tests.processes import shared_server
+
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "stretto", *map(str, arguments)],
+        [shared_server().python, "-m", "stretto", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -32,4 +37,5 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    pid = shared_server().process_of(process.pid)
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -24,6 +24,13 @@ from stretto.train.supervisor import Patience
 QUICK = Patience(stop=20.0, report=0.3, end=1.0)
 
 
+@pytest.fixture(autouse=True)
+def _starts_quickly(request: pytest.FixtureRequest) -> None:
+    """Ranks are forked, but those of exhaustive tests: Python starts them, as users' are."""
+    if request.node.get_closest_marker("exhaustive") is None:
+        request.getfixturevalue("forks_processes")
+
+
 def config_for(out: Path, ranks: int, **changes: object) -> TrainConfig:
     values = {
         "out": str(out),
@@ -65,6 +72,9 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_nothing_left(out: Path, processes: list[int]) -> None:
+    deadline = time.monotonic() + 2.0
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a forked one is killed shortly after what stands for it
     assert not [pid for pid in processes if is_alive(pid)]
     assert not list((out.parent / "temporary").iterdir())
 

@@ -1,0 +1,366 @@
+"""Python processes that are forked from one that has imported torch: an interpreter that starts in a tenth of the time.
+
+`PythonServer.python` is an executable in place of `sys.executable`. What it is asked to run (-m MODULE, -c CODE or a
+file), a process runs that the server forks, with the arguments, variables, folder and open files of the caller; there,
+`sys.executable` is this executable again, so a command's ranks are forked too. The executable stands for the process in
+front of whoever has started it: it passes signals on, ends as the process ends, and takes it along when it is killed
+(shortly after, which is all that tells it from Python).
+
+Imported modules know variables as the server had them. So what is asked for with other values of FIXED is run by Python
+itself, as is what has other options.
+"""
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+FIXED = ("TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "LD_PRELOAD")
+START_LIMIT = 120.0  # seconds for the server to have imported everything
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+
+CLIENT = """#!{python} -SE
+import os, signal, socket, struct, sys
+from json import dumps
+
+def run_python():
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+
+variables = dict(os.environ)
+if {{name: variables.get(name) for name in {fixed}}} != {values} or not sys.argv[1:]:
+    run_python()
+if sys.argv[1] not in ("-m", "-c") and sys.argv[1].startswith("-"):
+    run_python()
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+inherited = []
+for descriptor in descriptors:
+    try:
+        if os.get_inheritable(descriptor):
+            inherited.append(descriptor)
+    except OSError:  # of the listing itself
+        pass
+request = dumps({{"arguments": sys.argv[1:], "variables": variables, "folder": os.getcwd(), "descriptors": inherited,
+                 "client": os.getpid()}}).encode()
+socket.send_fds(server, [struct.pack("!I", len(request))], inherited)
+server.sendall(request)
+for descriptor in inherited:
+    if descriptor > 2:
+        os.close(descriptor)
+for number in {forwarded}:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+status = b""
+while len(status) < 4:
+    came = server.recv(4 - len(status))
+    if not came:
+        os._exit(255)  # the server is gone
+    status += came
+code = struct.unpack("!i", status)[0]
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+    signal.pause()
+os._exit(code)
+"""
+
+
+class PythonServer:
+    """Forks Python processes that have imported `modules`. variables: what the server has besides this process's own.
+
+    It starts with the first use of `python`. `close` ends it, and all that runs in its processes.
+    """
+
+    def __init__(self, modules: list[str], variables: dict[str, str] | None = None) -> None:
+        self._modules = modules
+        self._variables = variables or {}
+        self._folder: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def python(self) -> str:
+        """The path of the executable."""
+        if self._folder is None:
+            self._start()
+        return str(Path(self._folder or "", "python"))
+
+    def process_of(self, executable: int) -> int:
+        """The process id of what an `executable` of this id stands for."""
+        file = Path(self._folder or "", str(executable))
+        deadline = time.monotonic() + 10.0
+        while not (file.exists() and file.read_text()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"process {executable} does not stand for a process of this server")
+            time.sleep(0.01)
+        return int(file.read_text())
+
+    def close(self) -> None:
+        if self._process is None or self._folder is None:
+            return
+        self._process.terminate()
+        self._process.wait()
+        shutil.rmtree(self._folder)
+        self._process = self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="stretto-python-", dir="/tmp")  # sockets' names are short
+        address = str(Path(self._folder, "socket"))
+        variables = os.environ | self._variables
+        command = [sys.executable, __file__, address, str(os.getpid()), *self._modules]
+        self._process = subprocess.Popen(command, env=variables, start_new_session=True)
+        deadline = time.monotonic() + START_LIMIT
+        while not os.path.exists(address):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the server of Python processes did not start")
+            time.sleep(0.02)
+        file = Path(self._folder, "python")
+        values = {name: variables.get(name) for name in FIXED}
+        forwarded = [int(number) for number in FORWARDED]
+        file.write_text(
+            CLIENT.format(python=sys.executable, fixed=FIXED, values=values, address=address, forwarded=forwarded)
+        )
+        file.chmod(0o755)
+
+
+_SERVERS: dict[bool, PythonServer] = {}
+_MODULES = [
+    "torch.distributed.tensor",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "stretto.cli.train",
+    "stretto.train.rank",
+]
+
+
+def shared_server(interprets: bool = False) -> PythonServer:
+    """The session's server for commands and their ranks, or the one for those whose kernels are interpreted."""
+    if interprets not in _SERVERS:
+        _SERVERS[interprets] = PythonServer(_MODULES, {"TRITON_INTERPRET": "1"} if interprets else {})
+    return _SERVERS[interprets]
+
+
+def close_servers() -> None:
+    """End the session's servers, if any were started."""
+    for server in _SERVERS.values():
+        server.close()
+    _SERVERS.clear()
+
+
+# What follows runs in the server, and in the processes that it forks.
+
+
+class _Server:
+    """One connection for each client: it gets a request, then signals to pass on, and is sent how the process ended."""
+
+    def __init__(self, address: str, parent: int) -> None:
+        self._parent = parent
+        self._folder = Path(address).parent
+        self._processes: dict[int, tuple[socket.socket, Path]] = {}  # and where the process id is written
+        self._selector = selectors.DefaultSelector()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda number, frame: self._end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))
+        self._own = [reader, writer]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address + "-")
+        self._listener.listen(64)
+        os.rename(address + "-", address)  # once it listens
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._request: tuple[dict[str, Any], list[int]] | None = None
+
+    def serve(self) -> tuple[dict[str, Any], list[int]]:
+        """Returns in the processes that are forked alone: what to run, and its open files."""
+        while True:
+            for key, _ in self._selector.select(1.0):
+                key.data()
+                if self._request is not None:
+                    return self._request
+            self._reap()
+            if os.getppid() != self._parent:
+                self._end()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(10.0)
+        with contextlib.suppress(OSError, ValueError, struct.error):  # a client that was killed meanwhile
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, 250)
+            size = struct.unpack("!I", head)[0]
+            text = b""
+            while len(text) < size:
+                came = connection.recv(size - len(text))
+                if not came:
+                    raise OSError
+                text += came
+            request = json.loads(text)
+            pid = os.fork()
+            if pid == 0:
+                self._request = request, descriptors
+                self._forget(connection)
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            file = self._folder / str(request["client"])
+            file.write_text(str(pid))
+            self._processes[pid] = connection, file
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid, connection))
+            return
+        connection.close()
+
+    def _pass_on(self, pid: int, connection: socket.socket) -> None:
+        """Send the process the signals that its client has had; kill it with all its children if that is gone."""
+        try:
+            numbers = connection.recv(64)
+        except OSError:
+            numbers = b""
+        with contextlib.suppress(ProcessLookupError):
+            for number in numbers:
+                os.kill(pid, number)
+            if not numbers:
+                self._selector.unregister(connection)
+                os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while self._processes:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection, file = self._processes.pop(pid)
+            file.unlink()
+            with contextlib.suppress(OSError, KeyError):
+                self._selector.unregister(connection)
+            with contextlib.suppress(OSError):
+                connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
+            connection.close()
+
+    def _end(self) -> None:
+        for pid in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _forget(self, connection: socket.socket) -> None:
+        """In a forked process: close what belongs to the server."""
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._selector.close()
+        self._listener.close()
+        for other in (connection, *(other for other, _ in self._processes.values())):
+            other.close()
+        for descriptor in self._own:
+            os.close(descriptor)
+
+
+def _become(request: dict[str, Any], descriptors: list[int], python: str, base_path: list[str]) -> None:
+    """Make this process what Python would be that was started so."""
+    places = request["descriptors"]
+    spare = max([*places, *descriptors]) + 1
+    moved = [os.dup2(descriptor, spare + index) for index, descriptor in enumerate(descriptors)]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, place in zip(moved, places, strict=True):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    os.chdir(request["folder"])
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    encoding = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")[0]
+    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=is_unbuffered)
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", encoding=encoding, errors="backslashreplace", buffering=1, closefd=False
+    )
+    sys.executable = python
+    client = request["client"]
+    # Who looks for its parent finds the client's.
+    os.getppid = lambda: int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*paths, *base_path]
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    """Run the program, and end as Python would, but for taking down what it has imported, which takes a second."""
+    status = 0
+    try:
+        _call(arguments)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001  (Python's own way)
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+def _call(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = arguments[1:]
+        sys.modules.pop(arguments[1], None)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _main() -> None:
+    address, parent, *modules = sys.argv[1:]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    base_path = [path for path in sys.path[1:] if path not in given]
+    for name in modules:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    request, descriptors = _Server(address, int(parent)).serve()
+    _become(request, descriptors, str(Path(address).with_name("python")), base_path)
+    _run(request["arguments"])
+
+
+if __name__ == "__main__":
+    _main()
