@@ -20,7 +20,8 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/stretto demo
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile
+# Compiled modules are kept, whatever this shell says: tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.installed
 	$(PYTEST) --durations 20

@@ -4,6 +4,8 @@ Which tests are `exhaustive`, and so left to `make test-exhaustive`: those that 
 all but n of its cases, drawn by its name, so that everyone's `make test` runs the same ones.
 """
 
+import multiprocessing.spawn
+import os
 import random
 import sys
 from collections import defaultdict
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
-from tests.processes import close_servers, shared_server
+from tests.processes import PythonServer, close_servers, shared_server
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,14 +72,19 @@ def _servers() -> Iterator[None]:
 
 @pytest.fixture
 def forks_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started by `sys.executable` are forked from one that has imported torch (tests.processes)."""
-    monkeypatch.setattr(sys, "executable", shared_server().python)
+    """Processes that are started by `sys.executable`, or spawned, are forked from one that has imported torch."""
+    _use(shared_server(), monkeypatch)
 
 
 @pytest.fixture
 def forks_interpreted_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `forks_processes`, for those whose kernels are interpreted."""
-    monkeypatch.setattr(sys, "executable", shared_server(interprets=True).python)
+    _use(shared_server(interprets=True), monkeypatch)
+
+
+def _use(server: PythonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", server.python)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(server.python))
 
 
 @pytest.fixture

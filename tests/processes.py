@@ -44,6 +44,8 @@ def run_python():
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 variables = dict(os.environ)
+while sys.argv[1:2] == ["-B"]:  # as multiprocessing passes it on
+    del sys.argv[1]
 if {{name: variables.get(name) for name in {fixed}}} != {values} or not sys.argv[1:]:
     run_python()
 if sys.argv[1] not in ("-m", "-c") and sys.argv[1].startswith("-"):

@@ -80,14 +80,14 @@ def _find_names_on_host(tree: ast.AST) -> set[str]:
         found |= _find_names_on_host(node)
     if isinstance(tree, ast.FunctionDef):
         own = {argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)}
-        own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        found -= own - {name for name in own if _is_imported(tree, name)}
+        imported: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {alias.name for alias in node.names}
+        found -= own - imported
     return found
-
-
-def _is_imported(function: ast.FunctionDef, name: str) -> bool:
-    imports = [node for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
-    return any(alias.name == name for node in imports for alias in node.names)
 
 
 def _list_cuda(sources: dict[Path, str]) -> Iterator[str]:
