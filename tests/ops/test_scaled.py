@@ -49,6 +49,7 @@ def run(interpret):
     return run
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("operator", "plan"),
     [

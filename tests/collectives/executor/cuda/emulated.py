@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -92,9 +93,13 @@ class EmulatedFunction:
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
         if not library.exists():
-            (folder / f"{key}.cpp").write_text(text)
-            command = [COMPILER, *OPTIONS, "-shared", f"-I{HERE}", "-include", _precompile(folder)]
-            subprocess.run([*command, folder / f"{key}.cpp", "-o", library], check=True)
+            header = _precompile(folder)
+            with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes may compile the same
+                source, made = Path(own, "kernel.cpp"), Path(own, "kernel.so")
+                source.write_text(text)
+                command = [COMPILER, *OPTIONS, "-shared", f"-I{HERE}", "-include", header, source, "-o", made]
+                subprocess.run(command, check=True)
+                made.rename(library)
         self._launch = ctypes.CDLL(str(library)).launch
         self._at = {name: index for index, name in enumerate(names)}
         self._values = (ctypes.c_uint64 * len(names))()
@@ -119,10 +124,12 @@ def _precompile(folder):
     header = folder / "standard.h"
     with LOCK:
         if not header.exists():
-            (folder / "standard.tmp").write_text("".join(f"#include <{name}>\n" for name in STANDARD))
-            command = [COMPILER, *OPTIONS, "-x", "c++-header", folder / "standard.tmp", "-o", folder / "standard.h.gch"]
-            subprocess.run(command, check=True)
-            (folder / "standard.tmp").rename(header)
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                source, made = Path(own, "standard.h"), Path(own, "standard.h.gch")
+                source.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
+                subprocess.run([COMPILER, *OPTIONS, "-x", "c++-header", source, "-o", made], check=True)
+                made.rename(folder / made.name)
+                source.rename(header)
     return header
 
 

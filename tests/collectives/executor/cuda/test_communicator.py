@@ -25,14 +25,14 @@ MACHINE = "a GPU, NVLink"
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
+def make(tmp_path, folder, monkeypatch):
     """Makes both ranks' communicators, rank 0's table going to rank 1 as its broadcast would send it."""
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
     monkeypatch.setattr(communicator, "machine_name", lambda has_nvlink: MACHINE)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def make_all(has_nvlink=True, **options):
-        workspaces = make_workspaces(2, tmp_path, has_nvlink=has_nvlink)
+        workspaces = make_workspaces(2, folder, has_nvlink=has_nvlink)
         made, sent = [], []
 
         def broadcast(values, **_):

@@ -24,11 +24,6 @@ NAMES = ["direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("copied")
-
-
 @pytest.fixture
 def small_pieces(monkeypatch):
     monkeypatch.setattr(courses, "SMALLEST_PIECE", 64)

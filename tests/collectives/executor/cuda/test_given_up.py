@@ -17,11 +17,6 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 KINDS = (LaneKernel, InterpretedSchedule)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("failures")
-
-
 def replay(kernel, tensor):
     """A call as a CUDA graph replays it: the host does not look whether anything has failed."""
     check = kernel.workspace.check

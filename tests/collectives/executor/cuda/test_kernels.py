@@ -24,11 +24,6 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 SEED = random.randrange(2**31)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
-
-
 def expected(collective, inputs, rank, block_chunks, reduction):
     """The output's blocks, None where they may be anything."""
     blocks = [one.view(max(collective.input_chunks // block_chunks, 1), -1) for one in inputs]

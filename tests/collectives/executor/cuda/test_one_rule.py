@@ -31,11 +31,6 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("rule")
-
-
-@pytest.fixture(scope="module")
 def workspaces(folder):
     made = {ranks: make_workspaces(ranks, folder) for ranks in (1, 2, 3)}
     for each in made.values():

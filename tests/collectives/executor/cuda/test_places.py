@@ -73,10 +73,10 @@ class Crossing:
 
 
 @needs_compiler
-def test_groups_that_cross_in_any_order_end(tmp_path):
+def test_groups_that_cross_in_any_order_end(folder):
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    crossing = Crossing(tmp_path, bound_blocks(PLACES), limit=60.0)
+    crossing = Crossing(folder, bound_blocks(PLACES), limit=60.0)
     orders = list(permutations(range(3)))
     for first in orders:
         for second in {orders[-1 - orders.index(first)], rng.choice(orders)}:
@@ -88,9 +88,9 @@ def test_groups_that_cross_in_any_order_end(tmp_path):
 
 
 @needs_compiler
-def test_without_the_bound_they_lock_each_other_out(tmp_path):
+def test_without_the_bound_they_lock_each_other_out(folder):
     """What the bound is for: else the test above would show nothing."""
-    crossing = Crossing(tmp_path, PLACES, limit=2.0)
+    crossing = Crossing(folder, PLACES, limit=2.0)
     crossing.run([(0, 1, 2), (0, 1, 2)])
     for workspaces in crossing.groups:
         for workspace in workspaces:
