@@ -13,10 +13,10 @@ from tests.tiles.machine_code import (
     addresses,
     compile_to_ptx,
     count_registers,
+    count_stack_bytes,
     depends_on,
     find,
     find_makers,
-    count_stack_bytes,
     follows_acquire,
     make_channel,
 )
