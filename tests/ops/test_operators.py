@@ -34,7 +34,7 @@ def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
         assert ran == ran_kernels("all_gather_matmul")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -58,6 +58,7 @@ def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan
         assert ran == ran_kernels("matmul_reduce_scatter")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["copies", "pushes", "tiles"])
 @pytest.mark.parametrize(
     ("ranks", "shape"), [(2, (32, 64, 264)), (4, (30, 20, 296)), (2, (19, 33, 267)), (2, (30, 32, 480))]
@@ -137,6 +138,7 @@ def test_partial_sums_are_added_in_rank_order(interpret, operator, plan):
     assert interpret(4, "add_in_order", operator, plan) == [[1.0]] * 4
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
 @pytest.mark.parametrize("way", ["saved", "gathered again", "both outputs used"])
@@ -201,6 +203,7 @@ def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret,
         assert left == 1  # of what this rank has said, in the store
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],

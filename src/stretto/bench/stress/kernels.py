@@ -69,25 +69,27 @@ def _find_names_on_host(tree: ast.AST) -> set[str]:
     Not what a function has as its own variable.
     """
     found: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
-        if _is_jitted(node):
-            continue
+    own: set[str] = set()
+    imported: set[str] = set()
+    if isinstance(tree, ast.FunctionDef):
+        own = {argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)}
+    left = list(ast.iter_child_nodes(tree))
+    while left:
+        node = left.pop()
         match node:
-            case ast.Name(id=name, ctx=ast.Load()):
+            case ast.FunctionDef():
+                found |= set() if _is_jitted(node) else _find_names_on_host(node)
+                continue
+            case ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Name(id=name):
                 found.add(name)
             case ast.Attribute(value=ast.Name(id=module), attr=name):
                 found.add(f"{module}.{name}")
-        found |= _find_names_on_host(node)
-    if isinstance(tree, ast.FunctionDef):
-        own = {argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)}
-        imported: set[str] = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            elif isinstance(node, ast.ImportFrom):
-                imported |= {alias.name for alias in node.names}
-        found -= own - imported
-    return found
+            case ast.ImportFrom(names=aliases):
+                imported |= {alias.name for alias in aliases}
+        left += ast.iter_child_nodes(node)
+    return found - (own - imported if isinstance(tree, ast.FunctionDef) else set())
 
 
 def _list_cuda(sources: dict[Path, str]) -> Iterator[str]:
