@@ -57,6 +57,12 @@ def exit_on_rank_0(config: TrainConfig) -> None:
     time.sleep(120)
 
 
+def exit_together(config: TrainConfig) -> None:
+    """Both ranks leave without an exception."""
+    write_pid(config)
+    os._exit(3)
+
+
 def ignore_sigterm(config: TrainConfig) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_pid(config)

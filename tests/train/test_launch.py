@@ -19,7 +19,7 @@ from tests.train import launch_entries
 
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.launch import RankFailure, allocator_environment, launch, resolve_device
-from stretto.train.supervisor import Patience
+from stretto.train.supervisor import Patience, Supervisor
 
 QUICK = Patience(stop=20.0, report=0.3, end=1.0)
 
@@ -139,6 +139,36 @@ def test_a_rank_killed_in_mid_step_ends_the_job_with_its_name_and_signal(out: Pa
 def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     with pytest.raises(RankFailure, match="rank 0 of 2 failed: it exited with status 3"):
         launch(launch_entries.exit_on_rank_0, config_for(out, 2), QUICK)
+    assert_nothing_left(out, pids(out, 2))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (launch_entries.fail_on_last_rank, "rank 1 of 2 failed: RuntimeError: the loss is gone"),
+        (launch_entries.exit_on_rank_0, "rank 0 of 2 failed: it exited with status 3"),  # the other is deaf to SIGTERM
+        (launch_entries.exit_together, "rank 0 of 2 failed: it exited with status 3"),
+    ],
+)
+def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
+    out: Path, monkeypatch: pytest.MonkeyPatch, entry: Callable[[TrainConfig], None], reason: str
+) -> None:
+    look, looks = Supervisor.look, []
+
+    def look_too_early(supervisor: Supervisor) -> None:
+        looks.append(True)
+        if len(looks) > 1:
+            look(supervisor)
+        else:  # at ranks that all run, and return when one has failed
+            deadline = time.monotonic() + 60
+            while not any(rank.has_failed() for rank in supervisor._ranks.values()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(Supervisor, "look", look_too_early)
+    with pytest.raises(RankFailure, match=reason):
+        launch(entry, config_for(out, 2), QUICK)
     assert_nothing_left(out, pids(out, 2))
 
 

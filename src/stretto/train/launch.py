@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -202,7 +202,13 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._supervisor.look()
-        return super()._monitor_workers(worker_group)
+        if self._supervisor.has_running_ranks():
+            # torch's own look, a moment later, would end all ranks for one that has failed meanwhile.
+            return RunResult(state=WorkerState.HEALTHY)
+        result = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.SUCCEEDED and not self._supervisor.failures:
+            self._supervisor.look()  # the last rank failed between the two looks
+        return result
 
 
 def _rendezvous() -> RendezvousHandler:

@@ -91,10 +91,17 @@ class Supervisor:
             self._has_passed_on = True
             self._signal_all(signal.SIGTERM)
         elif self._is_second_request:
-            self.kill()
+            self._stop_at_once()
         elif self._stop_signal is not None and time.monotonic() - self._stop_requested > self._patience.stop:
             logger.warning("the ranks did not stop within %g s and were killed", self._patience.stop)
-            self.kill()
+            self._stop_at_once()
+
+    def _stop_at_once(self) -> None:
+        self.kill()
+        self._ranks = {}  # that they were killed is no failure
+
+    def has_running_ranks(self) -> bool:
+        return any(rank.is_running() for rank in self._ranks.values())
 
     def kill(self) -> None:
         """Kill what is left of every rank, with the processes it has started, and wait until it is gone."""
@@ -133,7 +140,7 @@ class Supervisor:
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while any(rank.is_running() for rank in self._ranks.values()) and time.monotonic() < deadline:
+        while self.has_running_ranks() and time.monotonic() < deadline:
             time.sleep(POLL)
 
     def _find_failures(self) -> Iterator[Failure]:
