@@ -47,19 +47,20 @@ static u64 nanoseconds() { return std::chrono::steady_clock::now().time_since_ep
 // Whoever is waited for needs a core: to yield is not enough beside other busy processes.
 static thread_local unsigned looks;
 static void rest() { if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20)); }
-// Two accesses stand for the one of a GPU. Their order is such that whoever sees half of a write sees that by the flags:
-// LL has the call's number in the first word, which is therefore written last and read first; LL128 has its flag in the
-// second.
-#define LAST_WRITTEN (PROTOCOL == LL ? 0 : 1)
+// 16 bytes are written and read at once, as on a GPU. The locks are inline variables, of which a process has one each,
+// whatever it loads: kernels of several files share memory.
+inline std::atomic<bool> locks[1024];
+template <typename Access> static void at_once(const char* place, Access access) {
+  auto& lock = locks[(u64)place / 16 % 1024];
+  while (lock.exchange(true)) std::this_thread::yield();
+  access();
+  lock.store(false);
+}
 static void write(char* to, u64 first, u64 second) {
-  __atomic_store_n((u64*)to + !LAST_WRITTEN, LAST_WRITTEN ? first : second, __ATOMIC_RELEASE);
-  __atomic_store_n((u64*)to + LAST_WRITTEN, LAST_WRITTEN ? second : first, __ATOMIC_RELEASE);
+  at_once(to, [&] { ((u64*)to)[0] = first, ((u64*)to)[1] = second; });
 }
 static void read(const char* from, u64& first, u64& second) {
-  u64 last = __atomic_load_n((const u64*)from + LAST_WRITTEN, __ATOMIC_ACQUIRE);
-  u64 other = __atomic_load_n((const u64*)from + !LAST_WRITTEN, __ATOMIC_ACQUIRE);
-  first = LAST_WRITTEN ? other : last;
-  second = LAST_WRITTEN ? last : other;
+  at_once(from, [&] { first = ((const u64*)from)[0], second = ((const u64*)from)[1]; });
 }
 // A line of LL128 is whole for a warp that is together: the flag's thread writes after the others, and reads before them.
 // For one that is not, it is the other way round.

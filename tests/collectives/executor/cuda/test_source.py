@@ -87,13 +87,13 @@ def test_simple_publishes_after_a_barrier_of_the_block_and_a_fence_of_the_system
     assert before.rindex("fence.acq_rel.sys") > before.rindex("bar.red.or.pred") > before.rindex("st.global.v2.u64")
     # The reader waits by acquire, and the whole block behind a barrier, before it reads a mailbox.
     acquire = text.index("ld.acquire.sys.global.u64")
-    assert "bar.red.or.pred" in text[acquire : text.index("ld.volatile.global.v2.u64", acquire)]
+    assert "bar.red.or.pred" in text[acquire : text.index("ld.relaxed.sys.global.b128", acquire)]
 
 
 def test_ll_writes_data_and_flag_in_one_store_and_reads_them_in_one_load():
     text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL"))
-    assert len(re.findall(r"st\.volatile\.global\.v2\.u64", text)) >= 3
-    assert len(re.findall(r"ld\.volatile\.global\.v2\.u64", text)) >= 3
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b128", text)) >= 3
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128", text)) >= 3
     assert "fence" not in text  # none is needed, and one would cost a microsecond
 
 
@@ -103,14 +103,14 @@ def test_whether_a_wait_was_given_up_is_kept_in_registers_and_known_from_the_ker
     body = text[text.index(".entry run") :]
     body = body[: body.index("\n}")]
     assert ".local" not in body
-    first_store = "st.global.v2.u64" if protocol == "Simple" else "st.volatile.global.v2.u64"
+    first_store = "st.global.v2.u64" if protocol == "Simple" else "st.relaxed.sys.global.b128"
     assert body.index("ld.volatile.global.u32") < body.index(first_store)
 
 
 def test_ll128_reads_a_line_by_a_whole_warp():
     text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL128"))
     assert re.search(r"vote\.sync\.all|activemask|vote", text)
-    assert len(re.findall(r"ld\.volatile\.global\.v2\.u64", text)) >= 3
+    assert len(re.findall(r"ld\.relaxed\.sys\.global\.b128", text)) >= 3
 
 
 def test_the_interpreter_counts_a_step_for_other_thread_blocks_after_a_barrier_and_a_fence():

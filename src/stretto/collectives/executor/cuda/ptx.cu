@@ -29,13 +29,19 @@ __device__ __forceinline__ u64 nanoseconds() {
   return now;
 }
 
-// 16 bytes at once, never torn: what LL and LL128 rely on.
+// 16 bytes at once, never torn: what LL and LL128 rely on. PTX promises that of 128 bits, and not of two of 64 (which
+// are the same instructions on GPUs of today).
 __device__ __forceinline__ void store_volatile(char* to, u64 first, u64 second) {
-  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+  asm volatile(
+      "{.reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both;}" ::"l"(to), "l"(first), "l"(second)
+      : "memory");
 }
 
 __device__ __forceinline__ void load_volatile(const char* from, u64& first, u64& second) {
-  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+  asm volatile("{.reg .b128 both; ld.relaxed.sys.global.b128 both, [%2]; mov.b128 {%0, %1}, both;}"
+               : "=l"(first), "=l"(second)
+               : "l"(from)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_weak(char* to, u64 first, u64 second) {
