@@ -56,23 +56,39 @@ def compile_to_ptx(kernel, arguments, target="sm_90", **options):
     return lines
 
 
-def count_stack_bytes(lines, folder):
-    """The bytes of a thread's stack: the registers that ptxas has spilled."""
-    return _measure(lines, folder, "STACK")
+def find_spills(lines, folder):
+    """The bytes of registers that are stored to local memory, as ptxas counts them: of each store, where it stands."""
+    stores = re.findall(r"\bSTL(?:\.(64|128))? ", _dump(lines, folder, "-sass"))
+    return sum(int(bits or 32) // 8 for bits in stores)
+
+
+def find_spills_in_products(lines, folder):
+    """The instructions that load or store spilled registers within the innermost loops that multiply."""
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", _dump(lines, folder, "-sass"))
+    code = [(int(address, 16), text) for address, text in code]
+    loops = []
+    for address, text in code:
+        branch = re.search(r"\bBRA (?:U?P\d, )?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            body = [text for at, text in code if int(branch[1], 16) <= at <= address]
+            if any(re.search(r"\b(H|HG|QG|I|IG)MMA", text) for text in body):
+                loops.append((int(branch[1], 16), address, body))
+    assert loops, "there is no loop of products"
+    inner = [one for one in loops if not any(one[0] <= a and b <= one[1] and (a, b) != one[:2] for a, b, _ in loops)]
+    return [text for _, _, body in inner for text in body if re.search(r"\b(LDL|STL)", text)]
 
 
 def count_registers(lines, folder):
     """The registers of a thread, as GPUs hand them out: in eights."""
-    return -(-_measure(lines, folder, "REG") // 8) * 8
+    registers = int(re.search(r"\bREG:(\d+)", _dump(lines, folder, "-res-usage"))[1])
+    return -(-registers // 8) * 8
 
 
-def _measure(lines, folder, resource):
-    """What the assembled kernel takes of a resource."""
+def _dump(lines, folder, option):
+    """What cuobjdump prints of the assembled kernel."""
     program = Path(get_ptxas(90).path).with_name("cuobjdump")
     (folder / "kernel.cubin").write_bytes(lines.cubin)
-    command = [program, "-res-usage", folder / "kernel.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(rf"\b{resource}:(\d+)", said)[1])
+    return subprocess.run([program, option, folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
 
 
 def find(lines, pattern, start=0):
