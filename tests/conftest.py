@@ -73,16 +73,16 @@ def _servers() -> Iterator[None]:
 @pytest.fixture
 def forks_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are started by `sys.executable`, or spawned, are forked from one that has imported torch."""
-    _use(shared_server(), monkeypatch)
+    _start_processes_by(shared_server(), monkeypatch)
 
 
 @pytest.fixture
 def forks_interpreted_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `forks_processes`, for those whose kernels are interpreted."""
-    _use(shared_server(interprets=True), monkeypatch)
+    _start_processes_by(shared_server(interprets=True), monkeypatch)
 
 
-def _use(server: PythonServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def _start_processes_by(server: PythonServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", server.python)
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(server.python))
 

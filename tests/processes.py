@@ -72,10 +72,10 @@ for number in {forwarded}:
         signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
 status = b""
 while len(status) < 4:
-    came = server.recv(4 - len(status))
-    if not came:
+    part = server.recv(4 - len(status))
+    if not part:
         os._exit(255)  # the server is gone
-    status += came
+    status += part
 code = struct.unpack("!i", status)[0]
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -103,6 +103,10 @@ class PythonServer:
         if self._folder is None:
             self._start()
         return str(Path(self._folder or "", "python"))
+
+    @property
+    def is_started(self) -> bool:
+        return self._process is not None
 
     def process_of(self, executable: int) -> int:
         """The process id of what an `executable` of this id stands for."""
@@ -143,6 +147,7 @@ class PythonServer:
 
 
 _SERVERS: dict[bool, PythonServer] = {}
+"""By whether kernels are interpreted."""
 _MODULES = [
     "torch.distributed.tensor",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
@@ -156,6 +161,11 @@ def shared_server(interprets: bool = False) -> PythonServer:
     if interprets not in _SERVERS:
         _SERVERS[interprets] = PythonServer(_MODULES, {"TRITON_INTERPRET": "1"} if interprets else {})
     return _SERVERS[interprets]
+
+
+def forks_processes() -> bool:
+    """Whether `sys.executable` stands for a server's processes, which end shortly after it was killed."""
+    return any(server.is_started and sys.executable == server.python for server in _SERVERS.values())
 
 
 def close_servers() -> None:
@@ -205,42 +215,44 @@ class _Server:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(10.0)
+        descriptors: list[int] = []
+        is_forked = False
         with contextlib.suppress(OSError, ValueError, struct.error):  # a client that was killed meanwhile
             head, descriptors, _, _ = socket.recv_fds(connection, 4, 250)
             size = struct.unpack("!I", head)[0]
             text = b""
             while len(text) < size:
-                came = connection.recv(size - len(text))
-                if not came:
+                part = connection.recv(size - len(text))
+                if not part:
                     raise OSError
-                text += came
+                text += part
             request = json.loads(text)
             pid = os.fork()
             if pid == 0:
                 self._request = request, descriptors
-                self._forget(connection)
+                self._detach(connection)
                 return
-            for descriptor in descriptors:
-                os.close(descriptor)
+            is_forked = True
             file = self._folder / str(request["client"])
             file.write_text(str(pid))
             self._processes[pid] = connection, file
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid, connection))
-            return
-        connection.close()
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._forward_signals(pid, connection))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not is_forked:
+            connection.close()
 
-    def _pass_on(self, pid: int, connection: socket.socket) -> None:
+    def _forward_signals(self, pid: int, connection: socket.socket) -> None:
         """Send the process the signals that its client has had; kill it with all its children if that is gone."""
         try:
             numbers = connection.recv(64)
         except OSError:
             numbers = b""
-        with contextlib.suppress(ProcessLookupError):
-            for number in numbers:
-                os.kill(pid, number)
-            if not numbers:
-                self._selector.unregister(connection)
-                os.killpg(pid, signal.SIGKILL)
+        for number in numbers:
+            os.kill(pid, number)
+        if not numbers:
+            self._selector.unregister(connection)
+            _kill(pid)
 
     def _reap(self) -> None:
         while self._processes:
@@ -257,11 +269,10 @@ class _Server:
 
     def _end(self) -> None:
         for pid in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill(pid)
         os._exit(0)
 
-    def _forget(self, connection: socket.socket) -> None:
+    def _detach(self, connection: socket.socket) -> None:
         """In a forked process: close what belongs to the server."""
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -274,6 +285,13 @@ class _Server:
             other.close()
         for descriptor in self._own:
             os.close(descriptor)
+
+
+def _kill(pid: int) -> None:
+    """Kill a forked process that was not waited for yet, with all that it has started."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it had not begun its session yet
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], descriptors: list[int], python: str, base_path: list[str]) -> None:

@@ -101,6 +101,7 @@ class Supervisor:
         self._ranks = {}  # that they were killed is no failure
 
     def has_running_ranks(self) -> bool:
+        """Whether a rank's process has not ended."""
         return any(rank.is_running() for rank in self._ranks.values())
 
     def kill(self) -> None:

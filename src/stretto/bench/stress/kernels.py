@@ -78,7 +78,8 @@ def _find_names_on_host(tree: ast.AST) -> set[str]:
         node = left.pop()
         match node:
             case ast.FunctionDef():
-                found |= set() if _is_jitted(node) else _find_names_on_host(node)
+                if not _is_jitted(node):
+                    found |= _find_names_on_host(node)
                 continue
             case ast.Name(id=name, ctx=ast.Store()):
                 own.add(name)

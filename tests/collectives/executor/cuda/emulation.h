@@ -70,7 +70,7 @@ template <typename Access> static void in_turn(bool is_first, Access access) {
   access();
   if (is_together && is_first) __syncthreads();
 }
-static void store_volatile(char* to, u64 first, u64 second) {
+static void store_relaxed(char* to, u64 first, u64 second) {
 #if PROTOCOL == LL128
   in_turn((threadIdx.x % 8 == 7) != is_together, [&] { write(to, first, second); });
 #else
@@ -80,7 +80,7 @@ static void store_volatile(char* to, u64 first, u64 second) {
   rest();  // so that what a message's first lanes bring about is seen before its last ones are sent
 #endif
 }
-static void load_volatile(const char* from, u64& first, u64& second) {
+static void load_relaxed(const char* from, u64& first, u64& second) {
 #if PROTOCOL == LL128
   in_turn((threadIdx.x % 8 == 7) == is_together, [&] { read(from, first, second); });
 #else

@@ -238,10 +238,10 @@ struct Wait {
 // `flag` is the call's epoch in its upper half; the lower half tells messages apart that share a place.
 __device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u64 flag) {
 #if PROTOCOL == LL
-  store_volatile(message + slot * 16, (pack.words[0] & 0xffffffff) | (flag & 0xffffffff00000000),
+  store_relaxed(message + slot * 16, (pack.words[0] & 0xffffffff) | (flag & 0xffffffff00000000),
                  pack.words[0] >> 32 | flag << 32);
 #elif PROTOCOL == LL128
-  store_volatile(message + slot * 16, pack.words[0], slot % 8 == 7 ? flag : pack.words[WORDS - 1]);
+  store_relaxed(message + slot * 16, pack.words[0], slot % 8 == 7 ? flag : pack.words[WORDS - 1]);
 #else
   store_weak(message + slot * 16, pack.words[0], pack.words[WORDS - 1]);
 #endif
@@ -250,7 +250,7 @@ __device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u
 // Reads a lane of a message; returns whether it has come (Simple: it has, or nobody would be here).
 __device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, u64 flag) {
   u64 first, second;
-  load_volatile(message + slot * 16, first, second);
+  load_relaxed(message + slot * 16, first, second);
 #if PROTOCOL == LL
   pack.words[0] = second << 32 | (first & 0xffffffff);
   return (u32)(first >> 32) == (u32)(flag >> 32) && (u32)(second >> 32) == (u32)flag;

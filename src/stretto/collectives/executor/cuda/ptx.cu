@@ -31,13 +31,13 @@ __device__ __forceinline__ u64 nanoseconds() {
 
 // 16 bytes at once, never torn: what LL and LL128 rely on. PTX promises that of 128 bits, and not of two of 64 (which
 // are the same instructions on GPUs of today).
-__device__ __forceinline__ void store_volatile(char* to, u64 first, u64 second) {
+__device__ __forceinline__ void store_relaxed(char* to, u64 first, u64 second) {
   asm volatile(
       "{.reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both;}" ::"l"(to), "l"(first), "l"(second)
       : "memory");
 }
 
-__device__ __forceinline__ void load_volatile(const char* from, u64& first, u64& second) {
+__device__ __forceinline__ void load_relaxed(const char* from, u64& first, u64& second) {
   asm volatile("{.reg .b128 both; ld.relaxed.sys.global.b128 both, [%2]; mov.b128 {%0, %1}, both;}"
                : "=l"(first), "=l"(second)
                : "l"(from)

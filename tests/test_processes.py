@@ -1,0 +1,93 @@
+"""Python processes forked from a server: to whoever starts them, they are as Python's own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PythonServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PythonServer]:
+    server = PythonServer(["json"])
+    yield server
+    folder = Path(server.python).parent
+    server.close()
+    assert not folder.exists()
+
+
+CASES = {
+    "output": "print('out'); import sys; print('err', file=sys.stderr)",
+    "status": "import sys; sys.exit(3)",
+    "message": "import sys; sys.exit('no luck')",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "input": "print(input())",
+    "surroundings": "import os, sys; print(sys.argv, os.getcwd(), os.environ['WORD'], sys.path[:1], os.getppid())",
+    "threads": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    "at exit": "import atexit; atexit.register(print, 'left')",
+    "name": "print(__name__)",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_does_what_it_does_by_python(server: PythonServer, tmp_path: Path, case: str) -> None:
+    ran = [
+        subprocess.run(
+            [python, "-c", CASES[case], "an argument"],
+            cwd=tmp_path, env=os.environ | {"WORD": "word"}, input="a line\n", capture_output=True, text=True,
+        )
+        for python in (sys.executable, server.python)
+    ]  # fmt: skip
+    assert ran[1].returncode == ran[0].returncode
+    assert ran[1].stdout == ran[0].stdout
+    if case != "interrupted":  # whose traceback has more lines
+        assert ran[1].stderr == ran[0].stderr
+
+
+def test_files_and_modules_run_too(server: PythonServer, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    for arguments in ([str(tmp_path / "program.py")], ["-m", "program"], ["-B", "-m", "program"]):
+        ran = subprocess.run([server.python, *arguments, "x"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert ran.stdout == "__main__ ['x']\n"
+
+
+def test_what_was_imported_with_other_variables_is_left_to_python(server: PythonServer) -> None:
+    for value, is_forked in (("", True), ("1", False)):
+        variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+        variables |= {"TRITON_INTERPRET": value} if value else {}
+        code = "import sys; print(sys.executable)"
+        ran = subprocess.run([server.python, "-c", code], env=variables, capture_output=True, text=True, check=True)
+        assert (ran.stdout.strip() == server.python) == is_forked
+
+
+def test_inherited_descriptors_keep_their_numbers(server: PythonServer) -> None:
+    reader, writer = os.pipe()
+    subprocess.run([server.python, "-c", f"import os; os.write({writer}, b'here')"], pass_fds=[writer], check=True)
+    assert os.read(reader, 10) == b"here"
+    os.close(reader)
+    os.close(writer)
+
+
+WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signals_reach_the_process_and_a_kill_takes_it_along(server: PythonServer, number: signal.Signals) -> None:
+    process = subprocess.Popen([server.python, "-c", WAITS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert server.process_of(process.pid) == pid != process.pid
+    process.send_signal(number)
+    assert process.wait() == -number
+    deadline = time.monotonic() + 10.0
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.stdout.close()
