@@ -5,8 +5,10 @@
 Ranks 0 to 3 stand in a square of 2 x 2, and each is in two groups, its row ({0, 1} or {2, 3}) and its column ({0, 2} or
 {1, 3}). In a round each rank launches three kernels that wait for other ranks, on a stream each: one of its row, one of
 its column, and a stand-in for a collective of NCCL's among all four ranks. The stand-in has 32 programs that hold their
-places until all 32 programs of every other rank have begun. If two kernels filled a rank's multiprocessors while the
-third had no place there, and other ranks had begun in other orders, each kernel might wait for one without a place.
+places until all programs of every other rank have begun. Ranks that share a GPU have fewer multiprocessors, and the
+stand-in as many programs as there is room for beside a kernel of ours: 13 on 28 multiprocessors. If two kernels filled
+a rank's multiprocessors while the third had no place there, and other ranks had begun in other orders, each kernel
+might wait for one without a place.
 
 Whether the row's or the column's kernel comes first is another one of the 2^4 combinations over the ranks in each of 16
 rounds that follow each other; where the stand-in comes is drawn for each rank. A rank's streams first wait for each
@@ -47,6 +49,7 @@ from stretto.bench.stress.embedding import EmbeddingCase, LookUp
 from stretto.bench.stress.operators import Call, OperatorCase
 from stretto.bench.stress.team import Team, mix
 from stretto.memory import PeerError, SymmetricMemory, allocate, failures
+from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 from stretto.ops.embedding.ways import Way
 from stretto.tiles.intrinsics import now
 
@@ -54,13 +57,16 @@ RANKS = 4
 GROUPS = {"row": ((0, 1), (2, 3)), "column": ((0, 2), (1, 3))}
 STAND_IN = "stand-in"
 ORDERS_OF_GROUPS = 1 << RANKS
-STAND_IN_PROGRAMS = 32
-"""As many blocks as NCCL's kernels have by default on GPUs that NVLink links."""
+STAND_IN_PROGRAMS = NCCL_BLOCKS
+"""The most of a stand-in."""
+STAND_IN_WARPS = 16
+"""As many threads as NCCL's blocks have, which leave no room on a multiprocessor for a program with all registers."""
 
 _BATCH = 2 * ORDERS_OF_GROUPS  # rounds between two looks by the host
 _MOST_GAP = 60_000  # cycles that a rank's GPU sleeps between two launches of a round: up to 30 microseconds
 _LATE = 0.25  # share of rounds in which one of a rank's streams sleeps longer
 _MOST_LATE = 400_000
+_LONG = 100_000_000  # cycles: tens of milliseconds
 _NEVER = 2**31 - 1
 _MANY_PROGRAMS = 1024  # more than a GPU has places for: the library clamps what may wait
 
@@ -181,12 +187,13 @@ def _read_clock(clock):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["number", "limit", "rank"])
-def stand_in(addresses, counters, clock, late, failed, number, limit, rank, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
+def stand_in(addresses, counters, clock, late, begun, failed, number, limit, rank, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Hold a place on the GPU until all programs of this launch have begun on every rank.
 
     addresses: int64 [WORLD], where each rank's counters lie. counters: int32 [WORLD], this rank's: how many programs of
     each peer have begun. number: of the launch, from 1 on. limit: nanoseconds, after which the program gives up, as it
     does where a wait of this process has failed (failed: int32 [1]). late: int32 [1], the first launch that gave up.
+    begun: int32 [WORLD], how many programs of each peer had begun when it did.
     Signals: once at its start each program adds 1 to its rank's counter at every peer.
     Waits: until each peer's counter shows all of its programs.
     """
@@ -211,14 +218,22 @@ def stand_in(addresses, counters, clock, late, failed, number, limit, rank, WORL
                 has_failed = tl.atomic_add(failed, 0, sem="relaxed", scope="gpu")
                 is_over = (time - began > limit) | (has_failed != 0) | (first_late <= number)
                 tl.atomic_min(late, number, mask=is_over, sem="relaxed", scope="gpu")
+                have_begun = seen - target + tl.num_programs(0)
+                tl.store(begun + (rank + distance) % WORLD, have_begun, mask=is_over & (first_late >= number))
                 waits = (time - began <= limit) & (has_failed == 0) & (first_late > number)
 
 
 @triton.jit(do_not_specialize=["number"])
-def note_failure(first, failed, number):  # type: ignore[no-untyped-def]
-    """first: int32 [1], the least number of a round after which this process's failure flag was set."""
+def note_end(ended, first, failed, late, number, NEVER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Note that a stream's kernel of a round has ended: in `ended` as long as no wait has failed, and else in `first`.
+
+    ended: int32 [1], the last such round. first: int32 [1], the least round after which a wait of this process had
+    failed. failed: int32 [1], this process's failure flag. late: see `stand_in`.
+    """
     has_failed = tl.atomic_add(failed, 0, sem="relaxed", scope="gpu") != 0
+    is_late = tl.atomic_add(late, 0, sem="relaxed", scope="gpu") != NEVER
     tl.atomic_min(first, number, mask=has_failed, sem="relaxed", scope="gpu")
+    tl.store(ended, number, mask=(has_failed | is_late) == 0)
 
 
 @dataclass
@@ -235,9 +250,12 @@ class _State:
     addresses: Tensor
     clock: Tensor
     late: Tensor
+    begun: Tensor
+    ended: dict[str, Tensor]
     first_failed: dict[str, Tensor]
     cases: dict[tuple[str, str], Case] = field(default_factory=dict)
     stand_ins: int = 0
+    stand_in_programs: int = STAND_IN_PROGRAMS
 
 
 def cross(setting: Setting) -> dict[str, Any]:
@@ -265,6 +283,9 @@ def _make_state(setting: Setting) -> _State:
             if rank in part:
                 teams[name] = Team(group, device, setting.seed)
     memory = allocate(4 * RANKS, None, backend="cuda")
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    room: list[int] = [0] * RANKS
+    dist.all_gather_object(room, multiprocessors - bound_blocks(multiprocessors) - 1)
     names = (*teams, STAND_IN)
     return _State(
         setting,
@@ -277,7 +298,10 @@ def _make_state(setting: Setting) -> _State:
         torch.tensor(memory.addresses, dtype=torch.int64, device=device),  # type: ignore[attr-defined]
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.full((1,), _NEVER, dtype=torch.int32, device=device),
+        torch.full((RANKS,), -1, dtype=torch.int32, device=device),
+        {name: torch.full((1,), -1, dtype=torch.int32, device=device) for name in names},
         {name: torch.full((1,), _NEVER, dtype=torch.int32, device=device) for name in names},
+        stand_in_programs=max(1, min(STAND_IN_PROGRAMS, *room)),
     )
 
 
@@ -287,7 +311,7 @@ def _launch_all_once(state: _State) -> None:
     for kind in setting.kinds:
         for name, team in state.teams.items():
             state.cases[name, kind] = _KINDS[kind](setting.timeout, team)
-    unused = torch.zeros(1, dtype=torch.bool, device=device)
+    unused = _make_words(1, device)
     torch.cuda.synchronize(device)
     for kind in setting.kinds:
         for name in state.teams:
@@ -301,7 +325,31 @@ def _launch_all_once(state: _State) -> None:
         torch.cuda._sleep(1)
         _launch_stand_in(state, 0)
     failures.synchronize(device)
+    _require_concurrency(state)
     dist.barrier()
+
+
+def _make_words(count: int, device: torch.device) -> Tensor:
+    """bool [count], each at an address that has 16 as a factor.
+
+    torch has other kernels for other alignments, and a kernel that is launched for the first time is loaded then, which
+    waits until the GPU is idle: two ranks' hosts would wait for each other's kernels.
+    """
+    return torch.zeros(count, 16, dtype=torch.bool, device=device)[:, 0]
+
+
+def _require_concurrency(state: _State) -> None:
+    """AssertionError where a stream's kernels wait for another stream's: all orders of launch would be one."""
+    for first, second in itertools.permutations(state.streams, 2):
+        with torch.cuda.stream(state.streams[first]):
+            torch.cuda._sleep(_LONG)
+            last = torch.cuda.Event()
+            last.record()
+        with torch.cuda.stream(state.streams[second]):
+            torch.cuda._sleep(1)
+            torch.cuda.current_stream().synchronize()
+        assert not last.query(), f"the {second}'s stream waits for the {first}'s"
+        torch.cuda.synchronize(state.device)
 
 
 def _launch_group(state: _State, name: str, kind: str, entry: int, number: int, is_wrong: Tensor) -> None:
@@ -314,7 +362,7 @@ def _launch_group(state: _State, name: str, kind: str, entry: int, number: int, 
     if case.are_outputs_new:
         for found, _, _ in checks:  # the allocator gives this memory to a later call
             found.fill_(float("nan") if found.is_floating_point() else 77)
-    note_failure[(1,)](state.first_failed[name], failures.failure_flag(state.device), number, num_warps=1)
+    _note_end(state, name, number)
 
 
 def _launch_stand_in(state: _State, number: int) -> None:
@@ -322,9 +370,24 @@ def _launch_stand_in(state: _State, number: int) -> None:
     failed = failures.failure_flag(state.device)
     counters = state.memory.buffer().view(torch.int32)
     limit = int(state.setting.timeout * 1e9)
-    arguments = state.addresses, counters, state.clock, state.late, failed, state.stand_ins, limit, state.rank
-    stand_in[(STAND_IN_PROGRAMS,)](*arguments, WORLD=RANKS, num_warps=4)
-    note_failure[(1,)](state.first_failed[STAND_IN], failed, number, num_warps=1)
+    arguments = (
+        state.addresses,
+        counters,
+        state.clock,
+        state.late,
+        state.begun,
+        failed,
+        state.stand_ins,
+        limit,
+        state.rank,
+    )
+    stand_in[(state.stand_in_programs,)](*arguments, WORLD=RANKS, num_warps=STAND_IN_WARPS)
+    _note_end(state, STAND_IN, number)
+
+
+def _note_end(state: _State, name: str, number: int) -> None:
+    words = state.ended[name], state.first_failed[name], failures.failure_flag(state.device), state.late
+    note_end[(1,)](*words, number, NEVER=_NEVER, num_warps=1)
 
 
 def _run_batches(state: _State) -> dict[str, Any]:
@@ -352,6 +415,7 @@ def _run_batches(state: _State) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 2),
         "device": torch.cuda.get_device_name(state.device),
         "multiprocessors of a rank": torch.cuda.get_device_properties(state.device).multi_processor_count,
+        "programs of the stand-in": state.stand_in_programs,
         "orders": len(orders),
         "rows": [
             {"row": row, "column": column, "rounds": rounds[row, column], "seconds": round(seconds[row, column], 3)}
@@ -367,7 +431,7 @@ def _find_orders(seed: int, number: int) -> tuple[tuple[str, ...], ...]:
 def _run_batch(state: _State, pair: tuple[str, str], first: int, size: int) -> "tuple[int, bool, str] | None":
     """Rounds without a look by the host; returns what went wrong on this rank: see `_find_problem`."""
     kinds = dict(zip(GROUPS, pair, strict=True))
-    are_wrong = {name: torch.zeros(size, dtype=torch.bool, device=state.device) for name in kinds}
+    are_wrong = {name: _make_words(size, state.device) for name in kinds}
     torch.cuda.synchronize(state.device)
     problem: tuple[int, bool, str] | None = None
     number = first
@@ -413,13 +477,17 @@ def _find_problem(state: _State, first: int, are_wrong: dict[str, Tensor]) -> "t
 
     The device is idle.
     """
+    ended = ", ".join(f"{name} {int(number)}" for name, number in state.ended.items())
+    ended = f" (rounds ended: {ended})"
     failed_rounds = {name: int(number) for name, number in state.first_failed.items()}
     try:
         failures.check()
     except PeerError as error:
-        return min(failed_rounds.values()), True, str(error)
+        return min(failed_rounds.values()), True, str(error) + ended
     if int(state.late) != _NEVER:
-        return -1, True, f"the stand-in's launch {int(state.late)} waited in vain for another rank's"
+        begun = ", ".join(f"{count} of rank {peer}" for peer, count in enumerate(state.begun.tolist()) if count >= 0)
+        text = f"the stand-in's launch {int(state.late)} waited in vain: of {state.stand_in_programs} programs {begun}"
+        return -1, True, f"{text} had begun{ended}"
     for name, wrong in are_wrong.items():
         places = wrong.nonzero().flatten().tolist()
         if places:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stretto.bench.mps import has_mps, mps_daemon
+from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.memory.shared_gpus import OVERLAPPING, SWITCH
 from tests.pool import Pool
 
@@ -82,6 +82,6 @@ class GpuRanks:
             self.environment = {SWITCH: "1", OVERLAPPING: "1"}
             if has_mps():
                 ranks_of_a_gpu = -(-self._world // count_gpus())
-                self.environment |= self._started.enter_context(self._make_daemon(max(1, 100 // ranks_of_a_gpu)))
+                self.environment |= self._started.enter_context(self._make_daemon(share_for(ranks_of_a_gpu)))
         self._pool = self._make_pool(self._world, self.environment, backend=backend)
         self._started.callback(self._pool.close)

@@ -26,7 +26,7 @@ from stretto.bench.checkouts_cases import CPU_CASES, Case, list_cases
 from stretto.bench.checkouts_plot import plot_checkouts
 from stretto.bench.checkouts_ranks import CheckoutRanks, RanksFailed
 from stretto.bench.harness import Column, print_table, require_least, write_result
-from stretto.bench.mps import mps_daemon
+from stretto.bench.mps import mps_daemon, share_for
 
 BOUND = 0.02
 """Ratios of medians nearer to 1 than this count as equal."""
@@ -95,7 +95,7 @@ class Setting:
     @property
     def share(self) -> int:
         """Percent of the multiprocessors that a rank gets."""
-        return 100 // self.ranks if self.percentage is None else self.percentage
+        return share_for(self.ranks) if self.percentage is None else self.percentage
 
     @property
     def sources(self) -> dict[str, Path]:

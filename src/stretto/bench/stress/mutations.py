@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from stretto.bench.mps import has_mps, mps_daemon
+from stretto.bench.mps import has_mps, mps_daemon, share_for
 
 KINDS = ("barrier", "wait", "acquire", "fence")
 _BATCH_LIMIT = 100.0  # seconds: what waits for nobody that comes hangs
@@ -696,7 +696,7 @@ def try_all(
     with ExitStack() as stack:
         environment = dict(os.environ)
         if stresses and has_mps() and "CUDA_MPS_PIPE_DIRECTORY" not in environment:
-            environment |= stack.enter_context(mps_daemon(max(1, 100 // (ranks * jobs))))
+            environment |= stack.enter_context(mps_daemon(share_for(ranks * jobs)))
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         yield from pool.map(
             lambda mutation: _try(mutation, ranks, minutes, tests, environment, stresses=stresses), mutations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import require_least
-from stretto.bench.mps import has_mps, mps_daemon
+from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
 from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
@@ -146,7 +146,7 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
             if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
                 say("the ranks share GPUs under the MPS daemon that is there")
             elif has_mps():
-                environment |= stack.enter_context(mps_daemon(max(1, 100 // -(-setting.ranks // gpus))))
+                environment |= stack.enter_context(mps_daemon(share_for(-(-setting.ranks // gpus))))
                 say("the ranks share GPUs under MPS")
             else:
                 say("the ranks share GPUs by time slices: there is no MPS here")
@@ -240,7 +240,7 @@ class _Run:
         number = self._batches[name]
         self._batches[name] += 1
         draw = random.Random(mix(self._seed, "mode", name, number))
-        mode = self._choose_mode(name, number, draw)
+        mode = self._choose_mode(name, draw)
         if number == 1 or (number and draw.random() < _POISONED):
             replies = self._crew.ask(Poison(name), LIMIT)
             if not replies.is_whole:
@@ -269,16 +269,16 @@ class _Run:
             first = min(replies.outcomes[rank].first_wrong for rank in wrong)
             self._find(name, f"{where}: wrong results by rank {wrong}, the first in call {first}")
 
-    def _choose_mode(self, name: str, number: int, draw: random.Random) -> str:
-        """Eager at first; then all modes that the configuration takes, each soon."""
+    def _choose_mode(self, name: str, draw: random.Random) -> str:
+        """Eager at first; then each mode that the configuration takes and has not had yet, in an earlier run either."""
         configuration = self._chosen[name]
         modes = ["eager"]
         if self._has_gpus and configuration.takes_graphs:
             modes.append("graph")
         if configuration.takes_groups:
             modes.append("groups")
-        if number < len(modes):
-            return modes[number]
+        if untried := [mode for mode in modes if mode not in self._accounts[name].modes]:
+            return untried[0]
         return draw.choices(modes, [_MODE_WEIGHTS[mode] for mode in modes])[0]
 
     def _find_limit(self, name: str, mode: str) -> float:
