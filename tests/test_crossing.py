@@ -43,12 +43,12 @@ def test_a_kind_that_there_is_not_is_refused():
 
 COMPILE = """
 import torch
-from tests.gpu.crossing import note_failure, stand_in
+from tests.gpu.crossing import note_end, stand_in
 from stretto.tiles.compile_only import compile_kernel
 words, longs = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-arguments = longs, words, longs, words, words, 16, 20 * 10**9, 1, 4
+arguments = longs, words, longs, words, words, words, 16, 20 * 10**9, 1, 4
 print(compile_kernel(stand_in, arguments, {"num_warps": 4}, "sm_90")["ptx"])
-compile_kernel(note_failure, (words, words, 16), {"num_warps": 1}, "sm_90")
+compile_kernel(note_end, (words, words, words, words, 16, 2**31 - 1), {"num_warps": 1}, "sm_90")
 """
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.bench.mps import share_for
 from tests.gpu import resuming, sharing
 from tests.gpu.sharing import GpuRanks
 
@@ -60,7 +61,7 @@ class RecordedDaemon:
             self.events.append("end")
 
 
-@pytest.mark.parametrize(("gpus", "percentage"), [(1, "33"), (2, "50")])
+@pytest.mark.parametrize(("gpus", "percentage"), [(1, "31"), (2, "48")])
 def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_each(
     monkeypatch, made, gpus, percentage
 ):
@@ -79,6 +80,10 @@ def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_e
     ranks.close()
     assert pool.closed
     assert daemon.events == ["start", "end"]
+
+
+def test_ranks_of_a_gpu_never_get_more_than_all_of_it():
+    assert all(share_for(ranks) >= 1 and ranks * share_for(ranks) <= 100 for ranks in range(1, 50))
 
 
 def test_after_processes_were_killed_the_daemon_is_started_anew(monkeypatch, made):
@@ -136,8 +141,11 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     resuming.configure(config)
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("-".join(resuming.group_of(item.nodeid))))
+    yield
     resuming.choose(config, items)
 """
 TESTS = """

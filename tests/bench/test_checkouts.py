@@ -3,7 +3,10 @@
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -221,6 +224,26 @@ def test_the_mps_daemon_is_ended_and_its_folder_removed_after_an_error_too(tmp_p
     assert given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
     assert [line.split() for line in log.read_text().splitlines()] == [["-d", folder], ["quit", folder]]
     assert not Path(folder).exists()
+
+
+def test_the_mps_daemon_is_ended_where_the_process_that_started_it_is_killed(tmp_path):
+    log, folders = tmp_path / "log", tmp_path / "folders"
+    folders.mkdir()
+    text = f"import sys\nopen({str(log)!r}, 'a').write(''.join(sys.argv[1:]) or sys.stdin.read())\n"
+    make_mps(tmp_path, text)
+    program = (
+        "import os, signal\nfrom stretto.bench.mps import mps_daemon\n"
+        "with mps_daemon(25):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PATH": str(tmp_path), "TMPDIR": str(folders)}, timeout=60
+    )
+    assert ended.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30.0
+    while list(folders.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert log.read_text() == "-dquit\n"
 
 
 def test_a_machine_without_mps_is_told_so(tmp_path, monkeypatch):

@@ -1,18 +1,22 @@
 """`stretto stress`: what it covers, what it counts, and that it finds what is broken on purpose."""
 
 import ast
+import contextlib
 import json
 import random
 import shutil
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from stretto.bench.stress import run as stress_run
-from stretto.bench.stress.catalogue import load_catalogue, select
+from stretto.bench.stress import worker
+from stretto.bench.stress.catalogue import Case, load_catalogue, select
 from stretto.bench.stress.kernels import list_kernels
 from stretto.bench.stress.ledger import Ledger
 from stretto.bench.stress.mutations import KINDS, MUTATIONS, Edit, Mutation, Verdict, apply, write_table
@@ -123,6 +127,50 @@ def test_no_call_takes_an_input_of_the_calls_just_before():
     drawn = draw_entries(6, 200, random.Random(seed))
     assert sorted(drawn[:6]) == list(range(6))
     assert all(drawn[at] not in drawn[max(at - 3, 0) : at] for at in range(200))
+
+
+def test_what_a_graph_captures_was_called_before_and_every_call_counts(monkeypatch):
+    events: list[Any] = []
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    @contextlib.contextmanager
+    def capture(graph, **options):
+        events.append("begin")
+        yield
+        events.append("end")
+
+    class Recorded(Case):
+        entries = 3
+
+        def call(self, entry):
+            events.append(entry)
+            return []
+
+        def release_graph(self):
+            events.append("released")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(worker, "_be_late", lambda state: None)
+    state = mock.Mock(device=torch.device("cpu"))
+    calls = worker._run_graph(state, Recorded(), 30, random.Random(1), torch.zeros(30, dtype=torch.int32))
+    begin, end = events.index("begin"), events.index("end")
+    assert begin == worker.GRAPH_CALLS  # a first call allocates memory of all ranks, which no graph can hold
+    assert events[:begin] == events[begin + 1 : end]
+    assert events[end + 1 :] == ["replay"] * 3 + ["released"]
+    assert calls == 4 * worker.GRAPH_CALLS
+
+
+def test_modes_that_no_run_has_had_come_first(tmp_path):
+    file = tmp_path / "results.json"
+    first, _ = run_fakes("fake/right", resume=file)
+    assert set(first.accounts["fake/right"].modes) == {"eager"}
+    more = stress(Setting(2, 2.0, "fake/right", 6, 16, file, FAKES, calls=4), lambda line: None)
+    assert set(more.accounts["fake/right"].modes) == {"eager", "groups"}
 
 
 def test_wrong_results_are_counted_and_the_others_go_on():

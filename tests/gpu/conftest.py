@@ -59,8 +59,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    for item in items:  # which pytest-xdist looks at last
+        item.add_marker(pytest.mark.xdist_group("-".join(resuming.group_of(item.nodeid))))
+    yield
     resuming.choose(config, items)
     if sharing.count_gpus() == 1:
         for item in items:
@@ -97,6 +100,9 @@ def run_ranks(gpu_pool: GpuRanks) -> Callable[..., list[Any]]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what ranks that share a GPU cannot show, before any fixture runs for it."""
+    if threading.current_thread() is threading.main_thread():
+        # torch's launcher, which some tests call, has a handler of its own.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     marker = item.get_closest_marker("own_gpus")
     callspec = getattr(item, "callspec", None)
     count = None if callspec is None else callspec.params.get("world")

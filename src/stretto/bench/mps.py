@@ -9,11 +9,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
+_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _SHARES = {1: 100, 2: 48, 3: 31, 4: 21, 5: 13, 6: 13, 7: 13, 8: 12}
 _LIMIT = 30.0  # seconds that the daemon has to start, and to end
 
@@ -35,7 +37,7 @@ def share_for(ranks: int) -> int:
 
 @contextlib.contextmanager
 def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
-    """Start an MPS daemon, and end it when the block is left, however that comes.
+    """Start an MPS daemon, and end it when the block is left, or when this process is gone, however that comes.
 
     percentage: of the GPU's multiprocessors that each process gets, 1 to 100. Yields the environment variables that
     make a process a client of this daemon; its own pipe and log folders keep it apart from any other daemon. End all
@@ -48,17 +50,25 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
         raise ValueError("ranks that share a GPU need MPS: nvidia-cuda-mps-control, of NVIDIA's driver, is not on PATH")
     folder = tempfile.mkdtemp(prefix="stretto-mps-")  # short: the path of a socket has at most 107 characters
     variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    environment = os.environ | variables
+    # A percentage in the daemon's own environment would be the most that any client gets.
+    environment = {name: value for name, value in os.environ.items() if name != _PERCENTAGE} | variables
+    # It ends the daemon once its standard input is closed, as it is when this process is killed, too.
+    keeper = subprocess.Popen(
+        [sys.executable, "-ES", __file__, control, folder],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
     try:
         try:
             # Its output goes nowhere: the daemon would inherit a pipe and keep it open.
             _run([control, "-d"], environment).check_returncode()
         except (OSError, subprocess.SubprocessError) as error:
             raise ValueError(f"the MPS daemon does not start: {error}; its log: {_tail(folder)}") from error
-        yield variables | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
+        yield variables | {_PERCENTAGE: str(percentage)}
     finally:
-        _end_daemon(control, Path(folder), environment)
-        shutil.rmtree(folder, ignore_errors=True)
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        keeper.wait()
 
 
 def _run(command: list[str], environment: Mapping[str, str], said: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
@@ -66,14 +76,16 @@ def _run(command: list[str], environment: Mapping[str, str], said: bytes = b"") 
     return subprocess.run(command, input=said, env=environment, timeout=_LIMIT, stdout=nowhere, stderr=nowhere)
 
 
-def _end_daemon(control: str, folder: Path, environment: Mapping[str, str]) -> None:
-    """Ask the daemon to quit; kill it if it is there after all."""
+def _keep(control: str, folder: Path) -> None:
+    """Wait until standard input is closed; then ask the daemon to quit, and kill it if it is there after all."""
+    sys.stdin.read()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        _run([control], environment, b"quit\n")
+        _run([control], os.environ, b"quit\n")
     with contextlib.suppress(OSError, ValueError):
         process = int((folder / "nvidia-cuda-mps-control.pid").read_text())
         if b"nvidia-cuda-mps" in Path(f"/proc/{process}/cmdline").read_bytes():
             os.kill(process, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tail(folder: str) -> str:
@@ -81,3 +93,7 @@ def _tail(folder: str) -> str:
         return (Path(folder) / "control.log").read_text(errors="replace").strip()[-300:] or "(empty)"
     except OSError:
         return "(none)"
+
+
+if __name__ == "__main__":
+    _keep(sys.argv[1], Path(sys.argv[2]))
