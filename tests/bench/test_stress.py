@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import shutil
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from stretto.bench.stress import mutations, worker
 from stretto.bench.stress import run as stress_run
-from stretto.bench.stress import worker
 from stretto.bench.stress.catalogue import Case, load_catalogue, select
 from stretto.bench.stress.kernels import list_kernels
 from stretto.bench.stress.ledger import Ledger
@@ -270,6 +271,32 @@ def test_a_mutation_that_does_not_fit_is_refused(tmp_path):
     for old in ("one", "two"):
         with pytest.raises(ValueError, match=r"file.py has \d times, and not once"):
             apply(Mutation("a family", "wait", "a wait", (Edit("file.py", old, "three"),), "tiles"), tmp_path)
+
+
+def test_stress_and_tests_of_a_mutation_may_be_run_apart(tmp_path, monkeypatch):
+    first, second = MUTATIONS[0], next(one for one in MUTATIONS if one.kind == "fence")
+
+    def find(chosen, *, stresses, runs_tests, **options):
+        for one in chosen:
+            how = "wrong: tiles/push" if stresses and one is first else ""
+            yield Verdict(one.family, one.kind, one.what, how, 3.0 * stresses, "a.py::test_it" if runs_tests else "")
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["mutations", "--out", str(tmp_path), *options])
+        return mutations.main()
+
+    monkeypatch.setattr(mutations, "try_all", find)
+    monkeypatch.setattr(mutations, "MUTATIONS", (first, second))
+    assert run("--tests-only") == 1  # a barrier is for the stress to find
+    assert run("--stress-only") == 0
+    rows = {(row["kind"], row["what"]): row for row in json.loads((tmp_path / "mutations.json").read_text())}
+    assert set(rows) == {(first.kind, first.what), (second.kind, second.what)}
+    assert {row["by_tests"] for row in rows.values()} == {"a.py::test_it"}
+    assert {row["seconds"] for row in rows.values()} == {3.0}
+    assert (tmp_path / "mutations.md").read_text().count("| yes |") == 2
+    (tmp_path / "mutations.json").write_text("[7]")
+    with pytest.raises(SystemExit):
+        run("--tests-only")
 
 
 def test_the_table_says_what_has_found_a_mutation():

@@ -14,10 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -686,12 +686,19 @@ def apply(mutation: Mutation, package: Path) -> None:
 
 
 def try_all(
-    mutations: Sequence[Mutation], *, ranks: int, minutes: float, jobs: int, tests: Path, stresses: bool = True
+    mutations: Sequence[Mutation],
+    *,
+    ranks: int,
+    minutes: float,
+    jobs: int,
+    tests: Path,
+    stresses: bool = True,
+    runs_tests: bool = True,
 ) -> Iterator[Verdict]:
     """Try mutations, `jobs` at a time, and give what has come of each, in their order.
 
     ranks: of each stress. minutes: that it takes at most. tests: the folder that the tests' names begin in. stresses:
-    False runs the tests alone, which need no GPU.
+    False runs the tests alone, which need no GPU. runs_tests: False runs the stress alone.
     """
     with ExitStack() as stack:
         environment = dict(os.environ)
@@ -699,12 +706,22 @@ def try_all(
             environment |= stack.enter_context(mps_daemon(share_for(ranks * jobs)))
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         yield from pool.map(
-            lambda mutation: _try(mutation, ranks, minutes, tests, environment, stresses=stresses), mutations
+            lambda mutation: _try(
+                mutation, ranks, minutes, tests, environment, stresses=stresses, runs_tests=runs_tests
+            ),
+            mutations,
         )
 
 
 def _try(
-    mutation: Mutation, ranks: int, minutes: float, tests: Path, environment: dict[str, str], *, stresses: bool
+    mutation: Mutation,
+    ranks: int,
+    minutes: float,
+    tests: Path,
+    environment: dict[str, str],
+    *,
+    stresses: bool,
+    runs_tests: bool,
 ) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="stretto-mutation-") as folder:
         source = Path(folder) / "src"
@@ -714,7 +731,7 @@ def _try(
         paths = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         here = environment | {"PYTHONPATH": paths}
         by_stress, seconds, note = _stress(mutation, ranks, minutes, folder, here) if stresses else ("", 0.0, "")
-        by_tests = _test(mutation, tests, here)
+        by_tests = _test(mutation, tests, here) if runs_tests else ""
     return Verdict(mutation.family, mutation.kind, mutation.what, by_stress, seconds, by_tests, note)
 
 
@@ -769,6 +786,10 @@ def _test(mutation: Mutation, tests: Path, environment: dict[str, str]) -> str:
     return ""
 
 
+_FIELDS = [field.name for field in fields(Verdict)]
+_JSON = "mutations.json"
+
+
 def write_table(verdicts: Sequence[Verdict]) -> str:
     """Markdown."""
     lines = ["| family | removed | stress | after | machine code | found |", "|---|---|---|---|---|---|"]
@@ -789,15 +810,22 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--only", default="", help="families or kinds, with commas")
     parser.add_argument("--tests", type=Path, default=Path(), help="the repository's root")
-    parser.add_argument("--tests-only", action="store_true", help="run no stress")
-    parser.add_argument("--out", type=Path, help="folder for mutations.md and mutations.json")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--tests-only", action="store_true", help="run no stress, and so need no GPU")
+    parts.add_argument("--stress-only", action="store_true", help="run no tests of machine code")
+    parser.add_argument(
+        "--out", type=Path, help="folder for mutations.md and mutations.json: what these have of other runs stays there"
+    )
     options = parser.parse_args()
     wanted = {part for part in options.only.split(",") if part}
     known = {name for one in MUTATIONS for name in (one.family, one.kind)}
     if unknown := wanted - known:
         parser.error(f"--only is {', '.join(sorted(unknown))}, but families and kinds are {', '.join(sorted(known))}")
     chosen = [one for one in MUTATIONS if not wanted or wanted & {one.family, one.kind}]
-    verdicts: list[Verdict] = []
+    try:
+        verdicts = {} if options.out is None else read_verdicts(options.out / _JSON)
+    except ValueError as error:
+        parser.error(str(error))
     for verdict in try_all(
         chosen,
         ranks=options.ranks,
@@ -805,17 +833,43 @@ def main() -> int:
         jobs=options.jobs,
         tests=options.tests.resolve(),
         stresses=not options.tests_only,
+        runs_tests=not options.stress_only,
     ):
-        verdicts.append(verdict)
+        key = verdict.family, verdict.kind, verdict.what
+        before = verdicts.get(key)
+        if before is not None and options.tests_only:
+            verdicts[key] = replace(before, by_tests=verdict.by_tests)
+        elif before is not None and options.stress_only:
+            verdicts[key] = replace(verdict, by_tests=before.by_tests)
+        else:
+            verdicts[key] = verdict
         print(f"{verdict.family}, {verdict.kind}, {verdict.what}: {verdict.by_stress or 'no'} after "
               f"{verdict.seconds:.0f} s ({verdict.note}); tests: {verdict.by_tests or 'no'}", flush=True)  # fmt: skip
         if options.out is not None:  # each time: what is cut off loses nothing
             options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "mutations.md").write_text(write_table(verdicts))
-            found = [asdict(one) | {"is_found": one.is_found} for one in verdicts]
-            (options.out / "mutations.json").write_text(json.dumps(found, indent=1))
-    print(write_table(verdicts))
-    return int(not all(verdict.is_found for verdict in verdicts))
+            every = _sort(verdicts)
+            (options.out / "mutations.md").write_text(write_table(every))
+            found = [asdict(one) | {"is_found": one.is_found} for one in every]
+            (options.out / _JSON).write_text(json.dumps(found, indent=1) + "\n")
+    print(write_table(_sort(verdicts)))
+    return int(not all(verdict.is_found for verdict in verdicts.values()))
+
+
+def read_verdicts(path: Path) -> dict[tuple[str, str, str], Verdict]:
+    """What earlier runs have found, by family, kind and what was removed. ValueError for a file of something else."""
+    if not path.exists():
+        return {}
+    try:
+        rows = [Verdict(**{name: row[name] for name in _FIELDS}) for row in json.loads(path.read_text())]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} holds no verdicts on mutations") from error
+    return {(row.family, row.kind, row.what): row for row in rows}
+
+
+def _sort(verdicts: Mapping[tuple[str, str, str], Verdict]) -> list[Verdict]:
+    """In the order of `MUTATIONS`, without those that are no longer there."""
+    keys = [(one.family, one.kind, one.what) for one in MUTATIONS]
+    return [verdicts[key] for key in keys if key in verdicts]
 
 
 if __name__ == "__main__":
