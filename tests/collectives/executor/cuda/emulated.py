@@ -1,4 +1,4 @@
-"""Kernels of all ranks in this process: their CUDA C++ compiled by the C++ compiler, a thread for each CUDA thread."""
+"""Kernels of all ranks in this process: their CUDA C++ compiled by the C++ compiler, a thread for each block."""
 
 import ctypes
 import hashlib
@@ -30,19 +30,17 @@ from stretto.memory.failures import RECORD_WORDS, SUMMARY_ADDRESS
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
 THREADS = 8
-STANDARD = ("atomic", "barrier", "chrono", "cmath", "cstring", "memory", "thread", "vector")
+STANDARD = (
+    "algorithm", "atomic", "chrono", "cmath", "cstdio", "cstdlib", "cstring", "functional", "memory", "thread",
+    "ucontext.h", "vector",
+)  # fmt: skip
 OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
 LAUNCH = """
 extern "C" void launch(u32 first, u32 end, u32 blocks, u32 threads, u64* a) {
-  std::vector<std::unique_ptr<Block>> states;
-  for (u32 b = 0; b < blocks; ++b) states.push_back(std::make_unique<Block>(threads));
+  auto run_block = [=](u32 index) { Block(index, threads, blocks, [=] { %s(%s); }).run(); };
   std::vector<std::thread> all;
-  for (u32 b = first; b < end; ++b)
-    for (u32 t = 0; t < threads; ++t)
-      all.emplace_back([=, &states] {
-        blockIdx.x = b; threadIdx.x = t; blockDim.x = threads; gridDim.x = blocks; block_state = states[b].get();
-        %s(%s);
-      });
+  for (u32 b = first + 1; b < end; ++b) all.emplace_back(run_block, b);
+  run_block(first);
   for (auto& one : all) one.join();
 }
 """
