@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-exhaustive test-oldest-triton gpu-test gpu-test-exhaustive gpu-sanitize lint format
+.PHONY: demo test test-exhaustive test-oldest-triton nightly gpu-test gpu-test-exhaustive gpu-sanitize lint format
 .PHONY: docs-figures clean help
 .DEFAULT_GOAL := help
 
@@ -12,6 +12,7 @@ help:
 	@echo "make test      tests of everything that needs no GPU"
 	@echo "make test-exhaustive  the cases that make test leaves out"
 	@echo "make test-oldest-triton  kernels by the oldest Triton that is supported"
+	@echo "make nightly   all of these, and make lint"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a GPU; on a single one, ranks share it)"
@@ -28,6 +29,8 @@ test: $(VENV)/.installed
 
 test-exhaustive: $(VENV)/.installed
 	$(PYTEST) --durations 20 -m exhaustive
+
+nightly: test lint test-oldest-triton test-exhaustive
 
 # torch 2.11 brings Triton 3.6, which refuses what newer ones take: kernels are compiled and interpreted by both.
 OLDEST_TRITON := build/triton-3.6
