@@ -44,12 +44,14 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 	@touch $@
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
-# GPUs have many CPUs. On one GPU each process has an MPS daemon, whose ranks are alone on the GPU in their time slice;
-# without MPS every rank has time slices of its own, and more processes would only make these rarer.
+# GPUs have many CPUs. On one GPU each process takes a shard, whose files' ranks stay together, and has an MPS daemon,
+# whose ranks are alone on the GPU in their time slice. Without MPS every rank has time slices of its own, and more
+# processes would only make these rarer.
 # `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
-ONE_GPU_WORKERS := $(if $(shell command -v nvidia-cuda-mps-control),--numprocesses 3 --dist loadgroup)
+ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),1-of-3 2-of-3 3-of-3,1-of-1)
+ONE_GPU_SHARDS := $(addprefix gpu-test-shard-,$(ONE_GPU_SHARDS))
 SHARD ?= 1/1
 PASSED ?= build/gpu-test-passed.txt
 GPU_PART := --shard $(SHARD) --passed $(PASSED)
@@ -59,14 +61,18 @@ HAS_ONE_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count
 
 gpu-test:
 	@$(HAS_GPU)
-	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m "not exhaustive" $(ONE_GPU_WORKERS); else \
+	if $(HAS_ONE_GPU); then $(MAKE) --jobs --keep-going --output-sync $(ONE_GPU_SHARDS); else \
 		$(GPU_PYTEST) -m "alone and not exhaustive" && \
 		$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS); fi
+
+.PHONY: $(ONE_GPU_SHARDS)
+$(ONE_GPU_SHARDS): gpu-test-shard-%:
+	$(GPU_PYTEST) -m "not exhaustive" --shard $(subst -of-,/,$*)
 
 # pytest ends with 5 where it was left nothing to do, as in a shard without tests that run alone.
 gpu-test-exhaustive:
 	@$(HAS_GPU)
-	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m exhaustive $(GPU_PART) $(ONE_GPU_WORKERS) || [ $$? -eq 5 ]; else \
+	if $(HAS_ONE_GPU); then $(GPU_PYTEST) -m exhaustive $(GPU_PART) || [ $$? -eq 5 ]; else \
 		{ $(GPU_PYTEST) -m "alone and exhaustive" $(GPU_PART) || [ $$? -eq 5 ]; } && \
 		{ $(GPU_PYTEST) -m "not alone and exhaustive" $(GPU_PART) $(GPU_WORKERS) || [ $$? -eq 5 ]; }; fi
 

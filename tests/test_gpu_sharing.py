@@ -141,11 +141,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     resuming.configure(config)
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("-".join(resuming.group_of(item.nodeid))))
-    yield
     resuming.choose(config, items)
 """
 TESTS = """

@@ -34,6 +34,8 @@ class FakeCase(Case):
 
 def list_configurations():
     return [
-        Configuration(f"fake/{fault}", "fakes", (), "a fake", lambda team, fault=fault: FakeCase(team, fault))
+        Configuration(
+            f"fake/{fault}", "fakes", (), "a fake", lambda team, fault=fault: FakeCase(team, fault), takes_groups=False
+        )
         for fault in ("right", "wrong", "raises", "hangs")
     ]

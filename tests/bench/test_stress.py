@@ -166,12 +166,12 @@ def test_what_a_graph_captures_was_called_before_and_every_call_counts(monkeypat
     assert calls == 4 * worker.GRAPH_CALLS
 
 
-def test_modes_that_no_run_has_had_come_first(tmp_path):
-    file = tmp_path / "results.json"
-    first, _ = run_fakes("fake/right", resume=file)
-    assert set(first.accounts["fake/right"].modes) == {"eager"}
-    more = stress(Setting(2, 2.0, "fake/right", 6, 16, file, FAKES, calls=4), lambda line: None)
-    assert set(more.accounts["fake/right"].modes) == {"eager", "groups"}
+def test_a_configurations_first_batches_have_every_mode_beginning_with_any():
+    chosen = [
+        [stress_run.choose_mode(worker.MODES, seed, "tiles/push", number) for number in range(60)] for seed in range(20)
+    ]
+    assert all(set(modes[:3]) == set(modes[3:]) == set(worker.MODES) for modes in chosen)
+    assert {modes[0] for modes in chosen} == set(worker.MODES)
 
 
 def test_wrong_results_are_counted_and_the_others_go_on():

@@ -59,11 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    for item in items:  # which pytest-xdist looks at last
-        item.add_marker(pytest.mark.xdist_group("-".join(resuming.group_of(item.nodeid))))
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     resuming.choose(config, items)
     if sharing.count_gpus() == 1:
         for item in items:

@@ -6,7 +6,7 @@ Ranks 0 to 3 stand in a square of 2 x 2, and each is in two groups, its row ({0,
 {1, 3}). In a round each rank launches three kernels that wait for other ranks, on a stream each: one of its row, one of
 its column, and a stand-in for a collective of NCCL's among all four ranks. The stand-in has 32 programs that hold their
 places until all programs of every other rank have begun. Ranks that share a GPU have fewer multiprocessors, and the
-stand-in as many programs as there is room for beside a kernel of ours: 13 on 28 multiprocessors. If two kernels filled
+stand-in as many programs as there is room for beside a kernel of ours: 12 on 26 multiprocessors. If two kernels filled
 a rank's multiprocessors while the third had no place there, and other ranks had begun in other orders, each kernel
 might wait for one without a place.
 
@@ -58,9 +58,9 @@ GROUPS = {"row": ((0, 1), (2, 3)), "column": ((0, 2), (1, 3))}
 STAND_IN = "stand-in"
 ORDERS_OF_GROUPS = 1 << RANKS
 STAND_IN_PROGRAMS = NCCL_BLOCKS
-"""The most of a stand-in."""
+"""The most programs that the stand-in has: as many as NCCL's kernels have blocks by default over NVLink."""
 STAND_IN_WARPS = 16
-"""As many threads as NCCL's blocks have, which leave no room on a multiprocessor for a program with all registers."""
+"""So that, as beside a block of NCCL's, a multiprocessor has no room for a program that takes all registers."""
 
 _BATCH = 2 * ORDERS_OF_GROUPS  # rounds between two looks by the host
 _MOST_GAP = 60_000  # cycles that a rank's GPU sleeps between two launches of a round: up to 30 microseconds

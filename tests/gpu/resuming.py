@@ -34,13 +34,11 @@ _PASSED = pytest.StashKey[set[str]]()
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the shard that have not passed."""
     part, parts = parse_shard(config.getoption("--shard"))
-    # Tests of a group stay together.
-    groups = sorted({group_of(item.nodeid) for item in items})
+    # Tests of one file and one number of ranks stay together: they share processes, and often a run.
+    groups = sorted({_group_of(item.nodeid) for item in items})
     places = {group: place for place, group in enumerate(groups)}
     passed = config.stash[_PASSED]
-    kept = [
-        item for item in items if places[group_of(item.nodeid)] % parts == part - 1 and _name(item.nodeid) not in passed
-    ]
+    kept = [item for item in items if places[_group_of(item.nodeid)] % parts == part - 1 and item.nodeid not in passed]
     left_out = len(items) - len(kept)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -66,15 +64,9 @@ def hash_code(root: Path) -> str:
     return digest.hexdigest()
 
 
-def group_of(name: str) -> tuple[str, str]:
-    """A test's file and number of ranks: tests that have both in common share processes, and often a run."""
+def _group_of(name: str) -> tuple[str, str]:
     ranks = re.search(r"\b(\d+-ranks)\b", name)
     return name.partition("::")[0], ranks[1] if ranks else ""
-
-
-def _name(name: str) -> str:
-    """Without the group that pytest-xdist adds."""
-    return re.sub(r"@[^\]]*$", "", name)
 
 
 def _begin(path: Path) -> set[str]:
@@ -105,7 +97,7 @@ class _Recorder:
             self._failed.add(report.nodeid)
         if self._path is not None and report.when == "teardown" and report.nodeid not in self._failed:
             with self._path.open("a") as file:
-                file.write(_name(report.nodeid) + "\n")
+                file.write(report.nodeid + "\n")
                 file.flush()
                 os.fsync(file.fileno())
 

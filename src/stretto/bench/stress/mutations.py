@@ -851,8 +851,9 @@ def main() -> int:
             (options.out / "mutations.md").write_text(write_table(every))
             found = [asdict(one) | {"is_found": one.is_found} for one in every]
             (options.out / _JSON).write_text(json.dumps(found, indent=1) + "\n")
-    print(write_table(_sort(verdicts)))
-    return int(not all(verdict.is_found for verdict in verdicts.values()))
+    every = _sort(verdicts)
+    print(write_table(every))
+    return int(not all(verdict.is_found for verdict in every))
 
 
 def read_verdicts(path: Path) -> dict[tuple[str, str, str], Verdict]:

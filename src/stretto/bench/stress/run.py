@@ -4,7 +4,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +156,17 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
         return _Run(setting, seed, chosen, ledger, crew, say, has_gpus=bool(gpus)).run()
 
 
+def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
+    """The mode of a configuration's batch: by the seed alone, so that the same calls can be made again.
+
+    The first batches have each mode once, beginning with any, so that short runs with several seeds have all of them.
+    """
+    if number < len(modes):
+        return modes[(mix(seed, "first mode", name) + number) % len(modes)]
+    weights = [_MODE_WEIGHTS[mode] for mode in modes]
+    return random.Random(mix(seed, "later mode", name, number)).choices(modes, weights)[0]
+
+
 class _Run:
     """A run under way. turns: what each configuration would have of results if nothing had failed, for the order."""
 
@@ -239,9 +250,8 @@ class _Run:
     def _run_batch(self, name: str) -> None:
         number = self._batches[name]
         self._batches[name] += 1
-        draw = random.Random(mix(self._seed, "mode", name, number))
-        mode = self._choose_mode(name, draw)
-        if number == 1 or (number and draw.random() < _POISONED):
+        mode = choose_mode(self._list_modes(name), self._seed, name, number)
+        if number == 1 or (number and random.Random(mix(self._seed, "poison", name, number)).random() < _POISONED):
             replies = self._crew.ask(Poison(name), LIMIT)
             if not replies.is_whole:
                 self._fail(name, replies, f"batch {number}, before which workspaces were poisoned")
@@ -269,17 +279,15 @@ class _Run:
             first = min(replies.outcomes[rank].first_wrong for rank in wrong)
             self._find(name, f"{where}: wrong results by rank {wrong}, the first in call {first}")
 
-    def _choose_mode(self, name: str, draw: random.Random) -> str:
-        """Eager at first; then each mode that the configuration takes and has not had yet, in an earlier run either."""
+    def _list_modes(self, name: str) -> list[str]:
+        """The modes that the configuration takes here."""
         configuration = self._chosen[name]
         modes = ["eager"]
         if self._has_gpus and configuration.takes_graphs:
             modes.append("graph")
         if configuration.takes_groups:
             modes.append("groups")
-        if untried := [mode for mode in modes if mode not in self._accounts[name].modes]:
-            return untried[0]
-        return draw.choices(modes, [_MODE_WEIGHTS[mode] for mode in modes])[0]
+        return modes
 
     def _find_limit(self, name: str, mode: str) -> float:
         """Seconds that a batch may take: more where these ranks have yet to compile its kernels."""

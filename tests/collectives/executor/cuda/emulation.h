@@ -132,9 +132,8 @@ static bool __all_sync(unsigned, bool here) {
 static bool __any_sync(unsigned mask, bool here) { return !__all_sync(mask, !here); }
 static bool __syncthreads_or(bool here) { return !__all_sync(0, !here); }
 // Whether the warp's threads are where they met last: a branch on the user's memory takes each its own way (`part`).
-#define is_together (self().is_together)
-static void part() { is_together = false; }
-static void __syncwarp() { __syncthreads(); is_together = true; }
+static void part() { self().is_together = false; }
+static void __syncwarp() { __syncthreads(); self().is_together = true; }
 static float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static float from_bf16(unsigned short bits) { return from_bits((u32)bits << 16); }
 static unsigned short to_bf16(float x) {
@@ -162,14 +161,14 @@ static void read(const char* from, u64& first, u64& second) {
 // A line of LL128 is whole for a warp that is together: the flag's thread writes after the others, and reads before them.
 // For one that is not, it is the other way round.
 template <typename Access> static void in_turn(bool is_first, Access access) {
-  if (!is_together && !is_first) sleep_for(300);
-  if (is_together && !is_first) __syncthreads();
+  if (!self().is_together && !is_first) sleep_for(300);
+  if (self().is_together && !is_first) __syncthreads();
   access();
-  if (is_together && is_first) __syncthreads();
+  if (self().is_together && is_first) __syncthreads();
 }
 static void store_relaxed(char* to, u64 first, u64 second) {
 #if PROTOCOL == LL128
-  in_turn((threadIdx.x % 8 == 7) != is_together, [&] { write(to, first, second); });
+  in_turn((threadIdx.x % 8 == 7) != self().is_together, [&] { write(to, first, second); });
 #else
   write(to, first, second);
 #endif
@@ -179,7 +178,7 @@ static void store_relaxed(char* to, u64 first, u64 second) {
 }
 static void load_relaxed(const char* from, u64& first, u64& second) {
 #if PROTOCOL == LL128
-  in_turn((threadIdx.x % 8 == 7) == is_together, [&] { read(from, first, second); });
+  in_turn((threadIdx.x % 8 == 7) == self().is_together, [&] { read(from, first, second); });
 #else
   read(from, first, second);
 #endif
