@@ -38,11 +38,13 @@ class Case(ABC):
 
     entries: how many inputs with known results it has, which calls take in random order. are_outputs_new: whether each
     call allocates the tensors that it returns, which are then filled with poison once they were compared, so that the
-    allocator gives poisoned memory to the next call.
+    allocator gives poisoned memory to the next call. leaves_room: whether the library promises that calls of two groups
+    end in whatever order their kernels start.
     """
 
     entries: int
     are_outputs_new = True
+    leaves_room = True
 
     @abstractmethod
     def call(self, entry: int) -> Sequence[Check]:

@@ -72,6 +72,7 @@ class CollectiveCase(Case):
         if not found.ok:
             raise AssertionError(f"the schedule {self._schedule.name} is not safe to run: {found.errors[0]}")
         self._kernel = _make_kernel(way, self._schedule, team) if team.is_cuda else None
+        self.leaves_room = way.executor != "interpreted" or self._kernel is None or self._kernel.leaves_room
         self._dtype: torch.dtype = getattr(torch, way.dtype)
         self._blocks = _Blocks.find(self._collective)
         sizes = SIZES if team.is_cuda else SMALL_SIZES

@@ -24,7 +24,7 @@ from pathlib import Path
 from stretto.bench.mps import has_mps, mps_daemon, share_for
 
 KINDS = ("barrier", "wait", "acquire", "fence")
-_BATCH_LIMIT = 100.0  # seconds: what waits for nobody that comes hangs
+_BATCH_LIMIT = 75.0  # seconds: what waits for nobody that comes hangs
 _START_SECONDS = 400.0  # for the ranks to start, and for the batch that is under way when the time is over
 _TEST_SECONDS = 600.0
 _MOST_WORDS = 160  # of a finding
@@ -808,7 +808,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--jobs", type=int, default=6)
-    parser.add_argument("--only", default="", help="families or kinds, with commas")
+    parser.add_argument("--only", default="", help="families, kinds or family/kind, with commas")
     parser.add_argument("--tests", type=Path, default=Path(), help="the repository's root")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--tests-only", action="store_true", help="run no stress, and so need no GPU")
@@ -819,9 +819,11 @@ def main() -> int:
     options = parser.parse_args()
     wanted = {part for part in options.only.split(",") if part}
     known = {name for one in MUTATIONS for name in (one.family, one.kind)}
-    if unknown := wanted - known:
+    if unknown := wanted - known - {f"{one.family}/{one.kind}" for one in MUTATIONS}:
         parser.error(f"--only is {', '.join(sorted(unknown))}, but families and kinds are {', '.join(sorted(known))}")
-    chosen = [one for one in MUTATIONS if not wanted or wanted & {one.family, one.kind}]
+    chosen = [
+        one for one in MUTATIONS if not wanted or wanted & {one.family, one.kind, f"{one.family}/{one.kind}"}
+    ]
     try:
         verdicts = {} if options.out is None else read_verdicts(options.out / _JSON)
     except ValueError as error:

@@ -167,6 +167,14 @@ def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
     return random.Random(mix(seed, "later mode", name, number)).choices(modes, weights)[0]
 
 
+def _describe_raised(raised: Mapping[int, str]) -> str:
+    """One rank's traceback, and the last lines of the others': who waited for whom says why a call has locked."""
+    (first, text), *others = sorted(raised.items())
+    lines = [f"rank {first}: {text.strip()}"]
+    lines += [f"rank {rank}: {text.strip().splitlines()[-1]}" for rank, text in others if text.strip()]
+    return "\n".join(lines)
+
+
 class _Run:
     """A run under way. turns: what each configuration would have of results if nothing had failed, for the order."""
 
@@ -302,8 +310,8 @@ class _Run:
         self._failures[name] += 1
         account.raised += len(replies.raised)
         account.hung += len(replies.missing)
-        for rank, text in list(replies.raised.items())[:1]:
-            self._find(name, f"{where}: {len(replies.raised)} ranks raised, rank {rank}: {text.strip()}")
+        if replies.raised:
+            self._find(name, f"{where}: {len(replies.raised)} ranks raised, {_describe_raised(replies.raised)}")
         if replies.missing:
             self._find(name, f"{where}: ranks {sorted(replies.missing)} hung")
         self._crew.kill()
