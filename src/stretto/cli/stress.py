@@ -27,6 +27,9 @@ def stress(
     ] = None,
     lists: Annotated[bool, typer.Option("--list", help="Show all configurations, and run none.")] = False,
     stops: Annotated[bool, typer.Option("--stop-at-first", help="End at the first finding.")] = False,
+    late_warps: Annotated[
+        bool, typer.Option("--late-warps", help="Change the kernels so that their warps are late at random; on GPUs.")
+    ] = False,
     limit: Annotated[
         float | None, typer.Option(hidden=True, help="Seconds that a batch may take before its ranks count as hung.")
     ] = None,
@@ -45,7 +48,9 @@ def stress(
         from stretto.bench.stress.run import Setting
         from stretto.bench.stress.run import stress as run
 
-        setting = Setting(ranks, minutes, only, seed, results, resume, limit=limit, stops_at_first=stops)
+        setting = Setting(
+            ranks, minutes, only, seed, results, resume, limit=limit, stops_at_first=stops, late_warps=late_warps
+        )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
         try:
             report = run(setting, _say_on_stderr if as_json else _say)
@@ -65,7 +70,7 @@ def stress(
             }
         )
     else:
-        _print_report(report)
+        _print_report(report, " --late-warps" if late_warps else "")
     if not report.is_clean:
         raise typer.Exit(FOUND)
 
@@ -92,7 +97,7 @@ def _list(only: str | None, *, as_json: bool) -> None:
     print(f"{len(found)} configurations")
 
 
-def _print_report(report: Any) -> None:
+def _print_report(report: Any, options: str) -> None:
     headings = ["configuration", "results", "wrong", "raised", "hung", "seconds"]
     rows = report.list_rows()
     _print_table(headings, [[row["name"], *(f"{row[key]:,}" for key in headings[1:])] for row in rows])
@@ -106,7 +111,7 @@ def _print_report(report: Any) -> None:
     )
     again = next((row["name"] for row in rows if row["wrong"] or row["raised"] or row["hung"]), None)
     if again is not None:
-        print(f"to see it again: stretto stress --ranks {report.ranks} --only {again} --seed {report.seed}")
+        print(f"to see it again: stretto stress --ranks {report.ranks} --only {again} --seed {report.seed}{options}")
 
 
 def _print_table(headings: list[str], rows: list[list[str]]) -> None:

@@ -40,19 +40,26 @@ class Replies:
 
 
 class Crew:
-    """So many ranks in processes of their own; `environment` is added to this process's.
+    """So many ranks in processes of their own; `environment` is added to this process's. late_warps: of their kernels.
 
     After a request that a rank has not done, `kill` them all: the next `ask` starts new ones. Close it when done.
     """
 
     def __init__(
-        self, ranks: int, device: str, seed: int, catalogues: tuple[str, ...], environment: Mapping[str, str]
+        self,
+        ranks: int,
+        device: str,
+        seed: int,
+        catalogues: tuple[str, ...],
+        environment: Mapping[str, str],
+        *,
+        late_warps: bool = False,
     ) -> None:
         self.ranks = ranks
         self.about = ""
         self.starts = 0
         self.symmetric_memory = "CUDA"
-        self._device, self._seed, self._catalogues = device, seed, catalogues
+        self._device, self._seed, self._catalogues, self._late_warps = device, seed, catalogues, late_warps
         self._environment = dict(environment)
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-stress-")
@@ -104,8 +111,8 @@ class Crew:
             )
             theirs.close()
             self._workers.append((process, ours))
-            memory = self.symmetric_memory
-            ours.send(Setting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory))
+            memory, late = self.symmetric_memory, self._late_warps
+            ours.send(Setting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory, late))
         replies = self._collect(START_LIMIT)
         if not replies.is_whole:
             self.kill()

@@ -624,7 +624,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             Edit(
                 "parallel/pushed_scatter.py",
                 "await_slot(channel, peer, ARRIVED, tick, OF_PEER, False)",
-                f"await_slot(channel, peer, ARRIVED, tick{_MET}, OF_BEGIN, False)",
+                f"await_slot(channel, peer, ARRIVED, tick{_MET}, OF_PEER, False)",
             ),
         ),
         "pushed/scatter*",
@@ -637,7 +637,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             Edit(
                 "parallel/pushed_scatter.py",
                 "await_slot(channel, peer, RELEASED, tick - 1 - lag, OF_PEER, False)",
-                f"await_slot(channel, peer, RELEASED, tick - 1 - lag{_MET}, OF_BEGIN, False)",
+                f"await_slot(channel, peer, RELEASED, tick - 1 - lag{_MET}, OF_PEER, False)",
             ),
         ),
         "pushed/scatter*",
@@ -741,6 +741,8 @@ def _stress(
     """(how the stress has found it, or "", after how many seconds, what else there is to say)."""
     command = [sys.executable, "-m", "stretto", "stress", "--ranks", str(ranks), "--minutes", str(minutes), "--json"]
     command += ["--only", mutation.only, "--stop-at-first", "--limit", str(_BATCH_LIMIT)]
+    if mutation.kind != "wait":  # what else is removed shows where warps are far apart
+        command.append("--late-warps")
     try:
         done = subprocess.run(
             command,
@@ -821,9 +823,7 @@ def main() -> int:
     known = {name for one in MUTATIONS for name in (one.family, one.kind)}
     if unknown := wanted - known - {f"{one.family}/{one.kind}" for one in MUTATIONS}:
         parser.error(f"--only is {', '.join(sorted(unknown))}, but families and kinds are {', '.join(sorted(known))}")
-    chosen = [
-        one for one in MUTATIONS if not wanted or wanted & {one.family, one.kind, f"{one.family}/{one.kind}"}
-    ]
+    chosen = [one for one in MUTATIONS if not wanted or wanted & {one.family, one.kind, f"{one.family}/{one.kind}"}]
     try:
         verdicts = {} if options.out is None else read_verdicts(options.out / _JSON)
     except ValueError as error:

@@ -41,7 +41,8 @@ class Setting:
     configuration, at which the run ends; seed: None for a new one.
 
     limit: seconds that a batch may take, None for the defaults. stops_at_first: end at the first finding. calls: of a
-    batch, None by the number of ranks. ValueError for what cannot be.
+    batch, None by the number of ranks. late_warps: kernels are changed so that warps are late at random; takes a GPU.
+    ValueError for what cannot be.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Setting:
     limit: float | None = None
     calls: int | None = None
     stops_at_first: bool = False
+    late_warps: bool = False
 
     def __post_init__(self) -> None:
         require_least(2, ranks=self.ranks)
@@ -125,6 +127,8 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if setting.late_warps and not gpus:
+        raise ValueError("warps are late on a GPU only, and torch finds none here")
     known = load_catalogue(setting.catalogues)
     chosen = {
         name: one
@@ -151,7 +155,7 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
             else:
                 say("the ranks share GPUs by time slices: there is no MPS here")
         device = "cuda" if gpus else "cpu"
-        crew = Crew(setting.ranks, device, seed, setting.catalogues, environment)
+        crew = Crew(setting.ranks, device, seed, setting.catalogues, environment, late_warps=setting.late_warps)
         stack.callback(crew.close)
         return _Run(setting, seed, chosen, ledger, crew, say, has_gpus=bool(gpus)).run()
 
@@ -278,9 +282,10 @@ class _Run:
         key = self._crew.starts, name, mode
         longest = max(outcome.seconds for outcome in replies.outcomes.values())
         account.seconds += longest
-        if mode in account.modes:  # the first batch of a mode compiles
+        kind = f"{mode}, late warps" if self._setting.late_warps else mode
+        if kind in account.modes:  # the first batch of a mode compiles
             self._seconds[key] = longest * self._calls / max(batch.calls, 1)
-        account.modes[mode] = account.modes.get(mode, 0) + replies.outcomes[0].calls * self._setting.ranks
+        account.modes[kind] = account.modes.get(kind, 0) + replies.outcomes[0].calls * self._setting.ranks
         wrong = {rank: outcome.wrong for rank, outcome in replies.outcomes.items() if outcome.wrong}
         if wrong:
             account.wrong += sum(wrong.values())

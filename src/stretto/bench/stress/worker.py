@@ -48,6 +48,7 @@ class Setting:
     seed: int
     catalogues: tuple[str, ...]
     symmetric_memory: str = "CUDA"
+    late_warps: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ def _start(setting: Setting) -> _State:
     import torch
     import torch.distributed as dist
 
+    if setting.late_warps:
+        from stretto.bench.stress import late_warps
+
+        late_warps.install()
     from stretto.bench.stress.catalogue import load_catalogue
     from stretto.bench.stress.team import Team, mix
     from stretto.memory import shared_gpus

@@ -113,10 +113,6 @@ class EmulatedFunction:
             self._places.run(self._launch, blocks, THREADS, values)
 
 
-    def count_resident(self, threads):
-        return 1
-
-
 def _run(function, *arguments):
     function(*arguments)
 

@@ -18,9 +18,6 @@ class Launchable(Protocol):
         is_cooperative: all blocks are resident at once, or it is refused.
         """
 
-    def count_resident(self, threads: int) -> int:
-        """How many blocks of so many threads a multiprocessor holds at once, if it has nothing else."""
-
 
 class LaunchError(RuntimeError):
     """CUDA refused a launch: nothing ran."""
@@ -41,10 +38,8 @@ class Function:
         driver = ctypes.CDLL("libcuda.so.1")
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         self._launch, self._launch_cooperative = driver.cuLaunchKernel, driver.cuLaunchCooperativeKernel
-        self._count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
         self._launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
         self._launch_cooperative.argtypes = [pointer, *[number] * 7, pointer, pointer]
-        self._count.argtypes = [ctypes.POINTER(ctypes.c_int), pointer, ctypes.c_int, ctypes.c_size_t]
         self._at = {name: index for index, name in enumerate(names)}
         self._values = (ctypes.c_uint64 * len(names))()
         addresses = [ctypes.addressof(self._values) + 8 * index for index in range(len(names))]
@@ -65,14 +60,6 @@ class Function:
             result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, None)
         if result != 0:
             raise LaunchError(f"a kernel of {blocks} blocks of {threads} threads was not launched: {_describe(result)}")
-
-    def count_resident(self, threads: int) -> int:
-        """See `Launchable`. RuntimeError with CUDA's words."""
-        count = ctypes.c_int()
-        result = self._count(ctypes.byref(count), self._handle, threads, 0)
-        if result != 0:
-            raise RuntimeError(f"how many blocks of {threads} threads fit is not known: {_describe(result)}")
-        return count.value
 
 
 def _describe(result: int) -> str:

@@ -108,8 +108,9 @@ class _Sized(NamedTuple):
 class InterpretedSchedule:
     """Runs a schedule on one rank, a CUDA block a thread block. All ranks make and call it in the same order.
 
-    leaves_room: whether two of these, of two groups, and NCCL's kernel have room side by side on the GPU. Else calls of
-    two groups belong on one stream, or the groups may wait for each other for ever.
+    leaves_room: whether two of these, of two groups, and NCCL's kernel have room side by side on the GPU, with a
+    multiprocessor for each thread block. Else calls of two groups belong on one stream, or the groups may wait for each
+    other for ever.
 
     tile_bytes: of a chunk, what a step does at once; with at least a chunk's bytes nothing is pipelined. ValueError for
     a schedule that is made for another number of ranks or cannot run so.
@@ -162,14 +163,12 @@ class InterpretedSchedule:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=workspace.device)
         self._of_graphs: dict[int, Tensor] = {}  # by address: what replays of CUDA graphs read and write
         self._blocks = len(schedule.ranks[workspace.rank].thread_blocks)
-        places = self._function.count_resident(threads) * workspace.most_blocks
-        self.leaves_room = self._blocks <= places // 2
+        self.leaves_room = self._blocks <= workspace.most_blocks // 2
         if not self.leaves_room:
             logger.warning(
-                "the schedule %s has %d thread blocks of %d threads, which are all resident at once: beside more than "
-                "%d a kernel of another group, launched in another order on another rank, may find no place, and both "
-                "wait for ever",
-                *(self.name, self._blocks, threads, places // 2),
+                "the schedule %s has %d thread blocks, which are all resident at once: beside more than %d a kernel of "
+                "another group, launched in another order on another rank, may find no place, and both wait for ever",
+                *(self.name, self._blocks, workspace.most_blocks // 2),
             )
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
