@@ -3,8 +3,10 @@
 import ast
 import contextlib
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -257,6 +259,28 @@ def test_every_mutation_fits_the_source_as_it_is(mutation, catalogue, tmp_path):
     for test in mutation.tests:
         file, _, name = test.partition("::")
         assert f"def {name}(" in Path(file).read_text(), test
+
+
+@pytest.mark.exhaustive
+def test_an_equivalent_mutation_leaves_the_accesses_to_memory_as_they_are(tmp_path):
+    equivalent = [mutation for mutation in MUTATIONS if mutation.equivalent]
+    assert equivalent
+    package = Path(str(files("stretto")))
+    seen = [print_accesses(package.parent)]
+    for number, mutation in enumerate(equivalent):
+        source = tmp_path / str(number)
+        shutil.copytree(package, source / "stretto", ignore=shutil.ignore_patterns("__pycache__"))
+        apply(mutation, source / "stretto")
+        seen.append(print_accesses(source))
+    assert all("bar.sync" in " ".join(lines) for lines in json.loads(seen[0]).values())
+    assert set(seen) == {seen[0]}
+
+
+def print_accesses(source):
+    """What `tests.bench.ptx_of_kernels` prints of the package in a folder."""
+    here = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.getcwd()}"}
+    command = [sys.executable, "-m", "tests.bench.ptx_of_kernels"]
+    return subprocess.run(command, env=here, check=True, capture_output=True, text=True).stdout
 
 
 def test_each_family_has_one_mutation_of_each_kind():
