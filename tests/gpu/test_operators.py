@@ -384,7 +384,10 @@ def lose_a_rank(folder: Path, name: str) -> None:
     world = dist.get_world_size()
     Grid(data=world, device="cuda")
     rank, wrong = dist.get_rank(), []
-    x, weight = torch.randn(256, 512, device="cuda").bfloat16(), torch.randn(1024, 512, device="cuda").bfloat16()
+    x, weight = (
+        torch.randn(128 * world, 512, device="cuda").bfloat16(),
+        torch.randn(1024, 512, device="cuda").bfloat16(),
+    )
     runs = {
         "all_gather_matmul": lambda: ops.all_gather_matmul(x, weight, implementation=ops.Plan(transfer="copies")),
         "matmul_reduce_scatter": lambda: ops.matmul_reduce_scatter(x, weight, implementation="kernel"),
