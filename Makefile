@@ -48,7 +48,7 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 # whose ranks are alone on the GPU in their time slice. Without MPS every rank has time slices of its own, and more
 # processes would only make these rarer.
 # `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
-GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest tests/gpu --durations 15
+GPU_PYTEST := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
 ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),1-of-3 2-of-3 3-of-3,1-of-1)
 ONE_GPU_SHARDS := $(addprefix gpu-test-shard-,$(ONE_GPU_SHARDS))
@@ -78,9 +78,9 @@ gpu-test-exhaustive:
 
 # NCCL asks the driver for what it may not have, so errors of calls to the driver say nothing of these kernels.
 gpu-sanitize:
-	PYTHONPATH=src:. compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --error-exitcode 9 \
+	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --error-exitcode 9 \
 		$(PYTHON) tests/gpu/sanitize.py
-	PYTHONPATH=src:. compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9 \
+	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9 \
 		$(PYTHON) tests/gpu/sanitize.py
 
 lint: $(VENV)/.installed

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from stretto.bench.mps import share_for
-from tests.gpu import resuming, sharing
+from tests.gpu import compile_once, resuming, sharing
 from tests.gpu.sharing import GpuRanks
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +22,9 @@ class RecordedPool:
     made: list["RecordedPool"] = []
 
     def __init__(self, size, environment, *, backend):
-        self.size, self.environment, self.backend = size, environment, backend
+        self.size, self.backend = size, backend
+        self.environment = dict(environment)
+        assert self.environment.pop("TRITON_CACHE_MANAGER") == "tests.gpu.compile_once:CompileOnce"
         self.alive, self.closed, self.timeout = False, False, 0.0
         RecordedPool.made.append(self)
 
@@ -210,3 +214,44 @@ def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
         assert len(shard) == 3 * len(groups)
     status, _ = run_pytest(tmp_path, "--shard", "4/3")
     assert status == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.fixture
+def kernel_cache(monkeypatch, tmp_path):
+    """Makes managers of one key of Triton's cache, as processes that begin a kernel together have."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.cache, "manager_class", compile_once.CompileOnce)
+    return partial(triton.runtime.cache.get_cache_manager, "a1b2c3")
+
+
+def test_a_kernel_that_a_process_compiles_is_waited_for_and_not_compiled_twice(kernel_cache):
+    compiling, waiting = kernel_cache(), kernel_cache()
+    assert compiling.get_group("kernel.json") is None
+    with ThreadPoolExecutor(1) as others:
+        found = others.submit(waiting.get_group, "kernel.json")
+        path = compiling.put("code", "kernel.cubin")
+        assert wait([found], timeout=0.5).not_done, "a file of a kernel is not all of it"
+        compiling.put_group("kernel.json", {"kernel.cubin": path})
+        assert found.result(timeout=30) == {"kernel.cubin": path}
+    assert kernel_cache().get_group("kernel.json") == {"kernel.cubin": path}
+
+
+def test_who_waits_for_a_failed_compilation_compiles_it(kernel_cache, monkeypatch):
+    failing = kernel_cache()
+    assert failing.get_group("kernel.json") is None
+    monkeypatch.setattr(compile_once, "WAIT_LIMIT", 0.2)
+    assert kernel_cache().get_group("kernel.json") is None, "the lock's holder lives on, and does nothing"
+    del failing
+    monkeypatch.setattr(compile_once, "WAIT_LIMIT", 30.0)
+    assert kernel_cache().get_group("kernel.json") is None
+
+
+def test_a_launcher_is_built_once(kernel_cache):
+    building, waiting = kernel_cache(), kernel_cache()
+    assert building.get_file("launcher.so") is None
+    with ThreadPoolExecutor(1) as others:
+        found = others.submit(waiting.get_file, "launcher.so")
+        assert wait([found], timeout=0.5).not_done
+        path = building.put(b"machine code", "launcher.so")
+        assert found.result(timeout=30) == path

@@ -10,6 +10,7 @@ says, and notes what passes now.
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.gpu import resuming, sharing
 from tests.gpu.sharing import GpuRanks
 
 SHARED_LIMIT = 600  # seconds for a test whose ranks share a GPU; a job of the pool ends before, with its stacks
+_SHOWN = 4000  # characters of a failure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if sharing.count_gpus() == 1:
         for item in items:
             item.add_marker(pytest.mark.timeout(SHARED_LIMIT), append=False)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure when it happens: a run that is cut off shows no summary."""
+    if report.failed:
+        print(f"\n{report.nodeid} failed in {report.when}:\n{report.longreprtext[-_SHOWN:]}", file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")
