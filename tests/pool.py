@@ -13,6 +13,7 @@ no rank closes its sockets while another still needs them. A rank that raised le
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -339,6 +340,8 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(1)
+    if _uses_gpus(backend):
+        _sleep_while_gpus_work()
     caches = _find_caches()
     gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
     with _stack_file(folder, os.getpid()).open("w") as stacks:
@@ -347,6 +350,15 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
         with contextlib.suppress(EOFError):
             while True:
                 _run_rank(pipe, pipe.recv(), caches, backend)
+
+
+def _sleep_while_gpus_work() -> None:
+    """Have this process wait for its GPU asleep, not in a loop: tests have more ranks than the machine has cores."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    scheduling_by_blocking = 4  # CU_CTX_SCHED_BLOCKING_SYNC
+    driver.cuInit(0)
+    for device in range(torch.cuda.device_count()):
+        driver.cuDevicePrimaryCtxSetFlags_v2(device, scheduling_by_blocking)
 
 
 def _end_with_parent() -> None:

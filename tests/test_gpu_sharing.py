@@ -65,7 +65,7 @@ class RecordedDaemon:
             self.events.append("end")
 
 
-@pytest.mark.parametrize(("gpus", "percentage"), [(1, "31"), (2, "48")])
+@pytest.mark.parametrize(("gpus", "percentage"), [(1, "25"), (2, "48")])
 def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_each(
     monkeypatch, made, gpus, percentage
 ):
@@ -80,6 +80,7 @@ def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_e
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage,
         "CUDA_MPS_PIPE_DIRECTORY": "/0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "10" if gpus == 1 else "16",
     }
     ranks.close()
     assert pool.closed

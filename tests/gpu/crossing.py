@@ -6,7 +6,7 @@ Ranks 0 to 3 stand in a square of 2 x 2, and each is in two groups, its row ({0,
 {1, 3}). In a round each rank launches three kernels that wait for other ranks, on a stream each: one of its row, one of
 its column, and a stand-in for a collective of NCCL's among all four ranks. The stand-in has 32 programs that hold their
 places until all programs of every other rank have begun. Ranks that share a GPU have fewer multiprocessors, and the
-stand-in as many programs as there is room for beside a kernel of ours: 12 on 26 multiprocessors. If two kernels filled
+stand-in as many programs as there is room for beside a kernel of ours: 7 on 16 multiprocessors. If two kernels filled
 a rank's multiprocessors while the third had no place there, and other ranks had begun in other orders, each kernel
 might wait for one without a place.
 
@@ -542,7 +542,6 @@ def main() -> int:
     kinds = tuple(kind.strip() for kind in given.kinds.split(";") if kind.strip())
     setting = crossing.Setting(seed, given.rounds, given.seconds, kinds, given.timeout)
     print(f"seed {seed}, {len(kinds) ** 2} pairs of kinds, up to {setting.rounds} rounds", flush=True)
-    # Streams that share a queue to the GPU wait for each other. MPS has few queues: with 32 a rank, ranks do not start.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     result: dict[str, Any]

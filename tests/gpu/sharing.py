@@ -18,6 +18,10 @@ from tests.pool import Pool
 
 SHARED = (2, 3, 4, 5, 8)
 """How many ranks share one GPU."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS_OF_A_GPU = 32
+"""Queues to the GPU, of all ranks together: streams that share one wait for each other, as streams of a process that
+has a GPU to itself (8 queues) do not. MPS gives a process fewer unless it asks; with 32 each, ranks do not start."""
 WITHOUT_MPS = (2,)
 """And by time slices: a meeting of 4 ranks takes 7 ms then, in place of 0.1 ms."""
 
@@ -84,6 +88,7 @@ class GpuRanks:
             if has_mps():
                 ranks_of_a_gpu = -(-self._world // count_gpus())
                 self.environment |= self._started.enter_context(self._make_daemon(share_for(ranks_of_a_gpu)))
+                self.environment[CONNECTIONS] = str(max(2, CONNECTIONS_OF_A_GPU // ranks_of_a_gpu))
         compile_once = {compile_once_cache.VARIABLE: compile_once_cache.NAME}
         self._pool = self._make_pool(self._world, self.environment | compile_once, backend=backend)
         self._started.callback(self._pool.close)

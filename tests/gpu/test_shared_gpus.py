@@ -1,5 +1,6 @@
 """Ranks that share a GPU: training goes by way of the host, and kernels have a part of the multiprocessors each."""
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -50,6 +51,30 @@ def test_five_steps_on_x_2_and_z_2_have_the_losses_of_one_rank(run_ranks: Run, t
     assert len(alone) == 5
     assert alone[0] - alone[-1] > 0.1, "the model does not learn: the comparison says little"
     assert together == pytest.approx(alone, rel=1e-5)
+
+
+def multiply_by_the_library() -> list[str]:
+    """Products by cuBLAS that differ from those in fp64."""
+    torch.manual_seed(dist.get_rank())
+    sizes = (512, 1152, 1024), (1024, 768, 512), (384, 512, 1024), (1152, 512, 1024), (256, 256, 1024), (2048,) * 3
+    wrong = []
+    for m, k, n in sizes:
+        for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 1e-4)):
+            for is_a_transposed, is_b_transposed in itertools.product((False, True), repeat=2):
+                a = torch.randn((k, m) if is_a_transposed else (m, k), device="cuda").to(dtype)
+                b = torch.randn((n, k) if is_b_transposed else (k, n), device="cuda").to(dtype)
+                a, b = a.t() if is_a_transposed else a, b.t() if is_b_transposed else b
+                out = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+                torch.mm(a, b, out=out)
+                expected = a.double() @ b.double()
+                if not (out - expected).abs().max() < tolerance * expected.abs().max():
+                    wrong.append(f"{m} x {k} x {n}, {dtype}: {out.isnan().float().mean().item():.0%} were not written")
+    return wrong
+
+
+@pytest.mark.ranks(2, 3, 4, 8)
+def test_the_librarys_products_are_right_on_a_ranks_share_of_the_gpu(run_ranks: Run, world: int) -> None:
+    assert run_ranks(world, multiply_by_the_library) == [[]] * world
 
 
 def look_at_the_gpu() -> dict[str, Any]:

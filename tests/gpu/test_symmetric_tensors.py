@@ -15,6 +15,8 @@ from stretto.memory import empty, peer_tensor
 from stretto.parallel import Grid
 
 Run = Callable[..., list[Any]]
+ATTEMPTS = 6
+"""Other tests may take memory of the GPU or give it back meanwhile; what leaks is missing each time."""
 
 
 def meet() -> None:
@@ -35,23 +37,14 @@ def write_to_peers(folder: Path) -> None:
     Grid(data=world, device="cuda")
     rank, wrong = dist.get_rank(), []
     empty((8,), torch.int32, device="cuda")  # what the driver keeps for itself is there from now on
-    before = free_bytes()
-    mine = empty((world, 1 << 20), torch.int32, device="cuda")
-    if mine.any():
-        wrong.append("it does not begin with zeros")
-    meet()
-    for peer in range(world):
-        peer_tensor(mine, peer)[rank] = rank + 1
-    meet()
-    if not all((mine[writer] == writer + 1).all() for writer in range(world)):
-        wrong.append("a peer's writes are not there")
-    if not torch.equal(peer_tensor(mine, (rank + 1) % world), mine):
-        wrong.append("a peer's tensor is not read")
-    held = before - free_bytes()
-    del mine
-    left = before - free_bytes()
-    if held < world << 22 or left > world << 20:
-        wrong.append(f"{held} bytes were taken and {left} not given back")
+    for _ in range(ATTEMPTS):
+        amiss = hold_and_give_back(wrong)
+        every: list[str] = [""] * world
+        dist.all_gather_object(every, amiss)
+        if not any(every):
+            break
+    else:
+        wrong.append(amiss)
     for round in range(20):  # ranks let go in different orders
         first, second = empty((1000,), device="cuda"), empty((1000,), device="cuda")
         peer_tensor(second, (rank + 1) % world).fill_(round + rank)
@@ -70,6 +63,27 @@ def write_to_peers(folder: Path) -> None:
         if "all ranks must allocate the same" not in str(error):
             wrong.append(str(error))
     (folder / f"tensors-{rank}.json").write_text(json.dumps(wrong))
+
+
+def hold_and_give_back(wrong: list[str]) -> str:
+    """Allocate, write to peers, and free; what is amiss with the GPU's free memory, if anything."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    before = free_bytes()
+    mine = empty((world, 1 << 20), torch.int32, device="cuda")
+    if mine.any():
+        wrong.append("it does not begin with zeros")
+    meet()
+    for peer in range(world):
+        peer_tensor(mine, peer)[rank] = rank + 1
+    meet()
+    if not all((mine[writer] == writer + 1).all() for writer in range(world)):
+        wrong.append("a peer's writes are not there")
+    if not torch.equal(peer_tensor(mine, (rank + 1) % world), mine):
+        wrong.append("a peer's tensor is not read")
+    held = before - free_bytes()
+    del mine
+    left = before - free_bytes()
+    return f"{held} bytes were taken and {left} not given back" if held < world << 22 or left > world << 20 else ""
 
 
 def run_into_symmetric(folder: Path) -> None:
@@ -117,7 +131,6 @@ def test_collectives_go_straight_into_symmetric_tensors(run_ranks: Run, tmp_path
     assert [json.loads((tmp_path / f"straight-{rank}.json").read_text()) for rank in range(world)] == [[]] * world
 
 
-@pytest.mark.alone
 @pytest.mark.ranks(2, 5)
 def test_peers_write_into_each_others_tensors_which_are_given_back(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, write_to_peers, tmp_path)

@@ -16,8 +16,10 @@ from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-# Percentages by ranks, on an H100. For 5 ranks 15 to 20% were measured to be too much, and 13% to do for 7 ranks.
-_SHARES = {1: 100, 2: 48, 3: 31, 4: 21, 5: 13, 6: 13, 7: 13, 8: 12}
+# Percentages by ranks, on an H100: 62, 32, 16 or 14 multiprocessors. More would do for some numbers of ranks (31% for
+# 3, 21% for 4), but cuBLAS leaves parts of products unwritten with 20, 26, 36, 38, 40 or 42 multiprocessors
+# (docs/testing.md).
+_SHARES = {1: 100, 2: 48, 3: 25, 4: 13, 5: 13, 6: 13, 7: 13, 8: 12}
 _LIMIT = 30.0  # seconds that the daemon has to start, and to end
 
 
@@ -31,8 +33,8 @@ def share_for(ranks: int) -> int:
 
     With percentages that add up to 100 some ranks share multiprocessors: on an H100 each of 4 ranks with 25% may use
     32, but where 3 fill theirs the last one finds 20. A kernel that holds its places while it waits for another rank
-    may then keep that rank out. Up to 8 ranks the percentages were measured to keep ranks apart, on an H100; beyond,
-    they add up to 80 at most.
+    may then keep that rank out. Up to 8 ranks the percentages were measured to keep ranks apart, on an H100, and are
+    such that cuBLAS's products are right; beyond, they add up to 80 at most.
     """
     return _SHARES.get(ranks) or max(1, 80 // ranks)
 

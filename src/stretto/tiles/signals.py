@@ -48,6 +48,7 @@ LIMIT = tl.constexpr(1)
 
 SUMMARY_ADDRESS = tl.constexpr(failures.SUMMARY_ADDRESS)
 FOLLOWED = tl.constexpr(failures.FOLLOWED)
+_RECORD_BYTES = tl.constexpr(4 * failures.RECORD_WORDS)
 
 # Which wait a report is about.
 OF_CONSUMER = tl.constexpr(1)
@@ -459,9 +460,14 @@ def _report(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # ty
 
     Order: the channel is marked before others can see the flag and follow; the flag before the record, so that this
     program's signals stop; the record's first word after its others; and the word that the host looks at last.
+
+    The flag is set to a number of the channel's own, and keeps the first that it gets: programs of one channel that
+    give up at the same time do not take each other for another workspace.
     """
     is_recorded = tl.atomic_xchg(channel.state + RECORDED, 1, sem="relaxed", scope="gpu") != 0
-    has_followed = tl.atomic_xchg(channel.failed, 1, sem="acq_rel", scope="gpu") != 0
+    own = ((channel.report.to(tl.int64) // _RECORD_BYTES) & 0x3FFFFFFF).to(tl.int32) + 1
+    before = tl.atomic_cas(channel.failed, 0, own, sem="acq_rel", scope="gpu")
+    has_followed = (before != 0) & (before != own)
     if is_recorded == 0:
         tl.store(channel.report + 1, channel.operator)
         tl.store(channel.report + 2, call_number(channel))

@@ -178,12 +178,14 @@ __device__ void write_report(Report* report, u32 kind, u32 kernel, u32 epoch, u3
 
 __device__ __noinline__ void record_failure(State* state, Report* report, u32* failed, u32 kernel, u32 epoch, u32 level,
                                             u32 message) {
-  bool is_first = atomicExch(&state->is_broken, 1) == 0;  // before others see the flag, and follow
+  bool is_first = atomicExch(&state->is_broken, 1) == 0;
+  __threadfence();  // who sees the flag, and follows, sees `is_broken` too
   *(volatile u32*)failed = 1;
   if (is_first) write_report(report, GAVE_UP, kernel, epoch, level, message);
 }
 
 __device__ __noinline__ void record_following(State* state, Report* report, u32 kernel, u32 epoch) {
+  __threadfence();
   if (*(volatile u32*)&state->is_broken || atomicExch(&state->has_followed, 1)) return;
   write_report(report, FOLLOWED, kernel, epoch, 0, 0);
 }
