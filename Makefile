@@ -45,14 +45,12 @@ $(OLDEST_TRITON)/.installed: $(VENV)/.installed
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
 # GPUs have many CPUs. On one GPU each process takes a shard, whose files' ranks stay together, and has an MPS daemon,
-# whose ranks are alone on the GPU in their time slice; there are twice as many shards as processes, so that none is
-# left with most of the work. Without MPS every rank has time slices of its own, and more processes would only make
-# these rarer.
+# whose ranks are alone on the GPU in their time slice. Without MPS every rank has time slices of its own, and more
+# processes would only make these rarer.
 # `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
 GPU_PYTEST := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
-ONE_GPU_JOBS := 6
-ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),$(patsubst %,%-of-12,$(shell seq 12)),1-of-1)
+ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),$(patsubst %,%-of-6,1 2 3 4 5 6),1-of-1)
 ONE_GPU_SHARDS := $(addprefix gpu-test-shard-,$(ONE_GPU_SHARDS))
 SHARD ?= 1/1
 PASSED ?= build/gpu-test-passed.txt
@@ -63,7 +61,7 @@ HAS_ONE_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count
 
 gpu-test:
 	@$(HAS_GPU)
-	if $(HAS_ONE_GPU); then $(MAKE) --jobs $(ONE_GPU_JOBS) --keep-going --output-sync $(ONE_GPU_SHARDS); else \
+	if $(HAS_ONE_GPU); then $(MAKE) --jobs --keep-going --output-sync $(ONE_GPU_SHARDS); else \
 		$(GPU_PYTEST) -m "alone and not exhaustive" && \
 		$(GPU_PYTEST) -m "not alone and not exhaustive" $(GPU_WORKERS); fi
 

@@ -217,6 +217,20 @@ def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
     assert status == pytest.ExitCode.USAGE_ERROR
 
 
+def test_shards_take_about_as_long_by_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(resuming, "SECONDS", tmp_path / "seconds.json")
+    resuming.SECONDS.write_text('{"a.py 2-ranks": 90, "b.py 2-ranks": 50, "b.py 8-ranks": 30, "c.py 4-ranks": 20}')
+    groups = {("tests/gpu/a.py", "2-ranks"), *((f"{name}.py", "2-ranks") for name in "bd"), ("b.py", "8-ranks")}
+    shards = resuming.assign_shards(groups | {("c.py", "4-ranks")}, 2)
+    assert shards == {
+        ("tests/gpu/a.py", "2-ranks"): 0,
+        ("b.py", "2-ranks"): 1,
+        ("b.py", "8-ranks"): 1,
+        ("c.py", "4-ranks"): 1,
+        ("d.py", "2-ranks"): 0,
+    }
+
+
 @pytest.fixture
 def kernel_cache(monkeypatch, tmp_path):
     """Makes managers of one key of Triton's cache, as processes that begin a kernel together have."""

@@ -5,6 +5,7 @@ other code it begins anew.
 """
 
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -12,7 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SECONDS = Path(__file__).with_name("seconds.json")
+_UNKNOWN_SECONDS = 15.0
 _KEY = "stretto_passed"
+
+Group = tuple[str, str]
+"""A test file's path and a number of ranks, as in "4-ranks"."""
 
 
 def configure(config: pytest.Config) -> None:
@@ -34,15 +40,29 @@ _PASSED = pytest.StashKey[set[str]]()
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the shard that have not passed."""
     part, parts = parse_shard(config.getoption("--shard"))
-    # Tests of one file and one number of ranks stay together: they share processes, and often a run.
-    groups = sorted({_group_of(item.nodeid) for item in items})
-    places = {group: place for place, group in enumerate(groups)}
+    shards = assign_shards({_group_of(item.nodeid) for item in items}, parts)
     passed = config.stash[_PASSED]
-    kept = [item for item in items if places[_group_of(item.nodeid)] % parts == part - 1 and item.nodeid not in passed]
+    kept = [item for item in items if shards[_group_of(item.nodeid)] == part - 1 and item.nodeid not in passed]
     left_out = len(items) - len(kept)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+
+
+def assign_shards(groups: set[Group], parts: int) -> dict[Group, int]:
+    """The shard, 0 to parts - 1, of each group, such that all take about as long: the longest first, to the emptiest.
+
+    A group is the tests of one file and one number of ranks, which share processes, and often a run. SECONDS has what
+    `make gpu-test` was measured to spend on each.
+    """
+    seconds = json.loads(SECONDS.read_text())
+    estimates = {group: seconds.get(f"{Path(group[0]).name} {group[1]}", _UNKNOWN_SECONDS) for group in groups}
+    filled = [0.0] * parts
+    shards = {}
+    for group in sorted(groups, key=lambda group: (-estimates[group], group)):
+        shards[group] = filled.index(min(filled))
+        filled[shards[group]] += estimates[group]
+    return shards
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -64,7 +84,7 @@ def hash_code(root: Path) -> str:
     return digest.hexdigest()
 
 
-def _group_of(name: str) -> tuple[str, str]:
+def _group_of(name: str) -> Group:
     ranks = re.search(r"\b(\d+-ranks)\b", name)
     return name.partition("::")[0], ranks[1] if ranks else ""
 

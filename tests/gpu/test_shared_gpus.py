@@ -56,10 +56,10 @@ def test_five_steps_on_x_2_and_z_2_have_the_losses_of_one_rank(run_ranks: Run, t
 def multiply_by_the_library() -> list[str]:
     """Products by cuBLAS that differ from those in fp64."""
     torch.manual_seed(dist.get_rank())
-    sizes = (512, 1152, 1024), (1024, 768, 512), (384, 512, 1024), (1152, 512, 1024), (256, 256, 1024), (2048,) * 3
+    sizes = (512, 1152, 1024), (384, 512, 1024), (256, 256, 1024)
     wrong = []
     for m, k, n in sizes:
-        for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 1e-4)):
+        for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
             for is_a_transposed, is_b_transposed in itertools.product((False, True), repeat=2):
                 a = torch.randn((k, m) if is_a_transposed else (m, k), device="cuda").to(dtype)
                 b = torch.randn((n, k) if is_b_transposed else (k, n), device="cuda").to(dtype)
