@@ -9,7 +9,7 @@ from stretto.bench import collectives
 from stretto.bench.collectives import Setting, bench_collectives
 from stretto.bench.interleaved import Timed
 from stretto.collectives.selection import LIBRARY, Table
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 
 class Started(Exception):
@@ -51,7 +51,7 @@ def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, 
         world_size=2,
         kernel=lambda way, name, in_place: print,
     )
-    store = Store(tmp_path / "table.json")
+    store = TuningStore(tmp_path / "table.json")
     collectives._tune(communicator, ["allreduce", "alltoall"], ["bf16"], [4096, 16 << 20], torch.device("cpu"), store)
     table = Table.load(store.path, "a machine", 2, has_nvlink=has_nvlink)
     assert {key: [size for size, _ in row] for key, row in table.rows.items()} == {

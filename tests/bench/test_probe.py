@@ -4,7 +4,7 @@ import pytest
 
 import stretto
 from stretto.bench.probe import hierarchies, members, probe
-from stretto.planner.probing import shapes_of
+from stretto.planner.compute import matmul_shapes
 
 
 def test_every_hierarchy_of_four_and_of_eight_ranks_is_measured():
@@ -21,7 +21,7 @@ def test_all_groups_of_a_hierarchy_work_side_by_side():
 
 
 def test_a_models_own_products_are_measured_on_every_grid_that_can_run_it():
-    shapes = shapes_of(["gpt2-small"], [4], 128, 2)
+    shapes = matmul_shapes(["gpt2-small"], [4], 128, 2)
     # data=2 or z=2: 2 sequences a rank. qkv 768 to 2304, forward, input's and weight's gradient.
     assert {(256, 2304, 768), (256, 768, 2304), (2304, 768, 256)} <= set(shapes)
     # x=2: all four sequences, half of the outputs; y=2: half of the inputs.
@@ -62,4 +62,4 @@ def test_one_rank_has_no_links_to_measure():
 
 def test_models_and_batches_go_together():
     with pytest.raises(ValueError, match="go together"):
-        shapes_of(["gpt2-small"], [], 128, 2)
+        matmul_shapes(["gpt2-small"], [], 128, 2)

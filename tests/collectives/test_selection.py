@@ -6,7 +6,7 @@ import pytest
 
 from stretto.collectives import selection
 from stretto.collectives.selection import LIBRARY, Table, Way, default_way, find_table_file, find_ways, time_key
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 ONE_SHOT = Way("one-shot-all-reduce", "LL", 2)
 SLOW, FAST = [9e-6], [3e-6]
@@ -27,7 +27,7 @@ def written(tmp_path, content):
 
 
 def test_the_fastest_way_at_the_nearest_size_is_chosen_and_it_says_so(tmp_path):
-    store = Store(tmp_path / "times.json")
+    store = TuningStore(tmp_path / "times.json")
     store.add("a", measured() | measured(LIBRARY, size=1 << 20) | {"matmul of something": [1.0, 2.0]})
     table = Table.read("a", 4, has_nvlink=True, store=store)
     way, why = table.choose("allreduce", "bfloat16", 5000, 4)
@@ -42,7 +42,7 @@ def test_the_fastest_way_at_the_nearest_size_is_chosen_and_it_says_so(tmp_path):
 
 
 def test_what_was_measured_on_another_machine_or_ranks_is_not_used(tmp_path):
-    store = Store(tmp_path / "times.json")
+    store = TuningStore(tmp_path / "times.json")
     store.add("a", measured())
     for machine, ranks in (("b", 4), ("a", 2), ("a", 8)):
         table = Table.read(machine, ranks, has_nvlink=True, store=store)
@@ -51,15 +51,15 @@ def test_what_was_measured_on_another_machine_or_ranks_is_not_used(tmp_path):
 
 
 def test_rows_of_the_store_that_are_not_known_are_left_out(tmp_path):
-    store = Store(tmp_path / "times.json")
+    store = TuningStore(tmp_path / "times.json")
     store.add("a", measured() | {"collective allreduce bfloat16 4 ranks 1024 bytes by magic LL": [1e-9]})
     assert Table.read("a", 4, has_nvlink=True, store=store).rows == {("allreduce", "bfloat16"): ((1024, ONE_SHOT),)}
 
 
 def test_a_named_file_is_read_as_the_store_writes_it(tmp_path):
     file = tmp_path / "table.json"
-    Store(file).add("a", measured())
-    Store(file).add("b", measured(ranks=2))
+    TuningStore(file).add("a", measured())
+    TuningStore(file).add("b", measured(ranks=2))
     table = Table.load(file, "a", 4, has_nvlink=True)
     way, why = table.choose("allreduce", "bfloat16", 1024, 4)
     assert (way, why.endswith(f"measured {file}")) == (ONE_SHOT, True)
@@ -142,8 +142,8 @@ def test_what_is_hardly_faster_than_the_library_is_left_to_it(seconds, way, tmp_
     times = {time_key("allreduce", "bfloat16", 4, 1024, one): [t] for one, t in ((ONE_SHOT, seconds), (LIBRARY, 1.0))}
     for rows in (times, dict(reversed(times.items()))):
         file = tmp_path / f"{next(iter(rows))}.json".replace(" ", "-")
-        Store(file).add("a", rows)
-        table = Table.read("a", 4, has_nvlink=True, store=Store(file))
+        TuningStore(file).add("a", rows)
+        table = Table.read("a", 4, has_nvlink=True, store=TuningStore(file))
         assert table.choose("allreduce", "bfloat16", 1024, 4).way == way
 
 
@@ -162,9 +162,12 @@ def test_without_nvlink_nothing_runs_by_ll128(tmp_path):
     assert default_way("alltoall", 32 << 20, 3, has_nvlink=True) == Way("direct-all-to-all", "LL128")
     line = Way("two-shot-all-reduce", "LL128")
     file = tmp_path / "times.json"
-    Store(file).add("a", measured(line))
-    assert Table.read("a", 4, has_nvlink=True, store=Store(file)).choose("allreduce", "bfloat16", 1024, 4).way == line
-    table = Table.read("a", 4, has_nvlink=False, store=Store(file))
+    TuningStore(file).add("a", measured(line))
+    assert (
+        Table.read("a", 4, has_nvlink=True, store=TuningStore(file)).choose("allreduce", "bfloat16", 1024, 4).way
+        == line
+    )
+    table = Table.read("a", 4, has_nvlink=False, store=TuningStore(file))
     assert table.choose("allreduce", "bfloat16", 1024, 4).way == LIBRARY
     assert "over links other than NVLink" in table.choose("allgather", "bfloat16", 1024, 4).why
     with pytest.raises(ValueError, match="LL128 needs NVLink"):

@@ -23,7 +23,7 @@ from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.ring import find_rings
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.embedding.ways import Shape, Way
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 assert tiles.INTERPRETED.value, "tests.ops.embedding_programs is for processes that interpret their kernels"
 
@@ -592,7 +592,7 @@ def tune(folder):
     way = ops.tune_embedding(indices, offsets, tables)
     found = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
     other = forward.find_tuned(Shape(2, 16, 1, 4, 2), offsets.device)
-    store = Store()
+    store = TuningStore()
     store.add(tuned._name_machine(offsets.device), {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]})
     tuned._load.cache_clear()
     again = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)

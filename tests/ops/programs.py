@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
 from stretto.ops import choosing, copied_tiles, gather_gemm, gemm, gemm_scatter, plans, shares, workspace
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
 
@@ -424,7 +424,7 @@ def choose_by_different_stores(folders):
         call = choosing.describe_call("all_gather_matmul", 16, x, weight, name)
         if dist.get_rank() == 0:
             keys = {choosing.time_key(call, plans.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
-            Store().add(choosing.machine_name(x.device), keys)
+            TuningStore().add(choosing.machine_name(x.device), keys)
         ops.all_gather_matmul(x, weight)
         return choosing.choose(call, x, weight, name, "auto").encode()
     finally:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, matmul, parallelize
 from stretto.parallel.matmul import PLAIN, WAYS, Product, Way
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 from tests.parallel.training import my_rows
 
 SEED = 3
@@ -43,7 +43,10 @@ def trained(rank_times: dict[int, list[float]] | None, cache: Path, *, tunes: bo
         assert rank_times is not None
         return rank_times[dist.get_rank()][WAYS.index(way)]
 
-    with mock.patch.object(matmul, "Store", return_value=Store(cache)), mock.patch.object(matmul, "_time", measured):
+    with (
+        mock.patch.object(matmul, "TuningStore", return_value=TuningStore(cache)),
+        mock.patch.object(matmul, "_time", measured),
+    ):
         parallelize(model, grid, tune_matmuls=tunes)
         text = torch.randint(CONFIG.vocab, (4, 9))[my_rows(grid, 4)]
         for _ in range(2):
@@ -90,7 +93,7 @@ def other_shapes(cache: Path) -> bool:
     plain.load_state_dict(model.state_dict())
     times = [9.0, 1.0, 9.0, 9.0, 9.0, 9.0]
     with (
-        mock.patch.object(matmul, "Store", return_value=Store(cache)),
+        mock.patch.object(matmul, "TuningStore", return_value=TuningStore(cache)),
         mock.patch.object(matmul, "_time", lambda way, *_: times[WAYS.index(way)]),
     ):
         parallelize(model, grid, tune_matmuls=True)
@@ -108,5 +111,5 @@ def test_real_times_are_positive_and_kept(tmp_path):
     product = Product.of(torch.ones(8, 4), torch.ones(16, 4).t())
     seconds = matmul._time(PLAIN, product, torch.device("cpu"))
     assert 0 < seconds < 1
-    Store(tmp_path / "times.json").add("cpu", {product.key: [seconds]})
-    assert Store(tmp_path / "times.json").read("cpu") == {product.key: (seconds,)}
+    TuningStore(tmp_path / "times.json").add("cpu", {product.key: [seconds]})
+    assert TuningStore(tmp_path / "times.json").read("cpu") == {product.key: (seconds,)}

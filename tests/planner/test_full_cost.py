@@ -25,7 +25,7 @@ def cluster(**options: object) -> Cluster:
     return Cluster(gpu=GPU(**gpu | of_gpu), **made | options)
 
 
-def step(machine: Cluster, grid: dict[str, int], **options: object) -> stretto.planner.Plan:
+def step(machine: Cluster, grid: dict[str, int], **options: object) -> stretto.planner.GridPlan:
     return predict(CONFIG, machine, grid=grid, **{"batch": 16, "seq_len": 1024} | options)
 
 

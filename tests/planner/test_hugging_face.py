@@ -19,7 +19,7 @@ from stretto.parallel import validate
 from stretto.planner import hugging_face, read_architecture
 from stretto.planner.grids import GridSizes, every_grid, why_impossible
 from stretto.planner.memory import local_parameters, memory
-from stretto.planner.workload import Choice, Workload
+from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.pretrained import STYLES
 
 SIZES: dict[str, Any] = {
@@ -221,8 +221,8 @@ def test_a_model_is_known_by_the_class_that_it_is_derived_from_and_one_of_anothe
 def logits_bytes(kind: str, class_name: str, **options: Any) -> float:
     """Of 4 sequences of 16 tokens on one rank, in bf16."""
     config = {**config_of(kind, **options).to_dict(), "architectures": [class_name]}
-    workload = Workload(read_architecture(config, 16), 4, 16)
-    return memory(workload, Choice(GridSizes(1, 1, 1, 1), 4))["logits"]
+    workload = StepWorkload(read_architecture(config, 16), 4, 16)
+    return memory(workload, StepConfig(GridSizes(1, 1, 1, 1), 4))["logits"]
 
 
 def test_logits_take_the_memory_of_their_own_head():

@@ -55,7 +55,7 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
     assert plan.peak_memory == pytest.approx(row["peak_memory_gib"] * 2**30, rel=0.03)
 
 
-def plan_of(grid: dict[str, int], cluster: stretto.Cluster = H200X4, **options: object) -> stretto.planner.Plan:
+def plan_of(grid: dict[str, int], cluster: stretto.Cluster = H200X4, **options: object) -> stretto.planner.GridPlan:
     config = GPTConfig(layers=24, hidden=4096, heads=32, vocab=50304, bias=False, norm="rmsnorm", positions="rotary")
     plans = stretto.plan(config, cluster, **{"gpus": 4, "batch": 8, "seq_len": 2048} | options)
     return next(plan for plan in plans if plan.grid == {"data": 1, "x": 1, "y": 1, "z": 1} | grid)

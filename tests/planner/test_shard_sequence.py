@@ -14,7 +14,7 @@ from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, count_collectives, parallelize
-from stretto.planner import Plan, predict
+from stretto.planner import GridPlan, predict
 
 BATCH, SEQ_LEN = 8, 64
 SHAPE = GPTConfig(layers=3, hidden=64, heads=8, vocab=96, positions="rotary", norm="rmsnorm", bias=False)
@@ -59,7 +59,7 @@ def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, config, g
         assert plan.communication[f"all_reduce_{axis}"] * 1e9 == pytest.approx(sent[axis], rel=0.015)
 
 
-def both(machine: Cluster, grid: dict[str, int], **options: Any) -> list[Plan]:
+def both(machine: Cluster, grid: dict[str, int], **options: Any) -> list[GridPlan]:
     """Without and with the sequence sharded."""
     settings = {"batch": 16, "seq_len": 1024} | options
     return [predict(LARGE, machine, grid=grid, shard_sequence=shards, **settings) for shards in (False, True)]
@@ -90,7 +90,7 @@ def test_sums_over_y_are_waited_for():
     assert sharded.exposed["y"] == pytest.approx(sharded.communication["all_reduce_y"])
 
 
-def search(**options: Any) -> list[Plan]:
+def search(**options: Any) -> list[GridPlan]:
     return stretto.plan(LARGE, FAST, **{"gpus": 8, "batch": 16, "seq_len": 1024, "cost": "full"} | options)
 
 

@@ -5,23 +5,23 @@ import logging
 
 import pytest
 
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 from stretto.tuning.store import cache_folder, read_times
 
 
 def test_times_are_found_again_by_machine_and_key(tmp_path):
-    Store(tmp_path / "times.json").add("a", {"product": [1.5, 2.0]})
-    Store(tmp_path / "times.json").add("a", {"other": (0.5,)})
-    Store(tmp_path / "times.json").add("b", {"product": [9.0]})
-    assert Store(tmp_path / "times.json").read("a") == {"product": (1.5, 2.0), "other": (0.5,)}
-    assert Store(tmp_path / "times.json").read("b") == {"product": (9.0,)}
-    assert Store(tmp_path / "times.json").read("c") == {}
+    TuningStore(tmp_path / "times.json").add("a", {"product": [1.5, 2.0]})
+    TuningStore(tmp_path / "times.json").add("a", {"other": (0.5,)})
+    TuningStore(tmp_path / "times.json").add("b", {"product": [9.0]})
+    assert TuningStore(tmp_path / "times.json").read("a") == {"product": (1.5, 2.0), "other": (0.5,)}
+    assert TuningStore(tmp_path / "times.json").read("b") == {"product": (9.0,)}
+    assert TuningStore(tmp_path / "times.json").read("c") == {}
     assert [file.name for file in tmp_path.iterdir()] == ["times.json"]
 
 
 def test_the_folder_is_made_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "deep" / "cache"))
-    Store().add("a", {"product": [1.0]})
+    TuningStore().add("a", {"product": [1.0]})
     assert json.loads((tmp_path / "deep" / "cache" / "tuning.json").read_text()) == {"a": {"product": [1.0]}}
 
 
@@ -31,20 +31,20 @@ def test_the_folder_is_made_where_the_environment_says(tmp_path, monkeypatch):
 def test_a_damaged_file_is_as_good_as_none_and_is_replaced(tmp_path, content):
     file = tmp_path / "times.json"
     file.write_text(content)
-    assert Store(file).read("a") == {}
-    Store(file).add("a", {"product": [1.0]})
-    assert Store(file).read("a")["product"] == (1.0,)
+    assert TuningStore(file).read("a") == {}
+    TuningStore(file).add("a", {"product": [1.0]})
+    assert TuningStore(file).read("a")["product"] == (1.0,)
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        Store(tmp_path / "file" / "times.json").add("a", {"product": [1.0]})
+        TuningStore(tmp_path / "file" / "times.json").add("a", {"product": [1.0]})
     assert "not kept" in caplog.text
 
 
 def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_path, caplog, monkeypatch):
-    store = Store(tmp_path / "times.json")
+    store = TuningStore(tmp_path / "times.json")
     store.add("a", {"product": [1.0]})
 
     def write_some(content, file):
@@ -63,14 +63,14 @@ def test_a_disk_that_is_full_costs_a_warning_and_leaves_the_file_as_it_was(tmp_p
 def test_what_is_damaged_is_measured_again_with_a_word_of_why(tmp_path, caplog):
     (tmp_path / "times.json").write_text("{")
     with caplog.at_level(logging.WARNING):
-        assert Store(tmp_path / "times.json").read("a") == {}
+        assert TuningStore(tmp_path / "times.json").read("a") == {}
     assert "measured again" in caplog.text
-    assert Store(tmp_path / "none.json").read("a") == {}
+    assert TuningStore(tmp_path / "none.json").read("a") == {}
 
 
 def test_a_file_that_somebody_names_is_read_whole(tmp_path):
-    Store(tmp_path / "times.json").add("a", {"product": [1.5, 2], "other": []})
-    Store(tmp_path / "times.json").add("b", {})
+    TuningStore(tmp_path / "times.json").add("a", {"product": [1.5, 2], "other": []})
+    TuningStore(tmp_path / "times.json").add("b", {})
     assert read_times(tmp_path / "times.json") == {"a": {"product": (1.5, 2), "other": ()}, "b": {}}
 
 

@@ -18,7 +18,7 @@ from stretto.collectives.executor.cuda.communicator import CudaCommunicator, mac
 from stretto.collectives.selection import ALGORITHMS_OF, BY_COPIES_FROM, LIBRARY, Table, Way, find_ways, time_key
 from stretto.memory import empty
 from stretto.parallel import Grid
-from stretto.tuning import Store, read_times
+from stretto.tuning import TuningStore, read_times
 
 MODES = ("graph", "eager")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -77,7 +77,7 @@ def _measure_all(ranks: int, setting: Setting) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
     if setting.tunes:
         communicator = CudaCommunicator(table=Table())
-        _tune(communicator, setting.collectives, setting.dtypes, setting.sizes, device, Store(setting.table))
+        _tune(communicator, setting.collectives, setting.dtypes, setting.sizes, device, TuningStore(setting.table))
         communicator.close()
     communicator = CudaCommunicator(table=setting.table)
     peers = _TorchPeers(device)
@@ -213,7 +213,7 @@ def _tune(
     dtypes: Sequence[str],
     sizes: Sequence[int],
     device: torch.device,
-    store: Store,
+    store: TuningStore,
 ) -> None:
     """Time all ways in graphs, and keep the seconds in the store."""
     measured: dict[str, list[float]] = {}

@@ -10,7 +10,7 @@ from stretto.cli.console import Json, refusing_bad_input
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
-    from stretto.planner import Plan
+    from stretto.planner import GridPlan
 
 
 def plan(
@@ -121,7 +121,7 @@ def _from_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _print_table(plans: "list[Plan]", cluster: "Cluster", cost: str, top: int) -> None:
+def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int) -> None:
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement

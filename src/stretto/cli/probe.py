@@ -37,10 +37,10 @@ def probe(
 
         from stretto.bench.probe import probe as measure
         from stretto.cluster import Cluster
-        from stretto.planner.probing import shapes_of
+        from stretto.planner.compute import matmul_shapes
 
         count = ranks if ranks is not None else torch.cuda.device_count() or Cluster.detect().gpus_per_node
-        shapes = shapes_of(model or [], batch or [], seq_len, count)
+        shapes = matmul_shapes(model or [], batch or [], seq_len, count)
         cluster = measure(count, dtype or ("bf16" if torch.cuda.is_available() else "fp32"), shapes)
         cluster.save(out)
     if as_json:

@@ -13,7 +13,7 @@ import torch
 from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import PROTOCOLS
 from stretto.collectives.verifier import verify
-from stretto.tuning import Store, read_times
+from stretto.tuning import TuningStore, read_times
 
 TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
 """Names the file of measured times that communicators read where they are given none."""
@@ -137,10 +137,10 @@ class Table:
     source: str = "here"
 
     @classmethod
-    def read(cls, machine: str, world_size: int, *, has_nvlink: bool, store: Store | None = None) -> "Table":
+    def read(cls, machine: str, world_size: int, *, has_nvlink: bool, store: TuningStore | None = None) -> "Table":
         """What the store knows of this machine and number of ranks; whatever else it holds is left out."""
         timed = []
-        for key, seconds in (store or Store()).read(machine).items():
+        for key, seconds in (store or TuningStore()).read(machine).items():
             try:
                 timed.append(_parse(key, seconds, has_nvlink=has_nvlink))
             except ValueError:  # measured by another version of Stretto, perhaps

@@ -24,7 +24,7 @@ from stretto.ops.gemm import count_processors, find_capability, takes_tma
 from stretto.ops.plans import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
 from stretto.ops.workspace import find_group, require_no_capture
 from stretto.tiles import INTERPRETED
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 logger = logging.getLogger("stretto.ops")
 
@@ -229,7 +229,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _Group:
 def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
     """{call: {plan: seconds}} of this machine; what this version cannot read is left out."""
     found: dict[str, dict[str, float]] = {}
-    for key, seconds in Store().read(machine_name(device)).items():
+    for key, seconds in TuningStore().read(machine_name(device)).items():
         kind, _, rest = key.partition(" ")
         name, _, text = rest.partition(" by ")
         if kind != "ops" or len(seconds) != 1:

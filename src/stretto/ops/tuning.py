@@ -18,7 +18,7 @@ from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.plans import LIBRARY, Call, Machine, Plan, vary_blocks, vary_transfers
 from stretto.ops.scaled import all_gather_scaled_matmul, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 logger = logging.getLogger("stretto.ops")
 
@@ -46,7 +46,7 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     transposed: bool = False,
-    store: Store | None = None,
+    store: TuningStore | None = None,
 ) -> dict[Plan, float]:
     """Seconds of a call by each plan that was tried, on the slowest rank; kept in the store for later runs.
 
@@ -73,7 +73,7 @@ def tune(
     measured = _search(call, machine, operands, group)
     if dist.get_rank(group) == 0:
         keys = {time_key(call, plan): [seconds] for plan, seconds in measured.items()}
-        (store or Store()).add(machine_name(device), keys)
+        (store or TuningStore()).add(machine_name(device), keys)
     dist.barrier(group)
     forget_choices()
     return measured

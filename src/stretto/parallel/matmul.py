@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.parallel.communication import all_reduce
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 REPEATS = 5
 # Another way must be this much faster than the plain one: below it lies the noise of timing.
@@ -90,7 +90,9 @@ class MatmulTuner:
     All ranks take the same way: that whose slowest rank is the fastest. Times are kept on disk by machine.
     """
 
-    def __init__(self, is_on: bool, device: torch.device, world: dist.ProcessGroup, store: Store | None = None) -> None:
+    def __init__(
+        self, is_on: bool, device: torch.device, world: dist.ProcessGroup, store: TuningStore | None = None
+    ) -> None:
         self.is_on = is_on
         self.device = device
         self.world = world
@@ -126,7 +128,7 @@ class MatmulTuner:
         if self._seen is None or not self._seen:
             return
         seen, self._seen = self._seen, None
-        store = self.store or Store()
+        store = self.store or TuningStore()
         machine = _machine(self.device)
         known = store.read(machine)
         fresh: dict[str, Sequence[float]] = {}

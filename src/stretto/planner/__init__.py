@@ -1,7 +1,10 @@
-"""Which grid is fastest and fits, before there is a machine. No GPU library is imported."""
+"""Predict which grid of GPUs trains a model fastest and fits in memory. Imports no GPU library, needs no GPU."""
 
+from stretto.deprecated import alias
 from stretto.planner.architecture import Architecture, Linear
-from stretto.planner.reading import read_architecture
-from stretto.planner.search import Plan, plan, predict
+from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.search import GridPlan, plan, predict
 
-__all__ = ["Architecture", "Linear", "Plan", "plan", "predict", "read_architecture"]
+__all__ = ["Architecture", "GridPlan", "Linear", "plan", "predict", "read_architecture"]
+
+__getattr__ = alias(__name__, {"Plan": "GridPlan"})

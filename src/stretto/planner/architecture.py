@@ -19,7 +19,7 @@ class Linear:
     name: str
     inputs: int
     outputs: int
-    is_swapped: bool
+    is_rowwise: bool
     has_bias: bool
     units: int
     stores_inputs_first: bool = False

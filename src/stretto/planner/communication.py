@@ -61,7 +61,7 @@ def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraf
     k, n = linear.inputs, linear.outputs
     gx, gy, gz, gdata = grid.x, grid.y, grid.z, grid.data
     output_axis, input_axis = "y", "x"
-    if linear.is_swapped:
+    if linear.is_rowwise:
         gx, gy, output_axis, input_axis = gy, gx, "x", "y"
     return LinearTraffic(
         all_gather=(gz - 1) * k * n / (gx * gy * gz),

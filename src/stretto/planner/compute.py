@@ -1,12 +1,15 @@
 """How long a rank computes: matrix products from a measured table or a roofline, the rest by FLOPs or by bytes."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.cluster import Cluster
-from stretto.planner.grids import GridSizes
-from stretto.planner.workload import Choice, Workload
+from stretto.planner.architecture import Architecture
+from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.grids import GridSizes, every_grid, why_impossible
+from stretto.planner.workload import StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
 MATMUL_EFFICIENCY = 0.75  # of the datasheet's peak, for large products
@@ -104,26 +107,26 @@ class Device:
         return num_bytes / self.memory_bandwidth
 
 
-def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
+def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compute:
     """A step's computation on one rank, by the parts that communication can hide under."""
-    model, grid = workload.model, choice.grid
-    micro_batches = choice.micro_batches(workload)
-    tokens = choice.micro_batch * workload.seq_len
+    model, grid = workload.model, config.grid
+    micro_batches = config.micro_batches(workload)
+    tokens = config.micro_batch * workload.seq_len
     outputs, input_gradients, gradients = [], [], []
     for linear in model.linears:
-        over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
+        over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
         k, n = linear.inputs / into, linear.outputs / over
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
     # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
     scores = device.attention(2 * tokens * workload.seq_len * model.queries / grid.x)
-    forward_bytes, backward_bytes = _element_wise(workload, grid, choice.token_parts)
+    forward_bytes, backward_bytes = _element_wise(workload, grid, config.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
-    casts, casts_back = _casts(workload, choice)
+    casts, casts_back = _casts(workload, config)
     layers = model.layers * micro_batches
-    if choice.checkpoint_activations:
+    if config.checkpoint_activations:
         backward += forward
     parameters = _parameters(workload, grid)
     return Compute(
@@ -139,11 +142,11 @@ def compute(workload: Workload, choice: Choice, device: Device) -> Compute:
     )
 
 
-def _parameters(workload: Workload, grid: GridSizes) -> float:
+def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
     return workload.model.parameters / (grid.x * grid.y * grid.z)
 
 
-def _element_wise(workload: Workload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
     """Bytes a token that a block's norms, activation and sums read and write, forward and backward.
 
     token_parts: over how many ranks those of hidden activations are sharded.
@@ -158,25 +161,25 @@ def _element_wise(workload: Workload, grid: GridSizes, token_parts: int) -> tupl
     backward = 2 * 2 * norm * hidden + 2 * 3 * hidden + (3 * gates + 1) * ffn + (4 if model.is_rotary else 3) * qkv
     for linear in model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
-            over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
-            outputs = linear.outputs / over / (token_parts if linear.is_swapped else 1)
+            over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+            outputs = linear.outputs / over / (token_parts if linear.is_rowwise else 1)
             backward += outputs
             forward += 3 * outputs if into > 1 else 0
     return forward * workload.element, backward * workload.element
 
 
-def _casts(workload: Workload, choice: Choice) -> tuple[float, float]:
+def _casts(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
     """Bytes of turning a rank's weights into dtype before they are used, and its gradients back."""
     if workload.element == workload.master:
         return 0.0, 0.0
-    parameters, grid = _parameters(workload, choice.grid), choice.grid
+    parameters, grid = _parameters(workload, config.grid), config.grid
     cast = parameters * (workload.master + workload.element)
     # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
     is_summed = grid.z * grid.data > 1
     return cast, cast if is_summed else parameters * (workload.master - workload.element)
 
 
-def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) -> float:
+def _head(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:
     """Seconds of the head and the loss of one micro-batch: three products, and some fifty bytes a logit.
 
     Of pooled logits there are hardly any in the loss: they are made, and their gradient is.
@@ -188,3 +191,31 @@ def _head(workload: Workload, grid: GridSizes, tokens: float, device: Device) ->
     here = outputs if model.logits == "sliced" else model.head_outputs
     passes = 4 * workload.element + (0 if model.logits == "pooled" else 11 * workload.master)
     return products + device.traffic(tokens * here * passes)
+
+
+def matmul_shapes(models: Sequence[str], batches: Sequence[int], seq_len: int, gpus: int) -> list[tuple[int, int, int]]:
+    """(m, n, k) of every product of these models at these global batches, on every grid of `gpus`, without repeats.
+
+    Raises ValueError for an unknown model, or models without batches.
+    """
+    if bool(models) != bool(batches):
+        raise ValueError("--model and --batch go together: the products' sizes follow from both")
+    shapes: set[tuple[int, int, int]] = set()
+    for name in models:
+        model = read_architecture(name, seq_len)
+        for batch in batches:
+            if batch < 1:
+                raise ValueError(f"--batch is {batch}, but must be at least 1")
+            shapes.update(_shapes(model, batch, seq_len, gpus))
+    return sorted(shapes)
+
+
+def _shapes(model: Architecture, batch: int, seq_len: int, gpus: int) -> Iterator[tuple[int, int, int]]:
+    for grid in every_grid(gpus):
+        if why_impossible(model, grid, batch) is not None:
+            continue
+        tokens = batch // grid.batch_parts * seq_len
+        for linear in model.linears:
+            over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+            k, n = linear.inputs // into, linear.outputs // over
+            yield from ((tokens, n, k), (tokens, k, n), (n, k, tokens))

@@ -25,7 +25,7 @@ from stretto.planner.communication import (
 )
 from stretto.planner.compute import Compute, Device, compute
 from stretto.planner.grids import GridSizes
-from stretto.planner.workload import Choice, Workload
+from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
@@ -49,27 +49,27 @@ class Cost:
     compute: Compute | None = field(default=None)
 
 
-def paper_cost(workload: Workload, choice: Choice, rates: Rates) -> Cost:
+def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost:
     """Equations 5.1 to 5.7 and nothing else, with 2 bytes a number and m = batch x seq_len / G_data.
 
     rates: the grid's `bandwidths`.
     """
-    grid = choice.grid
-    gathers = 1 if choice.keep_gathered else 2
+    grid = config.grid
+    gathers = 1 if config.keep_gathered else 2
     volume = linears_volume(workload.model, grid, workload.tokens / grid.data, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates)
     return Cost(times.total, rates, times, _by_axis(times.by_name()))
 
 
-def full_cost(workload: Workload, choice: Choice, cluster: Cluster, device: Device, rates: Rates) -> Cost:
+def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates) -> Cost:
     """Computation and communication of a step on one rank, and how much of the latter stays exposed.
 
     All of it where nothing overlaps: every collective is waited for where it is issued. rates: the grid's `bandwidths`.
     """
-    work = compute(workload, choice, device)
-    step = _Step(workload, choice, cluster, work, rates)
+    work = compute(workload, config, device)
+    step = _Step(workload, config, cluster, work, rates)
     communication = step.communication()
-    exposed = step.exposed() if choice.overlaps else {kind: getattr(communication, kind) for kind in KINDS}
+    exposed = step.exposed() if config.overlaps else {kind: getattr(communication, kind) for kind in KINDS}
     waiting = sum(exposed.values())
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
     beside = slowdown * (communication.total - waiting)
@@ -89,16 +89,18 @@ class _Sum:
 class _Step:
     """The collectives of one step on one rank, in seconds, by what can hide them."""
 
-    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, work: Compute, rates: Rates) -> None:
-        self.workload, self.choice, self.cluster, self.work, self.rates = workload, choice, cluster, work, rates
-        grid, layers = choice.grid, workload.model.layers
-        self.micro_batches = choice.micro_batches(workload)
+    def __init__(
+        self, workload: StepWorkload, config: StepConfig, cluster: Cluster, work: Compute, rates: Rates
+    ) -> None:
+        self.workload, self.config, self.cluster, self.work, self.rates = workload, config, cluster, work, rates
+        grid, layers = config.grid, workload.model.layers
+        self.micro_batches = config.micro_batches(workload)
         self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
         element = workload.element
         tokens = workload.tokens / grid.data / self.micro_batches
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
-        self.forward_passes = 2 if choice.checkpoint_activations else 1
-        self.gathers = 2 if choice.checkpoint_activations or not choice.keep_gathered else 1
+        self.forward_passes = 2 if config.checkpoint_activations else 1
+        self.gathers = 2 if config.checkpoint_activations or not config.keep_gathered else 1
         self.sums: list[_Sum] = []
         self.all_gather = self.reduce_scatter = self.data = 0.0
         for place, linear in enumerate(workload.model.linears):
@@ -108,7 +110,7 @@ class _Step:
                 "reduce_scatter", "z", traffic.reduce_scatter * element
             )
             self.data += layers * self._collective("all_reduce", "data", traffic.data * element)
-            if choice.token_parts > 1:
+            if config.token_parts > 1:
                 self.sums += self._sharded_sums(place, linear, traffic)
             else:
                 self.sums += self._whole_sums(place, linear, traffic, tokens)
@@ -117,7 +119,7 @@ class _Step:
         """Partial sums of the output, of large ones half under the product of the other half, and of the input's
         gradient, under the weight's."""
         element, passes = self.workload.element, self.forward_passes
-        parts = 2 if _is_halved(linear, self.choice.grid, tokens * element) else 1
+        parts = 2 if _is_halved(linear, self.config.grid, tokens * element) else 1
         each = self._collective("all_reduce", traffic.output_axis, traffic.output * element / parts)
         time = self.calls * passes * parts * each
         hidden = min(time, passes * self.work.outputs[place]) / 2 if parts == 2 else 0.0
@@ -132,16 +134,16 @@ class _Step:
         before it has not (gate and up take the same), and scatters its gradient.
         """
         element, passes, work = self.workload.element, self.forward_passes, self.work
-        gathers_input = place == 0 or self.workload.model.linears[place - 1].is_swapped
-        if linear.is_swapped:
+        gathers_input = place == 0 or self.workload.model.linears[place - 1].is_rowwise
+        if linear.is_rowwise:
             of_x, of_y, kinds = traffic.output, traffic.gradient, ("reduce_scatter", "all_gather")
         else:
             of_x, of_y, kinds = traffic.gradient, traffic.output, ("all_gather", "reduce_scatter")
         forward, backward = (self.calls * self._collective(kind, "x", of_x / 2 * element) for kind in kinds)
-        if linear.is_swapped or gathers_input:
+        if linear.is_rowwise or gathers_input:
             yield self._within(passes * forward, passes * work.outputs[place], is_forward=True)
         yield self._within(backward, work.input_gradients[place], is_forward=False)
-        is_output = not linear.is_swapped
+        is_output = not linear.is_rowwise
         time = self.calls * (passes if is_output else 1) * self._collective("all_reduce", "y", of_y * element)
         yield _Sum("y", time, 0.0, is_forward=is_output)
 
@@ -150,8 +152,8 @@ class _Step:
 
         Kernels reach the GPUs of one node; across nodes the library sends, and all of it is waited for.
         """
-        reaches = self.choice.grid.x <= self.cluster.gpus_per_node
-        left = self._left(time, product, self.choice.grid.x) if reaches else time
+        reaches = self.config.grid.x <= self.cluster.gpus_per_node
+        left = self._left(time, product, self.config.grid.x) if reaches else time
         return _Sum("x", time, time - left, is_forward)
 
     def communication(self) -> Volume:
@@ -190,7 +192,7 @@ class _Step:
     @cached_property
     def _outside_blocks(self) -> Volume:
         """Embedding, head, loss, and the statistics of norms over y: waited for wherever they stand."""
-        workload, grid, model = self.workload, self.choice.grid, self.workload.model
+        workload, grid, model = self.workload, self.config.grid, self.workload.model
         element, micro_batches = workload.element, self.micro_batches
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
@@ -207,7 +209,7 @@ class _Step:
         # What is looked up, and the gradient by what the head is given.
         half = (x - 1) / x * tokens * hidden * element
         over_x = len(tables) * self._collective("all_reduce", "x", 2 * half)
-        if self.choice.token_parts > 1:  # what is looked up is scattered, its gradient gathered; so is the head's input
+        if self.config.token_parts > 1:  # what is looked up is scattered, its gradient gathered; so is the head's input
             over_x += len(tables) * self._collective("all_gather", "x", half)
             over_x += self._collective("reduce_scatter", "x", half) - self._collective("all_reduce", "x", 2 * half)
         if model.logits == "sliced":  # the loss's statistics
@@ -215,14 +217,14 @@ class _Step:
         elif outputs:
             over_x += self._collective("all_gather", "x", (x - 1) * tokens * outputs * element)
         logits = self._collective("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element) if outputs else 0.0
-        of_statistics = 2 * (y - 1) / y * tokens / self.choice.token_parts * 8
+        of_statistics = 2 * (y - 1) / y * tokens / self.config.token_parts * 8
         norms = (1 + self.forward_passes) * (2 * model.layers + 1)
         over_y = logits + norms * self._collective("all_reduce", "y", of_statistics)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 
     def _collective(self, kind: str, axis: str, num_bytes: float) -> float:
         """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth."""
-        cluster, grid = self.cluster, self.choice.grid
+        cluster, grid = self.cluster, self.config.grid
         size: int = getattr(grid, axis)
         if size == 1:
             return 0.0
@@ -241,7 +243,7 @@ class _Step:
 
 def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
-    over, into = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
+    over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
     is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
 

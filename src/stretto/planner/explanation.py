@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from stretto.cluster import Cluster
 from stretto.planner.communication import AXIS_OF, KINDS
 from stretto.planner.cost import Cost
-from stretto.planner.workload import Choice
+from stretto.planner.workload import StepConfig
 
 _NAMES = {
     "all_gather_z": "gathering weights over z",
@@ -17,10 +17,10 @@ _NAMES = {
 
 
 def explain(
-    choice: Choice,
+    config: StepConfig,
     cost: Cost,
     memory: Mapping[str, float],
-    best: Choice,
+    best: StepConfig,
     best_cost: Cost,
     limit: float,
     cluster: Cluster,
@@ -28,17 +28,17 @@ def explain(
     """One sentence: what makes the first the first, what another loses by, or what would make it fit."""
     needed = sum(memory.values())
     if needed > limit:
-        return _does_not_fit(choice, memory, needed, limit)
-    if choice == best:
-        return _first(choice, cost, cluster)
+        return _does_not_fit(config, memory, needed, limit)
+    if config == best:
+        return _first(config, cost, cluster)
     slower = cost.step_time / best_cost.step_time - 1 if best_cost.step_time else 0.0
     if slower < 5e-4:
         return f"as fast as the first, {best.grid}, but it needs more memory or computes more twice"
     return f"{slower:.1%} slower than {best.grid}: {_largest_loss(cost, best_cost)}"
 
 
-def _first(choice: Choice, cost: Cost, cluster: Cluster) -> str:
-    ways = {"activation checkpointing": choice.checkpoint_activations, "shard_sequence": choice.shard_sequence}
+def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
+    ways = {"activation checkpointing": config.checkpoint_activations, "shard_sequence": config.shard_sequence}
     used = " and ".join(way for way, is_used in ways.items() if is_used)
     how = f" with {used}" if used else ""
     sent = {kind: getattr(cost.communication, kind) for kind in KINDS}
@@ -46,7 +46,7 @@ def _first(choice: Choice, cost: Cost, cluster: Cluster) -> str:
     if not sent[most]:
         return f"the fastest that fits{how}: it sends nothing"
     axis = AXIS_OF[most]
-    inside = choice.grid.preceding(axis) * choice.grid.sizes()[axis] <= cluster.gpus_per_node
+    inside = config.grid.preceding(axis) * config.grid.sizes()[axis] <= cluster.gpus_per_node
     return (
         f"the fastest that fits{how}; what takes longest to send is {_NAMES[most]}, "
         f"{'inside' if inside else 'across'} nodes ({_seconds(sent[most])})"
@@ -67,19 +67,19 @@ def _largest_loss(cost: Cost, best: Cost) -> str:
     return f"{_seconds(losses[name])} more for {name}"
 
 
-def _does_not_fit(choice: Choice, memory: Mapping[str, float], needed: float, limit: float) -> str:
+def _does_not_fit(config: StepConfig, memory: Mapping[str, float], needed: float, limit: float) -> str:
     largest = max(memory, key=lambda part: memory[part])
     remedies = []
-    if not choice.checkpoint_activations:
+    if not config.checkpoint_activations:
         remedies.append("activation checkpointing")
-    if choice.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
+    if config.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
         remedies.append("freeing gathered weights (keep_gathered=false)")
-    if choice.micro_batch > 1:
+    if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")
     states = memory["parameters"] + memory["optimizer"] + memory["gradients"]
     if states > limit:
-        remedies.append("more of x, y and z" if choice.grid.data > 1 else "more GPUs along x, y or z")
-    elif choice.grid.data > 1:
+        remedies.append("more of x, y and z" if config.grid.data > 1 else "more GPUs along x, y or z")
+    elif config.grid.data > 1:
         remedies.append("moving ranks from data to z")
     return (
         f"does not fit: needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB, most of it {largest.replace('_', ' ')} "

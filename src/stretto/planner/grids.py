@@ -68,8 +68,8 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
     if model.hidden % grid.y:
         return f"y={grid.y} does not divide the hidden size {model.hidden}"
     for linear in model.linears:
-        cut, by_input = (grid.y, grid.x) if linear.is_swapped else (grid.x, grid.y)
-        axes = ("y", "x") if linear.is_swapped else ("x", "y")
+        cut, by_input = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+        axes = ("y", "x") if linear.is_rowwise else ("x", "y")
         if linear.units % cut:
             what = {model.kv_heads: "KV heads", model.heads: "heads"}.get(linear.units, f"features of {linear.name}")
             return f"{axes[0]}={cut} does not divide {linear.units} {what}"

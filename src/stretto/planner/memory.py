@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import GridSizes, divisors
-from stretto.planner.workload import Choice, Workload
+from stretto.planner.workload import StepConfig, StepWorkload
 
 # `stretto.parallel.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in dtype.
 LOGITS_SLICE = 2**26
@@ -31,7 +31,7 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
     outputs = -(-model.head_outputs // grid.x)
     head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
     biases = sum(
-        linear.outputs / (grid.y if linear.is_swapped else grid.x) for linear in model.linears if linear.has_bias
+        linear.outputs / (grid.y if linear.is_rowwise else grid.x) for linear in model.linears if linear.has_bias
     )
     norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
     return weights + embedding + head + model.layers * biases + norms + model.positions * model.hidden / grid.y
@@ -53,7 +53,7 @@ def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: in
     return norms + attention + mlp, model.hidden / y / token_parts
 
 
-def _logits(workload: Workload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
+def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
     """Bytes of the loss's logits, and of the head's weight and its gradient, as the loss is computed."""
     model, element, master = workload.model, workload.element, workload.master
     outputs = -(-model.head_outputs // grid.x)
@@ -69,7 +69,7 @@ def _logits(workload: Workload, grid: GridSizes, tokens: int, *, weight_stays: b
             return 2 * model.head_outputs * tokens * element + 2 * weight * element
 
 
-def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> dict[str, float]:
+def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
     """Bytes by component at the peak, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
@@ -79,35 +79,35 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
     kept all the time: those of gradients (`stretto.parallel.pushed_scatter`), and, if collectives are hidden, those of
     weights that stay gathered (`stretto.parallel.pushed`).
     """
-    model, grid, element = workload.model, choice.grid, workload.element
+    model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
     states = {"adamw": 2, "sgd": 0}[workload.optimizer]
     fixed = {"parameters": parameters * workload.master, "optimizer": states * parameters * workload.master}
-    tokens = choice.micro_batch * workload.seq_len
+    tokens = config.micro_batch * workload.seq_len
     block_weights = sum(linear.weights for linear in model.linears) / (grid.x * grid.y)
     largest = max(linear.weights for linear in model.linears) / (grid.x * grid.y)
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
-    kept, own_input = activations_of_a_block(model, grid, choice.token_parts)
-    pushes = has_nvlink and choice.copy_engines and grid.z > 1
-    stays = pushes and choice.overlaps and choice.keep_gathered and not choice.checkpoint_activations
-    in_use = (2 if choice.overlaps else 1) * largest  # the next one is gathered ahead
-    one = block_weights * (model.layers if stays else 1) if choice.keep_gathered else in_use
+    kept, own_input = activations_of_a_block(model, grid, config.token_parts)
+    pushes = has_nvlink and config.copy_engines and grid.z > 1
+    stays = pushes and config.overlaps and config.keep_gathered and not config.checkpoint_activations
+    in_use = (2 if config.overlaps else 1) * largest  # the next one is gathered ahead
+    one = block_weights * (model.layers if stays else 1) if config.keep_gathered else in_use
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
     ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if pushes else 0.0
-    if choice.checkpoint_activations:
+    if config.checkpoint_activations:
         activations, gathered = model.layers * own_input * tokens, in_use
     else:
         activations = model.layers * kept * tokens
-        gathered = model.layers * block_weights if choice.keep_gathered else in_use
+        gathered = model.layers * block_weights if config.keep_gathered else in_use
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
-    parts = choice.token_parts
+    parts = config.token_parts
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
     table = -(-model.vocab // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gradients = parameters * workload.master
     # With several micro-batches, the gradients of the earlier ones are there all the time.
-    earlier = gradients if choice.micro_batches(workload) > 1 else 0.0
+    earlier = gradients if config.micro_batches(workload) > 1 else 0.0
     of_head = head / grid.z * workload.master
     widest = max((model.ffn * (2 if model.is_gated else 1)) / grid.x, model.hidden / grid.y) * tokens
     # Gradients that are on their way over z (`stretto.parallel.gradients`), whole and as the shards that they become.
@@ -129,7 +129,7 @@ def memory(workload: Workload, choice: Choice, *, has_nvlink: bool = False) -> d
             "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
-    if choice.checkpoint_activations:
+    if config.checkpoint_activations:
         moments.append(
             {  # the last block, computed again
                 "gradients": max(earlier, of_head),
@@ -147,16 +147,18 @@ def peak(components: Mapping[str, float]) -> float:
     return sum(components.values())
 
 
-def largest_micro_batch(workload: Workload, choice: Choice, limit: float, *, has_nvlink: bool = False) -> int | None:
-    """The largest micro-batch at which the choice stays within `limit` bytes; None if none does. See `memory`."""
+def largest_micro_batch(
+    workload: StepWorkload, config: StepConfig, limit: float, *, has_nvlink: bool = False
+) -> int | None:
+    """The largest micro-batch at which the config stays within `limit` bytes; None if none does. See `memory`."""
     candidates = [
         size
-        for size in divisors(workload.batch // choice.grid.batch_parts)
-        if size * workload.seq_len % choice.token_parts == 0
+        for size in divisors(workload.batch // config.grid.batch_parts)
+        if size * workload.seq_len % config.token_parts == 0
     ]
 
     def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(choice, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
+        return peak(memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
 
     fitting = bisect_left(candidates, True, key=is_too_large)
     return candidates[fitting - 1] if fitting else None

@@ -7,21 +7,21 @@ from typing import Any, Literal
 
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
+from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import Rates, bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
 from stretto.planner.grids import GridSizes, every_grid, why_impossible
 from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
-from stretto.planner.reading import read_architecture
-from stretto.planner.workload import Choice, Dtype, Workload
+from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
 MAX_GPUS = 1 << 20
 CostModel = Literal["paper", "full"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """One grid, how to run it, and what that is predicted to take.
 
     `bandwidth` is bytes/s by axis, `communication` and `exposed` seconds a step, `memory` bytes on the rank that needs
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Candidate:
-    choice: Choice
+    config: StepConfig
     cost: Cost
     memory: Mapping[str, float]
     fits: bool
@@ -66,8 +66,8 @@ class _Candidate:
     @property
     def rank(self) -> tuple[Any, ...]:
         """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
-        choice, sizes = self.choice, self.choice.grid
-        order = (choice.checkpoint_activations, not choice.keep_gathered, choice.shard_sequence, -choice.micro_batch)
+        config, sizes = self.config, self.config.grid
+        order = (config.checkpoint_activations, not config.keep_gathered, config.shard_sequence, -config.micro_batch)
         layout = (sizes.x, sizes.y, sizes.z, sizes.data)
         return (
             self.impossible is not None,
@@ -100,7 +100,7 @@ def plan(
     keep_gathered: bool | None = None,
     shard_sequence: bool | None = False,
     overlaps: bool = True,
-) -> list[Plan]:
+) -> list[GridPlan]:
     """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
 
     model: a name (gpt-5b, say), a GPTConfig, a path (TOML, or Hugging Face's config.json), or a model with a config.
@@ -117,7 +117,7 @@ def plan(
     """
     machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     architecture = read_architecture(model, seq_len)
-    workload = Workload(architecture, batch, seq_len, dtype, optimizer)
+    workload = StepWorkload(architecture, batch, seq_len, dtype, optimizer)
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
     micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
@@ -133,16 +133,16 @@ def plan(
         raise ValueError(_nothing_possible(architecture, ranks, batch, [impossible for _, impossible in grids]))
     candidates = []
     for grid, impossible in grids:
-        choices = [
-            Choice(grid, 1, checkpoint, keep, overlaps, shard_sequence=shards)
+        configs = [
+            StepConfig(grid, 1, checkpoint, keep, overlaps, shard_sequence=shards)
             for keep in keeps
             for checkpoint in checkpoints
             for shards in (shardings if grid.x > 1 else [False])
         ]
         if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
-            choices = choices[:1]
+            configs = configs[:1]
         rates = bandwidths(machine, grid)
-        options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in choices]
+        options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in configs]
         candidates.append(min(options, key=lambda candidate: candidate.rank_on_its_grid))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
@@ -168,7 +168,7 @@ def predict(
     overlaps: bool = True,
     copy_engines: bool = True,
     cost: CostModel = "full",
-) -> Plan:
+) -> GridPlan:
     """The plan of one grid (sizes by axis, 1 where one is absent), run as it is said here.
 
     overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
@@ -176,24 +176,24 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
-    workload = Workload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
+    workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
     _check_sharding(shard_sequence, workload.model, cost)
     sizes = GridSizes(**{"data": 1, "x": 1, "y": 1, "z": 1} | dict(grid))
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    choice = Choice(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines, shard_sequence)
+    config = StepConfig(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines, shard_sequence)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = USABLE * cluster.require("gpu.memory")
-    only = _judge(workload, choice, cluster, device, bandwidths(cluster, sizes), limit, size, None)
+    only = _judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
     return _to_plan(only, only, cluster, limit, _notes(workload))
 
 
 def _judge(
-    workload: Workload,
-    choice: Choice,
+    workload: StepWorkload,
+    config: StepConfig,
     cluster: Cluster,
     device: Device | None,
     rates: Rates,
@@ -201,30 +201,30 @@ def _judge(
     micro_batch: int | None,
     impossible: str | None,
 ) -> _Candidate:
-    """The choice with its best micro-batch: the largest that fits, since fewer are never slower."""
-    local = workload.batch // choice.grid.batch_parts
+    """The config with its best micro-batch: the largest that fits, since fewer are never slower."""
+    local = workload.batch // config.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
     tokens = (micro_batch or local) * workload.seq_len
-    if impossible is None and tokens % choice.token_parts:
-        impossible = f"with shard_sequence, x={choice.grid.x} does not divide a rank's {tokens} tokens at once"
+    if impossible is None and tokens % config.token_parts:
+        impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
     # Whether NVLink reaches all ranks of z, which are x * y apart.
-    has_nvlink = cluster.has_nvlink and choice.grid.x * choice.grid.y * choice.grid.z <= cluster.gpus_per_node
+    has_nvlink = cluster.has_nvlink and config.grid.x * config.grid.y * config.grid.z <= cluster.gpus_per_node
     size = micro_batch
     if size is None and impossible is None:
-        size = largest_micro_batch(workload, choice, limit, has_nvlink=has_nvlink)
-    choice = replace(choice, micro_batch=size or 1)
-    components = memory(workload, choice, has_nvlink=has_nvlink)
+        size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
+    config = replace(config, micro_batch=size or 1)
+    components = memory(workload, config, has_nvlink=has_nvlink)
     fits = impossible is None and peak(components) <= limit
     cost = (
-        paper_cost(workload, choice, rates) if device is None else full_cost(workload, choice, cluster, device, rates)
+        paper_cost(workload, config, rates) if device is None else full_cost(workload, config, cluster, device, rates)
     )
     if not math.isfinite(cost.step_time):
         raise ValueError(
             f"the time predicted for cluster {cluster.name!r} is larger than any number: one of its figures is far too "
             "small"
         )
-    return _Candidate(choice, cost, components, fits, impossible)
+    return _Candidate(config, cost, components, fits, impossible)
 
 
 def _rounded(time: float) -> float:
@@ -232,21 +232,23 @@ def _rounded(time: float) -> float:
     return float(f"{time:.12g}")
 
 
-def _notes(workload: Workload) -> tuple[str, ...]:
+def _notes(workload: StepWorkload) -> tuple[str, ...]:
     model, seq_len = workload.model, workload.seq_len
     if model.positions and seq_len > model.positions:
         return (*model.notes, f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
     return model.notes
 
 
-def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float, notes: tuple[str, ...]) -> Plan:
-    choice, cost = candidate.choice, candidate.cost
-    return Plan(
-        grid=choice.grid.sizes(),
-        micro_batch=choice.micro_batch,
-        checkpoint_activations=choice.checkpoint_activations,
-        keep_gathered=choice.keep_gathered,
-        shard_sequence=choice.shard_sequence,
+def _to_plan(
+    candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: float, notes: tuple[str, ...]
+) -> GridPlan:
+    config, cost = candidate.config, candidate.cost
+    return GridPlan(
+        grid=config.grid.sizes(),
+        micro_batch=config.micro_batch,
+        checkpoint_activations=config.checkpoint_activations,
+        keep_gathered=config.keep_gathered,
+        shard_sequence=config.shard_sequence,
         bandwidth=cost.bandwidth,
         communication={kind: _rounded(time) for kind, time in cost.communication.by_name().items()},
         exposed=cost.exposed,
@@ -255,7 +257,7 @@ def _to_plan(candidate: _Candidate, best: _Candidate, cluster: Cluster, limit: f
         memory=candidate.memory,
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
-        why=candidate.impossible or explain(choice, cost, candidate.memory, best.choice, best.cost, limit, cluster),
+        why=candidate.impossible or explain(config, cost, candidate.memory, best.config, best.cost, limit, cluster),
         notes=notes,
     )
 

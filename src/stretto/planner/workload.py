@@ -11,7 +11,7 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """A training step: the model, the global batch in sequences, and the numbers' types.
 
     Activations, gathered weights and what travels are in `dtype`; parameters, gradients and optimizer state in fp32
@@ -51,7 +51,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Choice:
+class StepConfig:
     """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients).
 
     overlaps, copy_engines: as `stretto.parallel.Overlap` has them, the first for all of its other options.
@@ -71,6 +71,6 @@ class Choice:
         """Over how many ranks of x the activations between blocks are sharded."""
         return self.grid.x if self.shard_sequence else 1
 
-    def micro_batches(self, workload: Workload) -> int:
+    def micro_batches(self, workload: StepWorkload) -> int:
         """How many a step has."""
         return max(1, workload.batch // self.grid.batch_parts // self.micro_batch)

@@ -1,5 +1,8 @@
 """Measured choices, kept between runs: one store for all of Stretto."""
 
-from stretto.tuning.store import Store, read_times
+from stretto.deprecated import alias
+from stretto.tuning.store import TuningStore, read_times
 
-__all__ = ["Store", "read_times"]
+__all__ = ["TuningStore", "read_times"]
+
+__getattr__ = alias(__name__, {"Store": "TuningStore"})

@@ -17,7 +17,7 @@ MAX_FILE_BYTES = 64 << 20
 FOLDER_VARIABLE = "STRETTO_CACHE"
 
 
-class Store:
+class TuningStore:
     """Seconds of the ways to do something, by a key that says what, where (machine, versions) and how large.
 
     `path`: the file (default: tuning.json in $STRETTO_CACHE, or in ~/.cache/stretto). A file that cannot be read or

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton
 
 from stretto.ops.embedding.ways import Shape, Way
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 
 def find_tuned(shape: Shape, device: torch.device) -> Way | None:
@@ -34,7 +34,7 @@ def measure_ways(
     measured = {f"{_name_shape(shape)}, {_name_way(way)}": [time] for way, time in zip(ways, seconds, strict=True)}
     for rank in range(group.size()):  # ranks may have other shapes, and one file
         if rank == group.rank():
-            Store().add(_name_machine(device), measured)
+            TuningStore().add(_name_machine(device), measured)
         dist.barrier(group=group)
     _load.cache_clear()
     return ways[seconds.index(min(seconds))]
@@ -67,7 +67,7 @@ def _time(
 def _load(machine: str) -> dict[str, Way]:
     """The fastest way of each shape that is known."""
     best: dict[str, tuple[float, Way]] = {}
-    for key, times in Store().read(machine).items():
+    for key, times in TuningStore().read(machine).items():
         shape, _, name = key.rpartition(", ")
         way = _read_way(name)
         if shape.startswith("embedding") and way is not None and times:

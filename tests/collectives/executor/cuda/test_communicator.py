@@ -18,7 +18,7 @@ from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
 from stretto.collectives.executor.cuda.source import Variant
 from stretto.collectives.selection import LIBRARY, Table, Way, time_key
-from stretto.tuning import Store
+from stretto.tuning import TuningStore
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 MACHINE = "a GPU, NVLink"
@@ -125,7 +125,7 @@ def test_a_measured_table_chooses_and_is_named(make, tmp_path, caplog, monkeypat
     file = tmp_path / "table.json"
     two_shot = Way("two-shot-all-reduce", "Simple")
     rows = {time_key("allreduce", "int32", 2, 16, way): [t] for way, t in ((LIBRARY, 2.0), (two_shot, 1.0))}
-    Store(file).add(MACHINE, rows)
+    TuningStore(file).add(MACHINE, rows)
     monkeypatch.setenv("STRETTO_COLLECTIVES_TABLE", str(file))
     both, _ = make()
     with caplog.at_level(logging.DEBUG, "stretto.collectives"):
@@ -153,7 +153,7 @@ def test_a_table_from_elsewhere_is_an_error_on_all_ranks_before_anything_runs(ma
 
 
 def test_what_was_measured_elsewhere_is_not_used_from_the_store(make):
-    Store().add("another GPU", {time_key("allreduce", "int32", 2, 16, Way("two-shot-all-reduce", "LL")): [1.0]})
+    TuningStore().add("another GPU", {time_key("allreduce", "int32", 2, 16, Way("two-shot-all-reduce", "LL")): [1.0]})
     both, _ = make()
     assert both[0].table == Table(has_nvlink=True)
 
