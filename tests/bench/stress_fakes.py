@@ -4,10 +4,10 @@ import time
 
 import torch
 
-from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 
 
-class FakeCase(Case):
+class FakeCase(StressCase):
     """Calls that sum whole numbers; `fault` says what the third call of the last rank does."""
 
     entries = 4

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 import stretto
 from stretto import ops
-from stretto.bench import checkouts, checkouts_ranks
-from stretto.bench.checkouts import Setting, bench_checkouts, find_interval, judge
-from stretto.bench.checkouts_cases import CPU_CASES, Case, list_cases
-from stretto.bench.checkouts_ranks import CheckoutRanks, RanksFailed
+from stretto.bench.checkouts import ranks as checkouts_ranks
+from stretto.bench.checkouts import run as checkouts
+from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
+from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
+from stretto.bench.checkouts.run import CheckoutsSetting, bench_checkouts, find_interval, judge
 from stretto.bench.mps import mps_daemon
 from stretto.cli import app
 from stretto.collectives.selection import WAYS, Way
@@ -55,8 +56,8 @@ for line in sys.stdin:
 """
 
 
-def case(name: str, *, is_bounded: bool = False) -> Case:
-    return Case(name, "tiles", "eager", {"calls": 1}, is_bounded)
+def case(name: str, *, is_bounded: bool = False) -> CheckoutCase:
+    return CheckoutCase(name, "tiles", "eager", {"calls": 1}, is_bounded)
 
 
 @pytest.fixture
@@ -68,10 +69,10 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkouts_ranks, "_TO_END", 0.5)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, out: Path, cases: list[Case], **options: object) -> dict[str, object]:
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, cases: list[CheckoutCase], **options: object) -> dict[str, object]:
     monkeypatch.setattr(checkouts, "CPU_CASES", cases)
     settings = {"ranks": 2, "rounds": 8, "most_rounds": 8, "seconds": 60.0, "on_cpu": True} | options
-    return bench_checkouts(Setting(SOURCE, **settings), out)  # type: ignore[arg-type]
+    return bench_checkouts(CheckoutsSetting(SOURCE, **settings), out)  # type: ignore[arg-type]
 
 
 def test_the_same_checkout_twice_is_measured_from_end_to_end_and_nothing_is_left(tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stretto.bench import collectives
-from stretto.bench.collectives import Setting, bench_collectives
+from stretto.bench.collectives import run as collectives
+from stretto.bench.collectives.run import CollectivesSetting, bench_collectives
 from stretto.bench.interleaved import Timed
 from stretto.collectives.selection import LIBRARY, Table
 from stretto.tuning import TuningStore
@@ -26,11 +26,11 @@ def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, monke
     file = tmp_path / "notes.txt"
     file.write_text("dear diary")
     with pytest.raises(ValueError, match=r"notes\.txt is no file of measured times"):
-        bench_collectives(2, tmp_path, Setting((1024,), tunes=tunes, table=file))
+        bench_collectives(2, tmp_path, CollectivesSetting((1024,), tunes=tunes, table=file))
     assert file.read_text() == "dear diary"
     absent = tmp_path / "absent.json"
     with pytest.raises(Started if tunes else ValueError):
-        bench_collectives(2, tmp_path, Setting((1024,), tunes=tunes, table=absent))
+        bench_collectives(2, tmp_path, CollectivesSetting((1024,), tunes=tunes, table=absent))
 
 
 @pytest.mark.parametrize("has_nvlink", [True, False])

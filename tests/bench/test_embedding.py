@@ -11,19 +11,19 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is for Linux alone", allow_module_level=True)
 
-from stretto.bench.embedding import MLPERF_POOLINGS, MLPERF_ROWS, Case, Setting, place_tables
+from stretto.bench.embedding.run import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape, place_tables
 
 
 def test_cases_are_read_as_they_are_written():
-    assert Case.parse("1024x64x256x70") == Case(1024, 64, 256, 70)
-    assert Case.parse("mlperf").batch == 65536
+    assert LookupShape.parse("1024x64x256x70") == LookupShape(1024, 64, 256, 70)
+    assert LookupShape.parse("mlperf").batch == 65536
     for name in ("8x2x8x3", "mlperf", "mlperf:512"):
-        assert Case.parse(name).name == name
+        assert LookupShape.parse(name).name == name
     for text, words in (("8x2x8", "BATCHxTABLESxDIMxPOOLING or mlperf"), ("8x2x6x1", "a multiple of 4")):
         with pytest.raises(ValueError, match=words):
-            Case.parse(text)
+            LookupShape.parse(text)
     with pytest.raises(ValueError, match="there is no study 'magic': there are peers, orders"):
-        Setting((), ("magic",))
+        EmbeddingSetting((), ("magic",))
 
 
 def test_mlperfs_tables_go_where_the_least_is_looked_up():

@@ -71,7 +71,7 @@ def test_a_source_without_a_place_for_it_is_refused():
 
 
 def test_late_warps_need_a_gpu():
-    from stretto.bench.stress.run import Setting, stress
+    from stretto.bench.stress.run import StressSetting, stress
 
     with pytest.raises(ValueError, match="late on a GPU only"):
-        stress(Setting(2, 1.0, "tiles/push", late_warps=True))
+        stress(StressSetting(2, 1.0, "tiles/push", late_warps=True))

@@ -5,9 +5,9 @@ import json
 import pytest
 from tests.bench.workloads import WORKLOAD, start_on_pool
 
-from stretto.bench import overlap
-from stretto.bench.exposed import exposed_time
-from stretto.bench.overlap import STAGES, bench_overlap
+from stretto.bench.training import overlap
+from stretto.bench.training.exposed import exposed_time
+from stretto.bench.training.overlap import STAGES, bench_overlap
 from stretto.parallel import Overlap
 
 

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 from tests.bench.workloads import WORKLOAD, start_on_pool
 
-from stretto.bench import peers
-from stretto.bench.peers import LLAMA_7B, bench_peers, measure_peers, model_config, speedup
-from stretto.bench.training_runs import parse_grids
+from stretto.bench.training import peers
+from stretto.bench.training.peers import LLAMA_7B, bench_peers, measure_peers, model_config, speedup
+from stretto.bench.training.runs import parse_grids
 
 
 def test_the_default_model_has_the_parameters_that_it_is_named_after():

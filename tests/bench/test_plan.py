@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from tests.bench.workloads import TINY, WORKLOAD, start_on_pool
 
-from stretto.bench import plan
-from stretto.bench.plan import Planned, bench_plan, write_predictions
-from stretto.bench.plan_comparison import compare, rank_correlation, summarize
+from stretto.bench.plan import run as plan
+from stretto.bench.plan.comparison import compare, rank_correlation, summarize
+from stretto.bench.plan.run import Planned, bench_plan, write_predictions
 from stretto.cluster import Cluster
 
 PLANNED = Planned("tiny", WORKLOAD, 2)

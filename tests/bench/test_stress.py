@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from stretto.bench.stress import mutations, worker
 from stretto.bench.stress import run as stress_run
-from stretto.bench.stress.catalogue import Case, load_catalogue, select
+from stretto.bench.stress.catalogue import StressCase, load_catalogue, select
 from stretto.bench.stress.kernels import list_kernels
 from stretto.bench.stress.ledger import Ledger
 from stretto.bench.stress.mutations import KINDS, MUTATIONS, Edit, Mutation, Verdict, apply, write_table
-from stretto.bench.stress.run import Setting, stress
+from stretto.bench.stress.run import StressSetting, stress
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import draw_entries
 from stretto.cli import app
@@ -39,10 +39,10 @@ def call(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def run_fakes(only: str, **options: Any) -> tuple[stress_run.Report, list[str]]:
+def run_fakes(only: str, **options: Any) -> tuple[stress_run.StressReport, list[str]]:
     said: list[str] = []
     # The fakes' third call of a batch is broken, so each rank's batch has four.
-    setting = Setting(2, 2.0, only, seed=5, results=8, catalogues=FAKES, calls=4, **options)
+    setting = StressSetting(2, 2.0, only, seed=5, results=8, catalogues=FAKES, calls=4, **options)
     return stress(setting, said.append), said
 
 
@@ -145,7 +145,7 @@ def test_what_a_graph_captures_was_called_before_and_every_call_counts(monkeypat
         yield
         events.append("end")
 
-    class Recorded(Case):
+    class Recorded(StressCase):
         entries = 3
 
         def call(self, entry):
@@ -203,16 +203,16 @@ def test_ranks_that_raise_or_hang_are_counted_and_replaced(tmp_path):
 
     again, _ = run_fakes("fake/right", resume=file)
     assert again.accounts["fake/right"].results == 8  # which it has already
-    more = stress(Setting(2, 2.0, "fake/right", 6, 16, file, FAKES, calls=4), lambda line: None)
+    more = stress(StressSetting(2, 2.0, "fake/right", 6, 16, file, FAKES, calls=4), lambda line: None)
     assert more.accounts["fake/right"].results == 16
     ledger = Ledger(file)
     assert ledger.seeds[2] == [5, 5, 6]
     assert ledger.of(2, "fake/hangs").hung == 1  # what another run has found is kept
 
 
-def run_interpreted(only: str | None, results: int) -> stress_run.Report:
+def run_interpreted(only: str | None, results: int) -> stress_run.StressReport:
     """Real configurations, interpreted on two ranks, that must be right and launch the kernels that they name."""
-    report = stress(Setting(2, 20.0, only, results=results))
+    report = stress(StressSetting(2, 20.0, only, results=results))
     assert report.is_clean, report.list_rows()
     for name, configuration in report.configurations.items():
         kernels = {kernel for kernel in configuration.kernels if not kernel.startswith("collectives.")}

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tests.bench.workloads import TINY, WORKLOAD, start_on_pool
 
-from stretto.bench import train
-from stretto.bench.train import bench_train
+from stretto.bench.training import throughput as train
+from stretto.bench.training.throughput import bench_train
 
 
 @pytest.mark.exhaustive

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from stretto.bench import namespaces, two_level
-from stretto.bench.delayed import DelayedTransport
-from stretto.bench.namespaces import Network, list_leftovers, namespace_of, shaped_network
-from stretto.bench.two_level import Setting, bench_two_level
+from stretto.bench.two_level import namespaces
+from stretto.bench.two_level import run as two_level
+from stretto.bench.two_level.delayed import DelayedTransport
+from stretto.bench.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
+from stretto.bench.two_level.run import TwoLevelSetting, bench_two_level
 from stretto.cli import app
 from stretto.collectives.two_level import GroupTransport, Message, predict
 
@@ -100,11 +101,11 @@ def test_without_root_the_command_says_so(monkeypatch, tmp_path):
 )
 def test_settings_that_cannot_be_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
-        Setting(**change)
+        TwoLevelSetting(**change)
 
 
 def test_the_model_is_given_the_links_as_they_were_set():
-    links = Setting().links(OVERHEADS)
+    links = TwoLevelSetting().links(OVERHEADS)
     assert links.latency == pytest.approx(0.042)
     assert (links.node_bandwidth, links.in_node_bandwidth) == (6.25e6, 12.5e6)  # 50 Mbit/s; 200 for two ranks
     assert (links.leaf_nodes, links.oversubscription) == (2, 2.0)
@@ -139,10 +140,10 @@ def test_a_delayed_message_comes_later_and_in_order_while_the_sender_goes_on(ran
 
 
 def test_tables_have_the_model_beside_the_measurement_and_both_crossovers(monkeypatch, tmp_path):
-    setting = Setting(sizes=6)
+    setting = TwoLevelSetting(sizes=6)
     links = setting.links(OVERHEADS)
 
-    def run(given: Setting) -> dict[str, object]:
+    def run(given: TwoLevelSetting) -> dict[str, object]:
         """What a machine would measure that is as the model says, but 10% slower, and ring 5% more."""
         rows = []
         for collective in ("all_gather", "reduce_scatter"):

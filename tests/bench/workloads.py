@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stretto.bench.training_runs import Workload
+from stretto.bench.training.runs import TrainingWorkload
 from stretto.models import GPTConfig
 
 TINY = GPTConfig(
@@ -22,7 +22,7 @@ TINY = GPTConfig(
     bias=False,
     tie_embeddings=False,
 )
-WORKLOAD = Workload(TINY, batch=2, seq_len=16, warm_up=1, repeats=2, rounds=1)
+WORKLOAD = TrainingWorkload(TINY, batch=2, seq_len=16, warm_up=1, repeats=2, rounds=1)
 
 
 def start_on_pool(monkeypatch: pytest.MonkeyPatch, module: Any, ranks: Callable[[int], Any]) -> list[Any]:

@@ -44,9 +44,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.stress.catalogue import Case, Check
+from stretto.bench.stress.catalogue import Check, StressCase
 from stretto.bench.stress.embedding import EmbeddingCase, LookUp
-from stretto.bench.stress.operators import Call, OperatorCase
+from stretto.bench.stress.operators import OperatorCase, OperatorVariant
 from stretto.bench.stress.team import Team, mix
 from stretto.memory import PeerError, SymmetricMemory, allocate, failures
 from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
@@ -78,7 +78,7 @@ _REGIONS = {"LL": 4 << 20, "LL128": 1 << 20, "Simple": 4 << 20}
 _ELEMENTS = 1 << 18  # of a collective: several rounds of all blocks by each protocol
 
 
-class AllReduceCase(Case):
+class AllReduceCase(StressCase):
     """Calls of a fused kernel with blocks of 1024 threads, which take all registers of a multiprocessor."""
 
     entries = 4
@@ -104,28 +104,30 @@ class AllReduceCase(Case):
         self._out = torch.empty_like(self._inputs[0])
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         self._out.fill_(77)
         self._kernel(self._inputs[entry], self._out)
         return [Check(self._out, self._expected[entry])]
 
 
-def _operator(call: Call) -> Callable[[float, Team], Case]:
+def _operator(call: OperatorVariant) -> Callable[[float, Team], StressCase]:
     return lambda timeout, team: OperatorCase(call, team)
 
 
-def _look_up(name: str, look_up: LookUp) -> Callable[[float, Team], Case]:
+def _look_up(name: str, look_up: LookUp) -> Callable[[float, Team], StressCase]:
     return lambda timeout, team: EmbeddingCase(look_up, team, f"crossing {name}")
 
 
-_KINDS: dict[str, Callable[[float, Team], Case]] = {
-    "one-shot": _operator(Call("matmul_all_reduce", 4, 4096, 256, _PACKETS)),
-    "two-shots": _operator(Call("matmul_all_reduce", 4, 4096, 256, _PACKETS._replace(shots=2))),
-    "scattered packets": _operator(Call("matmul_reduce_scatter", 2, 4096, 256, _PACKETS)),
-    "pushed rows": _operator(Call("all_gather_matmul", 128, 4096, 128, _TILES)),
-    "pulled rows": _operator(Call("all_gather_matmul", 128, 4096, 128, _TILES._replace(direction="pull"))),
-    "rows by copies": _operator(Call("all_gather_matmul", 128, 4096, 128, _TILES._replace(transfer="copies"))),
-    "scattered tiles": _operator(Call("matmul_reduce_scatter", 128, 4096, 128, _TILES)),
+_KINDS: dict[str, Callable[[float, Team], StressCase]] = {
+    "one-shot": _operator(OperatorVariant("matmul_all_reduce", 4, 4096, 256, _PACKETS)),
+    "two-shots": _operator(OperatorVariant("matmul_all_reduce", 4, 4096, 256, _PACKETS._replace(shots=2))),
+    "scattered packets": _operator(OperatorVariant("matmul_reduce_scatter", 2, 4096, 256, _PACKETS)),
+    "pushed rows": _operator(OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES)),
+    "pulled rows": _operator(OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES._replace(direction="pull"))),
+    "rows by copies": _operator(
+        OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES._replace(transfer="copies"))
+    ),
+    "scattered tiles": _operator(OperatorVariant("matmul_reduce_scatter", 128, 4096, 128, _TILES)),
     # More tasks than programs, and more programs than the GPU has places for: two of eight warps with 128 registers a
     # thread fill a multiprocessor.
     "look-up": _look_up("wide", LookUp(dims=(2048, 1024), way=Way(1, 8, 1, 8, 4, "mixed"))),
@@ -253,7 +255,7 @@ class _State:
     begun: Tensor
     ended: dict[str, Tensor]
     first_failed: dict[str, Tensor]
-    cases: dict[tuple[str, str], Case] = field(default_factory=dict)
+    cases: dict[tuple[str, str], StressCase] = field(default_factory=dict)
     stand_ins: int = 0
     stand_in_programs: int = STAND_IN_PROGRAMS
 

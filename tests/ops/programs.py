@@ -433,8 +433,10 @@ def choose_by_different_stores(folders):
 
 def bench_dryly(folder, ablations, dtype="bf16"):
     """The bench of operators in tiny shapes, its timing left out; rank 0's rows."""
-    module = importlib.import_module("stretto.bench.operators_ablations" if ablations else "stretto.bench.operators")
-    shapes = importlib.import_module("stretto.bench.operators")
+    module = importlib.import_module(
+        "stretto.bench.operators.ablations" if ablations else "stretto.bench.operators.run"
+    )
+    shapes = importlib.import_module("stretto.bench.operators.run")
 
     def time_nothing(runs, size, **options):
         for name, run in runs.items():
@@ -446,7 +448,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
         patch.setattr(module, "time_interleaved", time_nothing)
         patch.setattr(shapes, "CASES", {"flux": (64, 32)})
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
-        setting = shapes.Setting(cases=("flux",), ms=(16,), implementation="kernel", dtype=dtype)
+        setting = shapes.OperatorsSetting(cases=("flux",), ms=(16,), implementation="kernel", dtype=dtype)
         module.measure_all(dist.get_world_size(), Path(folder), setting)
     dist.barrier()
     name = "operator-ablations" if ablations else setting.file_name

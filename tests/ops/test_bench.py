@@ -2,9 +2,9 @@
 
 import pytest
 
-from stretto.bench.operators import CASES, FEW_ROWS, OPERATORS, Setting, local_shape
-from stretto.bench.operators_ablations import vary
-from stretto.bench.operators_plot import plot_ablations, plot_operators
+from stretto.bench.operators.ablations import vary
+from stretto.bench.operators.plot import plot_ablations, plot_operators
+from stretto.bench.operators.run import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, Plan
 
 
@@ -57,9 +57,9 @@ def test_shapes_are_a_ranks_and_what_tma_takes():
             assert local_shape("scatter", case, 512, world) == (m, k, n)
             assert n % 16 == 0
             assert k % 16 == 0
-    assert Setting().rows_of("reduce", "llama-7b") == FEW_ROWS
-    assert Setting().rows_of("gather", "attention-4096") == ()
-    assert Setting(ms=(7,)).rows_of("scatter", "flux") == (7,)
+    assert OperatorsSetting().rows_of("reduce", "llama-7b") == FEW_ROWS
+    assert OperatorsSetting().rows_of("gather", "attention-4096") == ()
+    assert OperatorsSetting(ms=(7,)).rows_of("scatter", "flux") == (7,)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_shapes_are_a_ranks_and_what_tma_takes():
 )
 def test_what_there_is_not_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        Setting(**options)
+        OperatorsSetting(**options)

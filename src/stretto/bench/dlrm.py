@@ -51,7 +51,7 @@ BATCHES = 4  # in turn: one alone would stay in the caches
 
 
 @dataclass(frozen=True)
-class Setting:
+class DlrmSetting:
     """What is trained, and how it is timed. `batch` is the global one. ValueError for what cannot be."""
 
     model: DLRMConfig
@@ -72,14 +72,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _ClicksBatch:
     dense: Tensor
     indices: Tensor
     offsets: Tensor  # on the CPU
     labels: Tensor
 
 
-def bench_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]]:
+def bench_dlrm(setting: DlrmSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
     """Measure, print the table, and write dlrm.json and dlrm.png to `out`; the JSON after every run of every round."""
     if setting.batch % ranks:
         raise ValueError(f"a batch of {setting.batch} cannot be cut into {ranks} parts")
@@ -90,7 +90,7 @@ def bench_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]]:
+def measure_dlrm(setting: DlrmSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
     """What each rank of the job does; returns a row an implementation."""
     grid = Grid(data=ranks)
     batches = _make_batches(setting, grid)
@@ -111,7 +111,7 @@ def measure_dlrm(setting: Setting, ranks: int, out: Path) -> list[dict[str, Any]
 
 
 def _measure_once(
-    row: dict[str, Any], name: Implementation, setting: Setting, grid: Grid, batches: list[_Batch]
+    row: dict[str, Any], name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
 ) -> None:
     """One round of one implementation: the model is built, timed and dropped."""
     empty_memory()
@@ -137,7 +137,7 @@ def _measure_once(
 
 
 def _build(
-    name: Implementation, setting: Setting, grid: Grid, batches: list[_Batch]
+    name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
 ) -> tuple[Callable[[], Tensor], ShardedTables]:
     """A training step, which returns this rank's part of the loss, and the tables in it."""
     config = setting.model
@@ -166,7 +166,7 @@ def _build(
     return step, model.tables
 
 
-def _make_batches(setting: Setting, grid: Grid) -> list[_Batch]:
+def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
     """This rank's parts of a few global batches, on its device."""
     config = setting.model
     clicks = SyntheticClicks(
@@ -184,7 +184,7 @@ def _make_batches(setting: Setting, grid: Grid) -> list[_Batch]:
         dense, indices, labels = (
             torch.from_numpy(array).to(grid.device) for array in (read.dense, read.indices, read.labels)
         )
-        batches.append(_Batch(dense, indices, torch.from_numpy(read.offsets), labels))
+        batches.append(_ClicksBatch(dense, indices, torch.from_numpy(read.offsets), labels))
     return batches
 
 
@@ -200,7 +200,7 @@ def _columns(rows: list[dict[str, Any]]) -> tuple[Column, ...]:
     return COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
 
 
-def _write(setting: Setting, ranks: int, out: Path, rows: list[dict[str, Any]]) -> Path:
+def _write(setting: DlrmSetting, ranks: int, out: Path, rows: list[dict[str, Any]]) -> Path:
     return write_result(out, "dlrm", _columns(rows), rows, ranks=ranks, setting=asdict(setting))
 
 

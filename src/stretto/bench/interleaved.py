@@ -14,7 +14,7 @@ from stretto.bench.harness import require_least
 
 
 @dataclass(frozen=True)
-class Effort:
+class TimingEffort:
     """Rounds over everything, and in each so many replays of a graph (or rows of calls)."""
 
     rounds: int = 3
@@ -37,7 +37,7 @@ def time_interleaved(
     size: int,
     *,
     is_graph: bool,
-    effort: Effort | None = None,
+    effort: TimingEffort | None = None,
     never_captured: Collection[str] = (),
     rests: bool = True,
 ) -> dict[str, Timed]:
@@ -48,7 +48,7 @@ def time_interleaved(
     counted: what takes much power is faster after a rest (large products by up to a tenth), and in training there is
     none.
     """
-    effort = effort or Effort()
+    effort = effort or TimingEffort()
     calls = 10 if size < 64 << 20 else 1
     rows: dict[str, Callable[[], Any]] = {}
     for name, run in runs.items():

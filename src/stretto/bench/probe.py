@@ -25,7 +25,7 @@ LAYOUTS = ("NN", "NT", "TN")
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProbeEffort:
     """How much is measured: `message_bytes` of whole arrays, `sides` of matrices, repeats of each."""
 
     message_bytes: tuple[int, ...]
@@ -37,14 +37,14 @@ class Effort:
 
 _CROWDED_PRODUCTS = 64
 
-ON_GPU = Effort(
+ON_GPU = ProbeEffort(
     message_bytes=tuple(2**n for n in (12, 15, 18, 21, 24, 27, 30)),
     sides=(1024, 2048, 4096, 8192, 16384),
     attention=(2, 32, 2048, 128),
     copied_bytes=2**30,
     repeats=7,
 )
-ON_CPU = Effort(
+ON_CPU = ProbeEffort(
     message_bytes=tuple(2**n for n in (9, 12, 15, 18, 21)),
     sides=(32, 64, 128, 256, 512),
     attention=(2, 4, 64, 32),
@@ -102,7 +102,7 @@ def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -
     return measured
 
 
-def _crowding(effort: Effort, dtype: str, device: torch.device) -> float:
+def _crowding(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
     """How many times as long computation takes when all ranks compute at length, where they share cores.
 
     A product that is timed by itself ends before another process gets its core.
@@ -122,7 +122,7 @@ def _time_crowded(timed: Callable[[Callable[[], Any]], float], crowding: float, 
 
 
 def _transfers(
-    ranks: int, effort: Effort, device: torch.device, timed: Callable[[Callable[[], Any]], float]
+    ranks: int, effort: ProbeEffort, device: torch.device, timed: Callable[[Callable[[], Any]], float]
 ) -> Iterator[tuple[str, int, int, int, float]]:
     """Rows (collective, preceding, size, bytes that a rank sends, seconds)."""
     for preceding, size in hierarchies(ranks):
@@ -166,7 +166,9 @@ def _matmuls(
             yield m, n, k, layout, timed(partial(torch.mm, left, right))
 
 
-def _attention(effort: Effort, dtype: str, device: torch.device, timed: Callable[[Callable[[], Any]], float]) -> float:
+def _attention(
+    effort: ProbeEffort, dtype: str, device: torch.device, timed: Callable[[Callable[[], Any]], float]
+) -> float:
     """FLOP/s of causal attention, forward and backward: 3.5 times the products that the mask leaves of the forward."""
     batch, heads, seq_len, size = effort.attention
     shape = (batch, heads, seq_len, size)
@@ -179,7 +181,7 @@ def _attention(effort: Effort, dtype: str, device: torch.device, timed: Callable
     return 3.5 * 2 * batch * heads * seq_len**2 * size / timed(step)
 
 
-def _slowdown(effort: Effort, dtype: str, device: torch.device) -> float:
+def _slowdown(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
     """Seconds that computation loses for each second of a collective beside it."""
     group = dist.group.WORLD
     assert group is not None

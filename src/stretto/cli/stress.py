@@ -45,10 +45,10 @@ def stress(
         if lists:
             _list(only, as_json=as_json)
             return
-        from stretto.bench.stress.run import Setting
+        from stretto.bench.stress.run import StressSetting
         from stretto.bench.stress.run import stress as run
 
-        setting = Setting(
+        setting = StressSetting(
             ranks, minutes, only, seed, results, resume, limit=limit, stops_at_first=stops, late_warps=late_warps
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind

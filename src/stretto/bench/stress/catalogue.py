@@ -21,7 +21,7 @@ CATALOGUES = (
     "stretto.bench.stress.collectives",
     "stretto.bench.stress.primitives",
     "stretto.bench.stress.embedding",
-    "stretto.bench.stress.pushed",
+    "stretto.bench.stress.copy_engines",
 )
 
 
@@ -33,7 +33,7 @@ class Check(NamedTuple):
     mask: "Tensor | None" = None
 
 
-class Case(ABC):
+class StressCase(ABC):
     """The calls of one configuration on one rank, in one group.
 
     entries: how many inputs with known results it has, which calls take in random order. are_outputs_new: whether each
@@ -75,7 +75,7 @@ class Configuration:
     family: str
     kernels: tuple[str, ...]
     covers: str
-    make: Callable[["Team"], Case]
+    make: Callable[["Team"], StressCase]
     takes_graphs: bool = True
     takes_groups: bool = True
     takes_halves: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Collective
@@ -41,7 +41,7 @@ _COPY_POISONED = 64 << 20  # bytes of the copy engines' memory
 
 
 @dataclass(frozen=True)
-class Way:
+class CollectiveVariant:
     """How a schedule is run: by which executor, and in which variant of it."""
 
     algorithm: str
@@ -54,12 +54,12 @@ class Way:
     instances: int
 
 
-class CollectiveCase(Case):
+class CollectiveCase(StressCase):
     """Calls of one schedule on tensors of several sizes, at several offsets."""
 
     are_outputs_new = False
 
-    def __init__(self, way: Way, team: Team) -> None:
+    def __init__(self, way: CollectiveVariant, team: Team) -> None:
         self._way, self._team = way, team
         options = _find_sizes(way.algorithm, team.world)
         if "in_place" in ALGORITHMS[way.algorithm]._names:
@@ -144,7 +144,7 @@ class CollectiveCase(Case):
         return parts.sum(0)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         self._memories[entry].copy_(self._templates[entry])
         if self._kernel is not None:
             self._kernel(*self._inputs[entry])
@@ -159,7 +159,7 @@ class CollectiveCase(Case):
         run_on_host(self._schedule, input, output, self._team.group, reduction=reduction)
 
     def poison(self) -> None:
-        """See `Case`: the mailboxes; not the flags before them, nor the heads of copy engines' memory."""
+        """See `StressCase`: the mailboxes; not the flags before them, nor the heads of copy engines' memory."""
         if self._kernel is None:
             return
         from stretto.collectives.executor.cuda.courses import HEAD
@@ -175,7 +175,7 @@ class CollectiveCase(Case):
             workspace._copy_memory.buffer()[HEAD:_COPY_POISONED].fill_(POISON_BYTE)
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         if self._kernel is not None:
             self._kernel.workspace.check()
 
@@ -196,7 +196,7 @@ class _Blocks:
         return cls(collective.input_chunks // chunks, collective.output_chunks // chunks, chunks)
 
 
-def _make_kernel(way: Way, schedule: Schedule, team: Team) -> Any:
+def _make_kernel(way: CollectiveVariant, schedule: Schedule, team: Team) -> Any:
     """The kernel of a way. All kernels of a group share one workspace."""
     from stretto.collectives.executor.cuda.copied import CopiedSchedule
     from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
@@ -245,7 +245,7 @@ def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Con
     if reduction == "avg" and not getattr(torch, dtype).is_floating_point:
         reduction = "sum"
     in_place = number % 2 == 0 and algorithm != "all-to-next"
-    way = Way(
+    way = CollectiveVariant(
         algorithm,
         executor,
         protocol,

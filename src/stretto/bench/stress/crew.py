@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from stretto.bench.stress.worker import Outcome, Setting
+from stretto.bench.stress.worker import BatchOutcome, WorkerSetting
 
 START_LIMIT = 240.0  # seconds for all ranks to start
 GRACE = 5.0  # seconds for the others to answer once one has raised or died
@@ -25,7 +25,7 @@ _WORKER = "from stretto.bench.stress.worker import main; main()"
 class Replies:
     """What the ranks have answered to a request. missing: those that did not in time, though none had failed."""
 
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, BatchOutcome] = field(default_factory=dict)
     missing: frozenset[int] = frozenset()
 
     @property
@@ -112,7 +112,9 @@ class Crew:
             theirs.close()
             self._workers.append((process, ours))
             memory, late = self.symmetric_memory, self._late_warps
-            ours.send(Setting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory, late))
+            ours.send(
+                WorkerSetting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory, late)
+            )
         replies = self._collect(START_LIMIT)
         if not replies.is_whole:
             self.kill()
@@ -122,7 +124,7 @@ class Crew:
 
     def _collect(self, limit: float) -> Replies:
         deadline = time.monotonic() + limit
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, BatchOutcome] = {}
         has_failed = False
         while len(outcomes) < self.ranks:
             pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers) if rank not in outcomes}
@@ -137,7 +139,7 @@ class Crew:
                 except (EOFError, OSError, pickle.UnpicklingError):
                     process = self._workers[rank][0]
                     process.kill()
-                    outcomes[rank] = Outcome(raised=f"rank {rank} died with exit code {process.wait(_END_LIMIT)}")
+                    outcomes[rank] = BatchOutcome(raised=f"rank {rank} died with exit code {process.wait(_END_LIMIT)}")
                 if outcomes[rank].raised and not has_failed:
                     has_failed = True
                     deadline = min(deadline, time.monotonic() + GRACE)

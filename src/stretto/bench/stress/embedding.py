@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team, is_exact
 from stretto.ops.embedding import backward
 from stretto.ops.embedding.faults import Faults
@@ -56,7 +56,7 @@ class LookUp:
     dims: tuple[int, ...] = (16, 32, 16)
 
 
-class EmbeddingCase(Case):
+class EmbeddingCase(StressCase):
     """Calls of one kind of look-up; all ranks' tables, indices and results are whole numbers that every rank knows."""
 
     entries = ENTRIES
@@ -154,7 +154,7 @@ class EmbeddingCase(Case):
         return found
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         action = self._look_up.action
         if action in ("forward", "alone", "put"):
             return [Check(self._look_up_once(entry), self._outputs[entry])]
@@ -253,7 +253,7 @@ class EmbeddingCase(Case):
         )
 
     def poison(self) -> None:
-        """See `Case`: the ring of outputs, of which none lives, and the gradients that peers push."""
+        """See `StressCase`: the ring of outputs, of which none lives, and the gradients that peers push."""
         name = self._team.group.group_name
         for ring in find_rings(name):
             ring.slots.fill_(0xFF)
@@ -262,12 +262,12 @@ class EmbeddingCase(Case):
                 kept.everyones.fill_(float("nan"))
 
     def release_graph(self) -> None:
-        """See `Case`: a ring's slot that a graph has captured is that graph's for good, and the graph is gone."""
+        """See `StressCase`: a ring's slot that a graph has captured is that graph's for good, and the graph is gone."""
         for ring in find_rings(self._team.group.group_name):
             ring._captures = [None] * ring.outputs
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         self._faults.check()
         if self._look_up.action != "alone":
             ops.check_indices(self._team.group)
@@ -315,7 +315,7 @@ def list_configurations() -> list[Configuration]:
     }
     configurations = []
     for name, (covers, look_up, kernels) in found.items():
-        make: Callable[[Team], Case] = partial(EmbeddingCase, look_up, name=name)
+        make: Callable[[Team], StressCase] = partial(EmbeddingCase, look_up, name=name)
         is_put = look_up.action == "put"
         configurations.append(
             Configuration(

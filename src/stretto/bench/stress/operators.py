@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team, is_exact
 from stretto.ops import workspace
 from stretto.ops.gemm import FP8
@@ -28,7 +28,7 @@ _PROGRAMS = 12  # fewer than the 14 multiprocessors that a rank has when 8 share
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorVariant:
     """What is called: an operator's operands and options.
 
     rows: of this rank's x for a gather and of its output for a scatter; of the whole x for an all-reduce. plan: with
@@ -55,7 +55,7 @@ class Call:
     def is_scatter(self) -> bool:
         return self.operator.endswith("reduce_scatter")
 
-    def shrunk(self) -> "Call":
+    def shrunk(self) -> "OperatorVariant":
         """The same in sizes for interpreted kernels, which take a tenth of a second for what takes a GPU microseconds.
 
         What the sizes decide stays: whether rows fill tiles, and whether TMA takes the operands.
@@ -73,12 +73,12 @@ class Call:
         return replace(self, rows=rows, n=n, k=k, plan=plan)
 
 
-class OperatorCase(Case):
+class OperatorCase(StressCase):
     """Calls of one operator: whole numbers, so that sums are exact in every dtype and order."""
 
     entries = ENTRIES
 
-    def __init__(self, call: Call, team: Team) -> None:
+    def __init__(self, call: OperatorVariant, team: Team) -> None:
         self._call = call if team.is_cuda else call.shrunk()
         self._team = team
         self._run = getattr(ops, call.operator)
@@ -151,7 +151,7 @@ class OperatorCase(Case):
         return of_rows, of_columns
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         call = self._call
         options: dict[str, Any] = {"bias": self._bias, "implementation": call.plan or "kernel"}
         if call.reduce_dtype is not None:
@@ -163,15 +163,15 @@ class OperatorCase(Case):
         return [Check(found, right) for found, right in zip(outs, self._expected[entry], strict=True)]
 
     def poison(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         check_workspaces(self._team)
 
 
-class MlpCase(Case):
+class MlpCase(StressCase):
     """Calls of `ops.mlp` with relu, whose hidden numbers are whole as well."""
 
     entries = ENTRIES
@@ -206,7 +206,7 @@ class MlpCase(Case):
         self._gate = gates[rank].to(dtype) if is_gated else None
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         out = ops.mlp(
             self._inputs[entry],
             self._up,
@@ -219,11 +219,11 @@ class MlpCase(Case):
         return [Check(out, self._expected[entry])]
 
     def poison(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         check_workspaces(self._team)
 
 
@@ -274,90 +274,154 @@ PACKETS = ops.Plan(blocks=FEW, exchange="packets")
 TWO_SHOTS = PACKETS._replace(shots=2)
 UNSHIFTED: dict[str, Any] = {"is_shifted": False}
 
-_GATHERS: dict[str, tuple[str, Call]] = {
-    "copies": ("copy engines push rows; tiles of one rank's rows come from x", Call("", 64, 192, 128, COPIES)),
-    "copies-fp32": ("the same in fp32, with a bias", Call("", 64, 192, 128, COPIES, FP32, has_bias=True)),
-    "copies-fp16": ("fp16, weight transposed", Call("", 64, 192, 128, COPIES, FP16, is_transposed=True)),
-    "copies-ragged": ("tiles with rows of two ranks", Call("", 50, 192, 128, COPIES)),
-    "copies-pointers": ("operands that TMA does not take", Call("", 50, 131, 77, COPIES, has_bias=True)),
-    "copies-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, COPIES._replace(**UNSHIFTED))),
-    "copies-one-piece": ("a shard in one piece", Call("", 64, 192, 128, COPIES._replace(piece_bytes=1 << 20))),
-    "push": ("programs push rows before they multiply", Call("", 64, 192, 128, PUSH)),
-    "push-fp32": ("the same in fp32, with a bias", Call("", 64, 192, 128, PUSH, FP32, has_bias=True)),
-    "push-ragged": ("tiles with rows of two ranks", Call("", 50, 192, 128, PUSH)),
-    "push-pointers": ("operands that TMA does not take, fp16", Call("", 33, 131, 77, PUSH, FP16)),
-    "push-transposed": ("weight transposed", Call("", 64, 192, 128, PUSH, is_transposed=True)),
-    "push-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, PUSH._replace(**UNSHIFTED))),
-    "push-odd": ("tiles of 96 columns, in parts", Call("", 64, 192, 128, PUSH._replace(blocks=ODD))),
-    "push-few": ("one row a rank", Call("", 1, 512, 256, PUSH._replace(blocks=FEW), has_bias=True)),
-    "push-one-mover": ("one program moves all rows", Call("", 64, 192, 128, PUSH._replace(movers=1))),
-    "push-all-movers": ("every program moves rows", Call("", 64, 192, 128, PUSH._replace(movers=_PROGRAMS))),
-    "pull": ("programs pull rows", Call("", 64, 192, 128, PULL)),
-    "pull-fp32": ("the same in fp32, pointers", Call("", 50, 131, 77, PULL, FP32)),
-    "pull-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, PULL._replace(**UNSHIFTED))),
-    "pull-few": ("two rows a rank", Call("", 2, 512, 256, PULL._replace(blocks=FEW))),
+_GATHERS: dict[str, tuple[str, OperatorVariant]] = {
+    "copies": (
+        "copy engines push rows; tiles of one rank's rows come from x",
+        OperatorVariant("", 64, 192, 128, COPIES),
+    ),
+    "copies-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, COPIES, FP32, has_bias=True)),
+    "copies-fp16": ("fp16, weight transposed", OperatorVariant("", 64, 192, 128, COPIES, FP16, is_transposed=True)),
+    "copies-ragged": ("tiles with rows of two ranks", OperatorVariant("", 50, 192, 128, COPIES)),
+    "copies-pointers": ("operands that TMA does not take", OperatorVariant("", 50, 131, 77, COPIES, has_bias=True)),
+    "copies-unshifted": (
+        "tiles begin with rank 0's rows",
+        OperatorVariant("", 64, 192, 128, COPIES._replace(**UNSHIFTED)),
+    ),
+    "copies-one-piece": (
+        "a shard in one piece",
+        OperatorVariant("", 64, 192, 128, COPIES._replace(piece_bytes=1 << 20)),
+    ),
+    "push": ("programs push rows before they multiply", OperatorVariant("", 64, 192, 128, PUSH)),
+    "push-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, PUSH, FP32, has_bias=True)),
+    "push-ragged": ("tiles with rows of two ranks", OperatorVariant("", 50, 192, 128, PUSH)),
+    "push-pointers": ("operands that TMA does not take, fp16", OperatorVariant("", 33, 131, 77, PUSH, FP16)),
+    "push-transposed": ("weight transposed", OperatorVariant("", 64, 192, 128, PUSH, is_transposed=True)),
+    "push-unshifted": ("tiles begin with rank 0's rows", OperatorVariant("", 64, 192, 128, PUSH._replace(**UNSHIFTED))),
+    "push-odd": ("tiles of 96 columns, in parts", OperatorVariant("", 64, 192, 128, PUSH._replace(blocks=ODD))),
+    "push-few": ("one row a rank", OperatorVariant("", 1, 512, 256, PUSH._replace(blocks=FEW), has_bias=True)),
+    "push-one-mover": ("one program moves all rows", OperatorVariant("", 64, 192, 128, PUSH._replace(movers=1))),
+    "push-all-movers": ("every program moves rows", OperatorVariant("", 64, 192, 128, PUSH._replace(movers=_PROGRAMS))),
+    "pull": ("programs pull rows", OperatorVariant("", 64, 192, 128, PULL)),
+    "pull-fp32": ("the same in fp32, pointers", OperatorVariant("", 50, 131, 77, PULL, FP32)),
+    "pull-unshifted": ("tiles begin with rank 0's rows", OperatorVariant("", 64, 192, 128, PULL._replace(**UNSHIFTED))),
+    "pull-few": ("two rows a rank", OperatorVariant("", 2, 512, 256, PULL._replace(blocks=FEW))),
     "shared": (
         "the last round of tiles is shared by steps over k",
-        Call("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
+        OperatorVariant("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
     ),
-    "copies-shared": ("the same, rows by copy engines", Call("", 16, 64, 4096, COPIES._replace(blocks=SHARED))),
-    "default": ('implementation="kernel": the default plan', Call("", 64, 192, 128, None)),
+    "copies-shared": (
+        "the same, rows by copy engines",
+        OperatorVariant("", 16, 64, 4096, COPIES._replace(blocks=SHARED)),
+    ),
+    "default": ('implementation="kernel": the default plan', OperatorVariant("", 64, 192, 128, None)),
 }
 
-_SCATTERS: dict[str, tuple[str, Call]] = {
-    "programs": ("the kernel stores tiles to their owners", Call("", 64, 192, 128, PUSH)),
-    "programs-fp32": ("the same in fp32, with a bias", Call("", 64, 192, 128, PUSH, FP32, has_bias=True)),
-    "programs-sums-fp32": ("bf16, whose sums travel in fp32", Call("", 64, 192, 128, PUSH, reduce_dtype=FP32)),
-    "programs-pointers": ("operands that TMA does not take, fp16", Call("", 33, 131, 77, PUSH, FP16)),
-    "programs-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, PUSH._replace(**UNSHIFTED))),
-    "programs-transposed": ("weight transposed", Call("", 64, 192, 128, PUSH, is_transposed=True)),
+_SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
+    "programs": ("the kernel stores tiles to their owners", OperatorVariant("", 64, 192, 128, PUSH)),
+    "programs-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, PUSH, FP32, has_bias=True)),
+    "programs-sums-fp32": (
+        "bf16, whose sums travel in fp32",
+        OperatorVariant("", 64, 192, 128, PUSH, reduce_dtype=FP32),
+    ),
+    "programs-pointers": ("operands that TMA does not take, fp16", OperatorVariant("", 33, 131, 77, PUSH, FP16)),
+    "programs-unshifted": (
+        "tiles begin with rank 0's rows",
+        OperatorVariant("", 64, 192, 128, PUSH._replace(**UNSHIFTED)),
+    ),
+    "programs-transposed": ("weight transposed", OperatorVariant("", 64, 192, 128, PUSH, is_transposed=True)),
     "programs-shared": (
         "the last round is shared by steps over k",
-        Call("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
+        OperatorVariant("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
     ),
-    "copies": ("copy engines push tiles", Call("", 64, 192, 128, COPIES)),
-    "copies-fp32": ("the same in fp32, with a bias", Call("", 64, 192, 128, COPIES, FP32, has_bias=True)),
-    "copies-sums-fp32": ("bf16, whose sums travel in fp32", Call("", 64, 192, 128, COPIES, reduce_dtype=FP32)),
-    "copies-pointers": ("operands that TMA does not take, fp16", Call("", 33, 131, 77, COPIES, FP16)),
-    "copies-unshifted": ("tiles begin with rank 0's rows", Call("", 64, 192, 128, COPIES._replace(**UNSHIFTED))),
-    "packets": ("sums travel as packets", Call("", 2, 512, 256, PACKETS)),
-    "packets-fp32": ("the same in fp32, with a bias", Call("", 1, 512, 256, PACKETS, FP32, has_bias=True)),
-    "packets-odd": ("tiles of 48 columns, in parts", Call("", 4, 480, 256, PACKETS._replace(blocks=ODD_FEW))),
-    "packets-ragged": ("rows that are no whole packets", Call("", 3, 131, 77, PACKETS)),
+    "copies": ("copy engines push tiles", OperatorVariant("", 64, 192, 128, COPIES)),
+    "copies-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, COPIES, FP32, has_bias=True)),
+    "copies-sums-fp32": (
+        "bf16, whose sums travel in fp32",
+        OperatorVariant("", 64, 192, 128, COPIES, reduce_dtype=FP32),
+    ),
+    "copies-pointers": ("operands that TMA does not take, fp16", OperatorVariant("", 33, 131, 77, COPIES, FP16)),
+    "copies-unshifted": (
+        "tiles begin with rank 0's rows",
+        OperatorVariant("", 64, 192, 128, COPIES._replace(**UNSHIFTED)),
+    ),
+    "packets": ("sums travel as packets", OperatorVariant("", 2, 512, 256, PACKETS)),
+    "packets-fp32": ("the same in fp32, with a bias", OperatorVariant("", 1, 512, 256, PACKETS, FP32, has_bias=True)),
+    "packets-odd": (
+        "tiles of 48 columns, in parts",
+        OperatorVariant("", 4, 480, 256, PACKETS._replace(blocks=ODD_FEW)),
+    ),
+    "packets-ragged": ("rows that are no whole packets", OperatorVariant("", 3, 131, 77, PACKETS)),
 }
 
-_REDUCES: dict[str, tuple[str, Call]] = {
-    "one-shot": ("packets, all ranks send to all", Call("", 4, 512, 256, PACKETS)),
-    "one-shot-fp32": ("the same in fp32, with a bias", Call("", 4, 512, 256, PACKETS, FP32, has_bias=True)),
-    "one-shot-fp16-many": ("more rows than a tile has", Call("", 33, 192, 128, PACKETS, FP16)),
-    "one-shot-ragged": ("rows that are no whole packets", Call("", 3, 131, 77, PACKETS, has_bias=True)),
-    "one-shot-odd": ("tiles of 48 columns, in parts", Call("", 4, 480, 256, PACKETS._replace(blocks=ODD_FEW))),
-    "one-shot-transposed": ("weight transposed", Call("", 4, 512, 256, PACKETS, is_transposed=True)),
-    "one-shot-shared": ("tiles are shared by steps over k", Call("", 4, 416, 1024, PACKETS._replace(blocks=SHARED))),
-    "two-shots": ("packets, a chunk's owner adds up and sends", Call("", 4, 512, 256, TWO_SHOTS)),
-    "two-shots-fp32": ("the same in fp32, with a bias", Call("", 4, 512, 256, TWO_SHOTS, FP32, has_bias=True)),
-    "two-shots-fp16-many": ("more rows than a tile has", Call("", 33, 192, 128, TWO_SHOTS, FP16)),
-    "two-shots-ragged": ("rows that are no whole packets", Call("", 3, 131, 77, TWO_SHOTS, has_bias=True)),
-    "two-shots-odd": ("tiles of 48 columns, in parts", Call("", 4, 480, 256, TWO_SHOTS._replace(blocks=ODD_FEW))),
+_REDUCES: dict[str, tuple[str, OperatorVariant]] = {
+    "one-shot": ("packets, all ranks send to all", OperatorVariant("", 4, 512, 256, PACKETS)),
+    "one-shot-fp32": ("the same in fp32, with a bias", OperatorVariant("", 4, 512, 256, PACKETS, FP32, has_bias=True)),
+    "one-shot-fp16-many": ("more rows than a tile has", OperatorVariant("", 33, 192, 128, PACKETS, FP16)),
+    "one-shot-ragged": ("rows that are no whole packets", OperatorVariant("", 3, 131, 77, PACKETS, has_bias=True)),
+    "one-shot-odd": (
+        "tiles of 48 columns, in parts",
+        OperatorVariant("", 4, 480, 256, PACKETS._replace(blocks=ODD_FEW)),
+    ),
+    "one-shot-transposed": ("weight transposed", OperatorVariant("", 4, 512, 256, PACKETS, is_transposed=True)),
+    "one-shot-shared": (
+        "tiles are shared by steps over k",
+        OperatorVariant("", 4, 416, 1024, PACKETS._replace(blocks=SHARED)),
+    ),
+    "two-shots": ("packets, a chunk's owner adds up and sends", OperatorVariant("", 4, 512, 256, TWO_SHOTS)),
+    "two-shots-fp32": (
+        "the same in fp32, with a bias",
+        OperatorVariant("", 4, 512, 256, TWO_SHOTS, FP32, has_bias=True),
+    ),
+    "two-shots-fp16-many": ("more rows than a tile has", OperatorVariant("", 33, 192, 128, TWO_SHOTS, FP16)),
+    "two-shots-ragged": ("rows that are no whole packets", OperatorVariant("", 3, 131, 77, TWO_SHOTS, has_bias=True)),
+    "two-shots-odd": (
+        "tiles of 48 columns, in parts",
+        OperatorVariant("", 4, 480, 256, TWO_SHOTS._replace(blocks=ODD_FEW)),
+    ),
     # Chunks of 64 packets in a kernel of 128 threads: of the default plan, for one row.
-    "two-shots-wide": ("one row, n = 4096, default blocks", Call("", 1, 4096, 256, TWO_SHOTS._replace(blocks=None))),
+    "two-shots-wide": (
+        "one row, n = 4096, default blocks",
+        OperatorVariant("", 1, 4096, 256, TWO_SHOTS._replace(blocks=None)),
+    ),
     "two-shots-wide-fp32": (
         "one row, n = 4096, default blocks, fp32",
-        Call("", 1, 4096, 256, TWO_SHOTS._replace(blocks=None), FP32),
+        OperatorVariant("", 1, 4096, 256, TWO_SHOTS._replace(blocks=None), FP32),
     ),
-    "tiles": ("many rows: a reduce-scatter by tiles, then the group's own all-gather", Call("", 120, 192, 128, PUSH)),
-    "one-shot-wide": ("one row, n = 4096, default blocks", Call("", 1, 4096, 256, PACKETS._replace(blocks=None))),
+    "tiles": (
+        "many rows: a reduce-scatter by tiles, then the group's own all-gather",
+        OperatorVariant("", 120, 192, 128, PUSH),
+    ),
+    "one-shot-wide": (
+        "one row, n = 4096, default blocks",
+        OperatorVariant("", 1, 4096, 256, PACKETS._replace(blocks=None)),
+    ),
 }
 
-_SCALED: dict[str, tuple[str, str, Call]] = {
-    "all-gather/copies": ("gather", "copy engines push rows and scales", Call("", 64, 192, 128, COPIES)),
-    "all-gather/push": ("gather", "programs push rows and scales", Call("", 64, 192, 128, PUSH, has_bias=True)),
-    "all-gather/pull": ("gather", "programs pull rows and scales", Call("", 50, 192, 128, PULL, is_one_scale=True)),
-    "reduce-scatter/programs": ("scatter", "the kernel stores tiles to their owners", Call("", 64, 192, 128, PUSH)),
-    "reduce-scatter/copies": ("scatter", "copy engines push tiles", Call("", 64, 192, 128, COPIES, has_bias=True)),
-    "reduce-scatter/packets": ("scatter", "sums travel as packets", Call("", 2, 512, 256, PACKETS)),
-    "all-reduce/one-shot": ("reduce", "packets, all ranks send to all", Call("", 4, 512, 256, PACKETS)),
-    "all-reduce/two-shots": ("reduce", "packets, a chunk's owner adds up", Call("", 4, 512, 256, TWO_SHOTS)),
+_SCALED: dict[str, tuple[str, str, OperatorVariant]] = {
+    "all-gather/copies": ("gather", "copy engines push rows and scales", OperatorVariant("", 64, 192, 128, COPIES)),
+    "all-gather/push": (
+        "gather",
+        "programs push rows and scales",
+        OperatorVariant("", 64, 192, 128, PUSH, has_bias=True),
+    ),
+    "all-gather/pull": (
+        "gather",
+        "programs pull rows and scales",
+        OperatorVariant("", 50, 192, 128, PULL, is_one_scale=True),
+    ),
+    "reduce-scatter/programs": (
+        "scatter",
+        "the kernel stores tiles to their owners",
+        OperatorVariant("", 64, 192, 128, PUSH),
+    ),
+    "reduce-scatter/copies": (
+        "scatter",
+        "copy engines push tiles",
+        OperatorVariant("", 64, 192, 128, COPIES, has_bias=True),
+    ),
+    "reduce-scatter/packets": ("scatter", "sums travel as packets", OperatorVariant("", 2, 512, 256, PACKETS)),
+    "all-reduce/one-shot": ("reduce", "packets, all ranks send to all", OperatorVariant("", 4, 512, 256, PACKETS)),
+    "all-reduce/two-shots": ("reduce", "packets, a chunk's owner adds up", OperatorVariant("", 4, 512, 256, TWO_SHOTS)),
 }
 _SCALED_NAMES = {
     "gather": "all_gather_scaled_matmul",
@@ -389,12 +453,12 @@ def list_configurations() -> list[Configuration]:
         found.append(_configure(f"fp8/{name}", f"fp8: {covers}", scaled))
     for name, is_gated in (("mlp", False), ("gated", True)):
         covers = f"an all-gather and a reduce-scatter of one layer{', gated' if is_gated else ''}"
-        make: Callable[[Team], Case] = partial(MlpCase, is_gated=is_gated)
+        make: Callable[[Team], StressCase] = partial(MlpCase, is_gated=is_gated)
         found.append(Configuration(f"mlp/{name}", FAMILY, (GATHER,), covers, make))
     return found
 
 
-def _configure(name: str, covers: str, call: Call) -> Configuration:
+def _configure(name: str, covers: str, call: OperatorVariant) -> Configuration:
     return Configuration(
         name,
         FAMILY,
@@ -406,7 +470,7 @@ def _configure(name: str, covers: str, call: Call) -> Configuration:
     )
 
 
-def _find_kernels(call: Call) -> tuple[str, ...]:
+def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
     """What a call launches."""
     if call.plan is None:
         return (GATHER,)

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.bench.stress import tile_kernels as kernels
-from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
 
 FAMILY = "tiles"
@@ -21,7 +21,7 @@ _WARPS = 4
 _LEAST_NUMBERS = 2048
 
 
-class TileCase(Case):
+class TileCase(StressCase):
     """Calls that move every rank's x [rows, columns] int32, in tiles.
 
     A subclass makes the results of one input, and calls the kernels. slots: how many buffers of `numbers` int32 numbers
@@ -80,17 +80,17 @@ class TileCase(Case):
         raise NotImplementedError
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         out = self.make_output()
         self.run(self.inputs[entry], out)
         return [Check(out, self.expected[entry])]
 
     def poison(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         self.buffer(2 * self.numbers).fill_(-1)
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         self.channel.check()
 
 
@@ -134,7 +134,7 @@ class PullCase(TileCase):
         kernels.copy_tiles[grid](channel, self.producer, gathered, out, BLOCK=self.columns, num_warps=_WARPS)
 
 
-class ScatterCase(TileCase):
+class TileScatterCase(TileCase):
     """Tiles are pushed to their owners, which add them up as they come."""
 
     def make_input(self, entry: int) -> Tensor:
@@ -398,12 +398,12 @@ def require_empty(packets: Tensor) -> None:
 def list_configurations() -> list[Configuration]:
     """All configurations of the tile primitives."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    made: dict[str, tuple[str, tuple[str, ...], Callable[[Team], Case]]] = {
+    made: dict[str, tuple[str, tuple[str, ...], Callable[[Team], StressCase]]] = {
         "push": ("push, notify by broadcast, wait", (BEGIN,), partial(PushCase, has_slots=False)),
         "push-slots": ("the same in two slots", (BEGIN,), partial(PushCase, has_slots=True)),
         "push-entered": ("the same in one kernel: enter, claim, end_call", (), EnteredCase),
         "pull": ("pull, notify here, wait", (BEGIN,), PullCase),
-        "scatter": ("push to an owner, notify it, wait for one source", (BEGIN,), ScatterCase),
+        "scatter": ("push to an owner, notify it, wait for one source", (BEGIN,), TileScatterCase),
         "routed": ("mappings and counts by tables", (BEGIN,), RoutedCase),
         "peer-ring": ("tiles between two peers", (BEGIN,), RingCase),
         "peer-broadcast": ("a tile between all peers", (), ExchangeCase),

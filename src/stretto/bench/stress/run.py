@@ -16,7 +16,7 @@ from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catal
 from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
 from stretto.bench.stress.team import mix
-from stretto.bench.stress.worker import Batch, Poison
+from stretto.bench.stress.worker import CallBatch, Poison
 from stretto.memory.shared_gpus import SWITCH
 
 MOST_RANKS = 64
@@ -36,7 +36,7 @@ _SECONDS_BETWEEN_WORDS = 10.0
 
 
 @dataclass(frozen=True)
-class Setting:
+class StressSetting:
     """What is run: ranks; minutes, after which no batch begins; only: a pattern of names; results: of each
     configuration, at which the run ends; seed: None for a new one.
 
@@ -72,7 +72,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Report:
+class StressReport:
     """What a run has found.
 
     accounts: of all that was selected, over all runs of the file. launched: the Triton kernels that each configuration
@@ -119,7 +119,7 @@ class Report:
         ]
 
 
-def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
+def stress(setting: StressSetting, say: Callable[[str], None] = print) -> StressReport:
     """Run the stress, and return what it has found. ValueError for a pattern that matches nothing.
 
     say: is given lines about the progress. RuntimeError where ranks cannot be started.
@@ -157,7 +157,7 @@ def stress(setting: Setting, say: Callable[[str], None] = print) -> Report:
         device = "cuda" if gpus else "cpu"
         crew = Crew(setting.ranks, device, seed, setting.catalogues, environment, late_warps=setting.late_warps)
         stack.callback(crew.close)
-        return _Run(setting, seed, chosen, ledger, crew, say, has_gpus=bool(gpus)).run()
+        return _StressRun(setting, seed, chosen, ledger, crew, say, has_gpus=bool(gpus)).run()
 
 
 def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
@@ -179,12 +179,12 @@ def _describe_raised(raised: Mapping[int, str]) -> str:
     return "\n".join(lines)
 
 
-class _Run:
+class _StressRun:
     """A run under way. turns: what each configuration would have of results if nothing had failed, for the order."""
 
     def __init__(
         self,
-        setting: Setting,
+        setting: StressSetting,
         seed: int,
         chosen: Mapping[str, Configuration],
         ledger: Ledger,
@@ -210,8 +210,8 @@ class _Run:
             return CPU_CALLS
         return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), LEAST_CALLS), MOST_CALLS)
 
-    def run(self) -> Report:
-        """Batch after batch, until the time or the results are there."""
+    def run(self) -> StressReport:
+        """CallBatch after batch, until the time or the results are there."""
         while time.monotonic() - self._began < 60 * self._setting.minutes:
             name = self._choose()
             if name is None:
@@ -230,7 +230,9 @@ class _Run:
             self._ledger.devices[self._setting.ranks].append(device)
         self._ledger.write()
         seconds = time.monotonic() - self._began
-        return Report(self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts, self._launched)
+        return StressReport(
+            self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts, self._launched
+        )
 
     def _is_apart(self, name: str) -> bool:
         """Whether the ranks are started anew for this configuration, and for the next one again."""
@@ -268,7 +270,7 @@ class _Run:
             if not replies.is_whole:
                 self._fail(name, replies, f"batch {number}, before which workspaces were poisoned")
                 return
-        batch = Batch(name, number, self._size_batch(name, mode), mode)
+        batch = CallBatch(name, number, self._size_batch(name, mode), mode)
         replies = self._crew.ask(batch, self._find_limit(name, mode))
         self._turns[name] += batch.calls * self._setting.ranks
         where = f"batch {number}, {mode}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from stretto.bench.stress.catalogue import Case, Check, Configuration
+    from stretto.bench.stress.catalogue import Check, Configuration, StressCase
     from stretto.bench.stress.team import Team
 
 GRAPH_CALLS = 8  # that one CUDA graph holds
@@ -38,7 +38,7 @@ _TRACE_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Setting:
+class WorkerSetting:
     """What a worker is told at its start."""
 
     rank: int
@@ -52,7 +52,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CallBatch:
     """Calls of one configuration; number: which batch of it this is, so that each draws other numbers."""
 
     name: str
@@ -69,7 +69,7 @@ class Poison:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """What came of a request on one rank: calls, how many were wrong and which was the first; raised: why it failed.
 
     launched: the kernels that were launched first since the last outcome. about: the device, at the start.
@@ -88,12 +88,12 @@ class Outcome:
 class _State:
     """A rank's groups and cases. cases: by configuration and team."""
 
-    setting: Setting
+    setting: WorkerSetting
     catalogue: "dict[str, Configuration]"
     device: "torch.device"
     teams: "dict[str, Team]"
     streams: "dict[str, torch.cuda.Stream]" = field(default_factory=dict)
-    cases: "dict[tuple[str, str], Case]" = field(default_factory=dict)
+    cases: "dict[tuple[str, str], StressCase]" = field(default_factory=dict)
     own: random.Random = field(default_factory=random.Random)
     launched: set[str] = field(default_factory=set)
 
@@ -101,14 +101,14 @@ class _State:
 def main() -> None:
     """Serve requests until the parent is gone."""
     pipe = Connection(int(sys.argv[1]))
-    setting: Setting = pipe.recv()
+    setting: WorkerSetting = pipe.recv()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         state = _start(setting)
     except Exception:  # noqa: BLE001  (whatever it is, the parent reports it)
-        pipe.send(Outcome(raised=_trace()))
+        pipe.send(BatchOutcome(raised=_trace()))
         return
-    pipe.send(Outcome(about=_describe_device(state)))
+    pipe.send(BatchOutcome(about=_describe_device(state)))
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             request = pipe.recv()
@@ -116,7 +116,7 @@ def main() -> None:
             try:
                 outcome = _poison(state, request) if isinstance(request, Poison) else _run(state, request, began)
             except Exception:  # noqa: BLE001
-                outcome = Outcome(raised=_trace())
+                outcome = BatchOutcome(raised=_trace())
             pipe.send(outcome)
     os._exit(0)  # without a barrier, at which others may be missing
 
@@ -132,7 +132,7 @@ def _trace() -> str:
     return traceback.format_exc()[-_TRACE_CHARACTERS:]
 
 
-def _start(setting: Setting) -> _State:
+def _start(setting: WorkerSetting) -> _State:
     import torch
     import torch.distributed as dist
 
@@ -216,20 +216,20 @@ def _find_team(state: _State, name: str) -> "Team":
     return state.teams[name]
 
 
-def _find_case(state: _State, name: str, team: str) -> "Case":
+def _find_case(state: _State, name: str, team: str) -> "StressCase":
     key = name, team
     if key not in state.cases:
         state.cases[key] = state.catalogue[name].make(_find_team(state, team))
     return state.cases[key]
 
 
-def _poison(state: _State, request: Poison) -> Outcome:
+def _poison(state: _State, request: Poison) -> BatchOutcome:
     _synchronize(state)
     for (name, _), case in state.cases.items():
         if name == request.name:
             case.poison()
     _synchronize(state)
-    return Outcome()
+    return BatchOutcome()
 
 
 def _synchronize(state: _State) -> None:
@@ -239,7 +239,7 @@ def _synchronize(state: _State) -> None:
         torch.cuda.synchronize(state.device)
 
 
-def _run(state: _State, batch: Batch, began: float) -> Outcome:
+def _run(state: _State, batch: CallBatch, began: float) -> BatchOutcome:
     """Run a batch, and look at its results when it is through."""
     import torch
 
@@ -273,10 +273,10 @@ def _run(state: _State, batch: Batch, began: float) -> Outcome:
     first = next((number for number, count in enumerate(found) if count), -1)
     launched = tuple(sorted(state.launched))
     state.launched.clear()
-    return Outcome(calls, wrong, first, "", time.perf_counter() - began, launched)
+    return BatchOutcome(calls, wrong, first, "", time.perf_counter() - began, launched)
 
 
-def _run_graph(state: _State, case: "Case", calls: int, shared: random.Random, counts: "torch.Tensor") -> int:
+def _run_graph(state: _State, case: "StressCase", calls: int, shared: random.Random, counts: "torch.Tensor") -> int:
     """Capture a few calls, and replay them often. Returns how many calls there were."""
     import torch
 
@@ -349,7 +349,7 @@ def _be_late(state: _State) -> None:
         time.sleep(own.random() * _MOST_SECONDS)
 
 
-def _judge(case: "Case", checks: "Sequence[Check]", count: "torch.Tensor") -> None:
+def _judge(case: "StressCase", checks: "Sequence[Check]", count: "torch.Tensor") -> None:
     """Count the call, on the device, if one of its results is wrong, and poison the memory that it has allocated."""
     wrong = None
     for found, expected, mask in checks:

@@ -33,9 +33,9 @@ def checkouts(
     Ends with 1 where ranks were lost while they measured; what was measured until then is written.
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.checkouts import Setting, bench_checkouts
+        from stretto.bench.checkouts.run import CheckoutsSetting, bench_checkouts
 
-        setting = Setting(
+        setting = CheckoutsSetting(
             before,
             **({} if after is None else {"after": after}),
             ranks=ranks,

@@ -47,9 +47,9 @@ def collectives(
 ) -> None:
     """Collectives by Stretto's kernels, NCCL and torch's symmetric-memory operators, size by size."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.collectives import Setting, bench_collectives
+        from stretto.bench.collectives.run import CollectivesSetting, bench_collectives
 
-        setting = Setting(
+        setting = CollectivesSetting(
             sizes=tuple(_list_sizes(smallest, largest, step)),
             collectives=tuple(only.split(",")),
             dtypes=tuple(dtypes.split(",")),
@@ -79,9 +79,9 @@ def ablations(
 ) -> None:
     """MSCCLang's ablations: pipelining over tiles on and off; one kernel against the algorithm made of NCCL calls."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.ablations import Setting, bench_ablations
+        from stretto.bench.ablations.run import AblationsSetting, bench_ablations
 
-        setting = Setting(
+        setting = AblationsSetting(
             sizes=tuple(_list_sizes(smallest, largest, step)),
             tiles=tuple(parse_numbers(tiles, "--tiles")),
             protocol=protocol,
@@ -109,9 +109,9 @@ def two_level(
 ) -> None:
     """Two-level collectives between network namespaces: recursive, ring and flat beside the model (needs root)."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.two_level import Setting, bench_two_level
+        from stretto.bench.two_level.run import TwoLevelSetting, bench_two_level
 
-        setting = Setting(nodes, ranks_per_node, bandwidth, loopback, trunk, delay, smallest, sizes, repeats)
+        setting = TwoLevelSetting(nodes, ranks_per_node, bandwidth, loopback, trunk, delay, smallest, sizes, repeats)
         result = bench_two_level(setting, out)
         if as_json:
             print_json(result)

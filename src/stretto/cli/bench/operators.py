@@ -28,13 +28,13 @@ def embedding(
 ) -> None:
     """Embedding look-ups fused with their all-to-all, beside EmbeddingBag, one batched kernel, and its two streams."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.embedding import Case, Setting, bench_embedding
-        from stretto.bench.interleaved import Effort
+        from stretto.bench.embedding.run import EmbeddingSetting, LookupShape, bench_embedding
+        from stretto.bench.interleaved import TimingEffort
 
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"--dtype is float32, float16 or bfloat16, not {dtype!r}")
-        setting = Setting(
-            tuple(Case.parse(text) for text in cases.replace(",", " ").split()),
+        setting = EmbeddingSetting(
+            tuple(LookupShape.parse(text) for text in cases.replace(",", " ").split()),
             tuple(studies.replace(",", " ").split()),
             rows,
             dtype,
@@ -42,7 +42,7 @@ def embedding(
             backward,
             not jagged,
             tuple(skip.replace(",", " ").split()),
-            Effort(rounds, replays),
+            TimingEffort(rounds, replays),
         )
         found = bench_embedding(count_ranks(ranks), out, setting)
         if as_json:
@@ -71,11 +71,11 @@ def ops(
     Rows are added to those that the folder has, and written as they come.
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.operators import CASES, Setting, bench_operators
-        from stretto.bench.operators_ablations import bench_operator_ablations
+        from stretto.bench.operators.ablations import bench_operator_ablations
+        from stretto.bench.operators.run import CASES, OperatorsSetting, bench_operators
 
         chosen = tuple(cases.split(",")) if cases else ("flux",) if ablations else tuple(CASES)
-        setting = Setting(
+        setting = OperatorsSetting(
             operators=tuple(only.split(",")),
             cases=chosen,
             ms=() if ms is None else tuple(parse_numbers(ms, "--ms")),

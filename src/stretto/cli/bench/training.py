@@ -43,15 +43,15 @@ def train(
 ) -> None:
     """Training throughput on every grid of the ranks, beside torch's FSDP2 of the same model."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.train import bench_train
-        from stretto.bench.training_runs import Workload
+        from stretto.bench.training.runs import TrainingWorkload
+        from stretto.bench.training.throughput import bench_train
         from stretto.cluster import Cluster
         from stretto.models import GPTConfig
 
         count = count_ranks(ranks)
         overrides = {} if layers is None else {"layers": layers}
         config = GPTConfig.preset(model, max_seq_len=seq_len, vocab=vocab, **overrides)
-        workload = Workload(
+        workload = TrainingWorkload(
             config, 2 * count if batch is None else batch, seq_len, warm_up, repeats, rounds, checkpointing, reduce_fp32
         )
         rows = bench_train(workload, count, out, Cluster.detect().gpu.peak_flops.bf16, peers)
@@ -66,7 +66,7 @@ def parity(
 ) -> None:
     """Five steps on every grid of 1, 2, 4 ... ranks, compared with plain PyTorch on one (CPU, fp64 and fp32)."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.parity import bench_parity
+        from stretto.bench.training.parity import bench_parity
 
         rows = bench_parity(ranks, out)
         if as_json:
@@ -80,7 +80,7 @@ def published(
 ) -> None:
     """Plans for every run of Singh's dissertation (Table 5.2), beside the published FLOP/s (needs no GPU)."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.published import bench_published
+        from stretto.bench.plan.published import bench_published
 
         rows = bench_published(out, batch)
         if as_json:
@@ -111,8 +111,8 @@ def peers(
 ) -> None:
     """One model under Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table a batch."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.peers import bench_peers, model_config
-        from stretto.bench.training_runs import Workload
+        from stretto.bench.training.peers import bench_peers, model_config
+        from stretto.bench.training.runs import TrainingWorkload
 
         count = count_ranks(ranks)
         sizes = sorted({1, 2, count, 2 * count}) if batches is None else parse_numbers(batches, "--batches")
@@ -121,7 +121,7 @@ def peers(
         for name, config in configs.items():
             measured = bench_peers(
                 name,
-                Workload(config, sizes[0], seq_len, warm_up, repeats, rounds),
+                TrainingWorkload(config, sizes[0], seq_len, warm_up, repeats, rounds),
                 sizes,
                 count,
                 out,
@@ -150,13 +150,13 @@ def overlap(
 ) -> None:
     """What each is worth: no overlap, then all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.overlap import bench_overlap
-        from stretto.bench.peers import model_config
-        from stretto.bench.training_runs import Workload
+        from stretto.bench.training.overlap import bench_overlap
+        from stretto.bench.training.peers import model_config
+        from stretto.bench.training.runs import TrainingWorkload
 
         count = count_ranks(ranks)
         config = model_config(model, layers, seq_len)
-        workload = Workload(config, 2 * count if batch is None else batch, seq_len, warm_up, repeats, rounds)
+        workload = TrainingWorkload(config, 2 * count if batch is None else batch, seq_len, warm_up, repeats, rounds)
         rows = bench_overlap(model, workload, count, grids, out)
         if as_json:
             print_json({"rows": rows})
@@ -195,9 +195,9 @@ def plan(
     Predict first (this needs no GPU): stretto bench plan --predict FILE --cluster CLUSTER.toml --ranks 4
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.peers import model_config
-        from stretto.bench.plan import DTYPES, Planned, bench_plan, write_predictions
-        from stretto.bench.training_runs import Workload
+        from stretto.bench.plan.run import DTYPES, Planned, bench_plan, write_predictions
+        from stretto.bench.training.peers import model_config
+        from stretto.bench.training.runs import TrainingWorkload
         from stretto.cluster import Cluster
 
         if (predict is None) != (cluster is None):
@@ -212,7 +212,7 @@ def plan(
             config = model_config(name, parse_number(layers, "the layers in --models") if layers else None, seq_len)
             config = replace(config, vocab=vocab)
             for batch in parse_numbers(batches, "--batches"):
-                work = Workload(config, batch, seq_len, warm_up, repeats, rounds, dtype=dtype)
+                work = TrainingWorkload(config, batch, seq_len, warm_up, repeats, rounds, dtype=dtype)
                 planned.append(Planned(name, work, count))
         if predict is not None and cluster is not None:
             result = write_predictions(planned, Cluster.find(cluster), predict, shards_sequence=shard_sequence)
@@ -239,7 +239,7 @@ def dlrm(
 ) -> None:
     """A DLRM's training step with its look-up and exchange fused, beside PyTorch's functions, in one job."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.dlrm import Setting, bench_dlrm
+        from stretto.bench.dlrm import DlrmSetting, bench_dlrm
         from stretto.models import DLRMConfig
 
         config = DLRMConfig.preset(model)
@@ -250,7 +250,7 @@ def dlrm(
                 )
             config = replace(config, rows=config.rows[:1] * tables, pooling=config.pooling[:1])
         config = config if max_rows is None else config.capped(max_rows)
-        setting = Setting(config, batch, tuple(implementations.split(",")), jagged, warm_up, repeats, rounds)  # type: ignore[arg-type]
+        setting = DlrmSetting(config, batch, tuple(implementations.split(",")), jagged, warm_up, repeats, rounds)  # type: ignore[arg-type]
         rows = bench_dlrm(setting, count_ranks(ranks), out)
         if as_json:
             print_json({"rows": rows})

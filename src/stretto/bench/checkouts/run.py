@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import stretto
-from stretto.bench.checkouts_cases import CPU_CASES, Case, list_cases
-from stretto.bench.checkouts_plot import plot_checkouts
-from stretto.bench.checkouts_ranks import CheckoutRanks, RanksFailed
+from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
+from stretto.bench.checkouts.plot import plot_checkouts
+from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
 from stretto.bench.harness import Column, print_table, require_least, write_result
 from stretto.bench.mps import mps_daemon, share_for
 
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class CheckoutsSetting:
     """What is compared, and for how long.
 
     before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
@@ -102,7 +102,7 @@ class Setting:
         """The folder to import from, of each checkout."""
         return {name: find_source(name, path) for name, path in ((_BEFORE, self.before), (_AFTER, self.after))}
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[CheckoutCase]:
         """The cases to measure."""
         every = CPU_CASES if self.on_cpu else list_cases()
         return [case for case in every if not self.only or any(part in case.name for part in self.only)]
@@ -125,7 +125,7 @@ class _Measured:
 
 
 @dataclass
-class _Outcome:
+class _Comparison:
     """Measurements by case, why others have none, and what broke the run off; processors: that a rank saw."""
 
     measured: dict[str, _Measured] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def find_source(name: str, path: Path) -> Path:
     raise ValueError(f"--{name} is {str(path)!r}, which holds no package stretto: give a checkout, or its src")
 
 
-def bench_checkouts(setting: Setting, out: Path) -> dict[str, Any]:
+def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
     """Measure, print tables, and write checkouts.json, .md and .png to `out`.
 
     Returns "rows" (a case each), "refused" (case to the reason that it was not measured) and "failure" (None, or what
@@ -186,9 +186,9 @@ def judge(ratios: Sequence[float]) -> str:
     return "slower" if low > 1 + BOUND else "faster"
 
 
-def _run(setting: Setting, folder: Path, environment: dict[str, str], deadline: float) -> _Outcome:
+def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> _Comparison:
     """Start both sets of ranks, prepare and measure; start them again without a case that has broken them."""
-    outcome, began = _Outcome(), time.monotonic()
+    outcome, began = _Comparison(), time.monotonic()
     prepare_until = began + _PREPARATION * (deadline - began)
     for attempt in range(_MOST_STARTS):
         with contextlib.ExitStack() as stack:
@@ -214,12 +214,12 @@ def _run(setting: Setting, folder: Path, environment: dict[str, str], deadline: 
 
 
 def _start(
-    setting: Setting,
+    setting: CheckoutsSetting,
     store: Path,
     environment: Mapping[str, str],
     deadline: float,
     stack: contextlib.ExitStack,
-    outcome: _Outcome,
+    outcome: _Comparison,
 ) -> list[CheckoutRanks]:
     """Both sets of ranks, before and after.
 
@@ -247,7 +247,9 @@ def _await_start(ranks: CheckoutRanks, deadline: float) -> int:
     return int(started[0]["processors"])
 
 
-def _prepare(setting: Setting, sets: Sequence[CheckoutRanks], outcome: _Outcome, until: float) -> dict[str, int] | None:
+def _prepare(
+    setting: CheckoutsSetting, sets: Sequence[CheckoutRanks], outcome: _Comparison, until: float
+) -> dict[str, int] | None:
     """Have both sets prepare all cases; how many rows a measurement of each takes. None where ranks were lost."""
     times: dict[str, int] = {}
     is_apart = 2 * setting.ranks * setting.share <= 100 or setting.on_cpu
@@ -280,7 +282,11 @@ def _prepare(setting: Setting, sets: Sequence[CheckoutRanks], outcome: _Outcome,
 
 
 def _measure(
-    setting: Setting, sets: Sequence[CheckoutRanks], times: Mapping[str, int], outcome: _Outcome, deadline: float
+    setting: CheckoutsSetting,
+    sets: Sequence[CheckoutRanks],
+    times: Mapping[str, int],
+    outcome: _Comparison,
+    deadline: float,
 ) -> None:
     """Rounds over all cases, then over those that are undecided. RanksFailed leaves what was measured."""
     chosen = random.Random(setting.seed)
@@ -305,7 +311,7 @@ def _measure(
             found.host.append((pair[_BEFORE][1], pair[_AFTER][1]))
 
 
-def _time(ranks: CheckoutRanks, case: Case, times: int) -> tuple[float, float]:
+def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, float]:
     """Seconds a call on the slowest rank: on the device, and to issue it."""
     answers = ranks.ask({"do": "run", "case": case.name, "times": times}, _RUN_LIMIT)
     if "error" in answers[0]:
@@ -313,7 +319,7 @@ def _time(ranks: CheckoutRanks, case: Case, times: int) -> tuple[float, float]:
     return max(said["seconds"] for said in answers), max(said["host"] for said in answers)
 
 
-def _write(setting: Setting, outcome: _Outcome, out: Path) -> dict[str, Any]:
+def _write(setting: CheckoutsSetting, outcome: _Comparison, out: Path) -> dict[str, Any]:
     rows = [_row(case, outcome.measured[case.name]) for case in setting.cases() if case.name in outcome.measured]
     summary = {name: _summarize(part) for name, part in _split(rows).items()}
     for name, part in _split(rows).items():
@@ -352,7 +358,7 @@ def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: part for name, part in parts.items() if part}
 
 
-def _row(case: Case, found: _Measured) -> dict[str, Any]:
+def _row(case: CheckoutCase, found: _Measured) -> dict[str, Any]:
     ratios = found.ratios()
     low, high = find_interval(ratios)
     row = {

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.collectives_plot import plot_collectives
-from stretto.bench.handwritten import HandwrittenAllReduce
+from stretto.bench.collectives.handwritten import HandwrittenAllReduce
+from stretto.bench.collectives.plot import plot_collectives
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class CollectivesSetting:
     """What is measured: every collective, dtype and size (bytes of the whole array), as a CUDA graph and as calls.
 
     tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
@@ -64,7 +64,7 @@ class Setting:
             read_times(self.table)  # what is no such file is neither used nor overwritten
 
 
-def bench_collectives(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> list[dict[str, Any]]:
     """Measure on that many GPUs; print the table, write JSON and a picture; returns the rows."""
     rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
@@ -73,7 +73,7 @@ def bench_collectives(ranks: int, out: Path, setting: Setting) -> list[dict[str,
     return rows
 
 
-def _measure_all(ranks: int, setting: Setting) -> list[dict[str, Any]]:
+def _measure_all(ranks: int, setting: CollectivesSetting) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
     if setting.tunes:
         communicator = CudaCommunicator(table=Table())

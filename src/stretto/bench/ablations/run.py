@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.ablations_plot import plot_composition, plot_pipelining
-from stretto.bench.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
+from stretto.bench.ablations.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
+from stretto.bench.ablations.plot import plot_composition, plot_pipelining
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
@@ -36,11 +36,11 @@ WHOLE = "whole"
 _DTYPE = torch.bfloat16
 _SLACK = 1 << 20  # bytes, for what tiles are rounded up to
 
-Run = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Setting:
+class AblationsSetting:
     """What is measured: bytes of whole arrays, of tiles, the protocol, and the interpreter's instances.
 
     ValueError for what there is not.
@@ -63,14 +63,14 @@ class Setting:
             raise ValueError(f"a schedule has at least 1 instance, not {self.instances}")
 
 
-def bench_ablations(ranks: int, out: Path, setting: Setting) -> dict[str, list[dict[str, Any]]]:
+def bench_ablations(ranks: int, out: Path, setting: AblationsSetting) -> dict[str, list[dict[str, Any]]]:
     """Measure ablations on that many GPUs; print tables, write JSON, Markdown and pictures; the rows by ablation."""
     measured: list[dict[str, Any]] = run_ranks(ranks, _measure, ranks, setting, trains=False)
     return write_ablations(measured, ranks, out, setting)
 
 
 def write_ablations(
-    measured: Sequence[Mapping[str, Any]], ranks: int, out: Path, setting: Setting
+    measured: Sequence[Mapping[str, Any]], ranks: int, out: Path, setting: AblationsSetting
 ) -> dict[str, list[dict[str, Any]]]:
     """Make tables and pictures of what was measured: {"ablation", "algorithm", "mode", "bytes", "microseconds"}."""
     makers = {
@@ -175,7 +175,7 @@ def fifo_bytes(schedule: Schedule, num_bytes: int, protocol: str) -> int:
     return plan.buffer_bytes * 16 // DATA_BYTES[protocol] * 17 // 16 + _SLACK
 
 
-def _measure(ranks: int, setting: Setting) -> list[dict[str, Any]]:
+def _measure(ranks: int, setting: AblationsSetting) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
     largest = max(setting.sizes)
     pipelined = {name: compile_for(name, ranks, setting.instances) for name in PIPELINED}
@@ -211,8 +211,8 @@ def _buffers(size: int, ranks: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _pipelining_runs(
-    schedule: Schedule, workspace: Workspace, setting: Setting, size: int, input: Tensor, output: Tensor
-) -> dict[str, Run]:
+    schedule: Schedule, workspace: Workspace, setting: AblationsSetting, size: int, input: Tensor, output: Tensor
+) -> dict[str, TimedCall]:
     """The interpreter with a whole chunk as one tile, and with every tile size that is smaller than a chunk."""
     variant = Variant("bfloat16", "sum", setting.protocol)
     chunk_bytes = -(-size // schedule.collective.chunks_per_loop)
@@ -225,8 +225,8 @@ def _pipelining_runs(
 
 
 def _composition_runs(
-    algorithm: str, workspace: Workspace, setting: Setting, input: Tensor, output: Tensor
-) -> dict[str, Run]:
+    algorithm: str, workspace: Workspace, setting: AblationsSetting, input: Tensor, output: Tensor
+) -> dict[str, TimedCall]:
     """One algorithm as calls of the library, as a kernel of lanes, by the interpreter; and the library's own."""
     ranks = workspace.world_size
     variant = Variant("bfloat16", "sum", setting.protocol)
@@ -251,7 +251,7 @@ def _composition_runs(
     }
 
 
-def _is_launched(name: str, run: Run) -> bool:
+def _is_launched(name: str, run: TimedCall) -> bool:
     """Whether it runs, the same on all ranks: a schedule may have more thread blocks than the GPU holds at once."""
     try:
         run()
@@ -262,7 +262,7 @@ def _is_launched(name: str, run: Run) -> bool:
     return True
 
 
-def _can_be_captured(run: Run) -> bool:
+def _can_be_captured(run: TimedCall) -> bool:
     """Whether a CUDA graph holds it, on all ranks."""
     run()
     torch.cuda.synchronize()

@@ -44,7 +44,7 @@ MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class Workload:
+class TrainingWorkload:
     """What is trained: the model, the global batch in sequences, and how it is timed. ValueError for what cannot be."""
 
     model: GPTConfig
@@ -83,7 +83,7 @@ Step = Callable[[], Stepped]
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One way to train the workload: its name in tables, and what builds its step. `is_peer`: none of ours."""
 
     name: str
@@ -92,7 +92,7 @@ class Run:
     is_compiled: bool = False
 
 
-def captured(run: Run) -> Run:
+def captured(run: TrainingRun) -> TrainingRun:
     """The same run as one CUDA graph a step."""
 
     def build() -> Step:
@@ -128,8 +128,8 @@ def make_grid(sizes: Mapping[str, int]) -> Grid:
 
 
 def measure(
-    runs: Sequence[Run],
-    workload: Workload,
+    runs: Sequence[TrainingRun],
+    workload: TrainingWorkload,
     device: torch.device,
     *,
     extra: Callable[[Step], dict[str, Any]] | None = None,
@@ -157,9 +157,9 @@ def measure(
 
 
 def _measure_once(
-    run: Run,
+    run: TrainingRun,
     row: dict[str, Any],
-    workload: Workload,
+    workload: TrainingWorkload,
     device: torch.device,
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:
@@ -183,7 +183,7 @@ def _measure_once(
         row.update(found)
 
 
-def _forget(run: Run) -> None:
+def _forget(run: TrainingRun) -> None:
     if run.is_compiled:  # or the next runs' blocks count as recompilations of these, of which there may be eight
         torch.compiler.reset()
 
@@ -201,7 +201,7 @@ def _mean_over_ranks(loss: Tensor, device: torch.device) -> float:
     return float(total) / dist.get_world_size()
 
 
-def local_batch(workload: Workload, part: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def local_batch(workload: TrainingWorkload, part: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one part of one fixed random batch. Raises ValueError if it cannot be cut so."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, workload.model.vocab, (workload.batch, workload.seq_len + 1), generator=generator)
@@ -232,14 +232,14 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any] | None = None) -
         block.compile(options=options)
 
 
-def fused_adamw(parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.Optimizer:
+def fused_adamw(parameters: Iterable[nn.Parameter], workload: TrainingWorkload) -> torch.optim.Optimizer:
     """Torch's fused AdamW, fit for a CUDA graph where there is a GPU."""
     capturable = torch.cuda.is_available()
     return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True, capturable=capturable)
 
 
 def build_stretto(
-    workload: Workload,
+    workload: TrainingWorkload,
     grid: Grid,
     *,
     make_model: Callable[[], nn.Module] | None = None,
@@ -281,7 +281,7 @@ def build_stretto(
     return step
 
 
-def stretto_run(workload: Workload, grid: Grid, name: str, **options: Any) -> Run:
+def stretto_run(workload: TrainingWorkload, grid: Grid, name: str, **options: Any) -> TrainingRun:
     """`build_stretto` as a run of `measure`."""
     build = partial(build_stretto, workload, grid, **options)
-    return Run(name, build, is_compiled=bool(options.get("is_compiled")))
+    return TrainingRun(name, build, is_compiled=bool(options.get("is_compiled")))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.training_runs import grids_of
+from stretto.bench.training.runs import grids_of
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, parallelize
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from stretto.bench.training_runs import Step
+from stretto.bench.training.runs import Step
 from stretto.train.intervals import Interval, merge, subtract, total
 from stretto.train.timeline import copying_streams, is_pushed
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
-from stretto.bench.interleaved import Effort, time_interleaved
-from stretto.bench.operators_peers import Runs, peers, world_name
-from stretto.bench.operators_plot import plot_operators
+from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.operators.peers import Runs, peers, world_name
+from stretto.bench.operators.plot import plot_operators
 from stretto.ops.choosing import choose, describe_call
 from stretto.ops.gemm import FP8
 from stretto.ops.tuning import Operands
@@ -67,7 +67,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class OperatorsSetting:
     """What is measured; ms: rows of the whole, none for each case's own. ValueError for what there is not.
 
     tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls. dtype: of
@@ -105,7 +105,7 @@ class Setting:
         return FLUX_ROWS if case == "flux" else MANY_ROWS
 
 
-def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
     """Measure; print the table, write JSON and a picture. Rows are written as they come, beside those of earlier runs.
 
     Returns all rows of the file.
@@ -118,7 +118,7 @@ def bench_operators(ranks: int, out: Path, setting: Setting) -> list[dict[str, A
     return rows
 
 
-def measure_all(ranks: int, out: Path, setting: Setting) -> None:
+def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
     """What each rank does."""
     device = Grid(data=ranks).device
     measured: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict
     before = dict(ops.counts())
     size = 0 if m <= 1024 else 64 << 20  # one call a graph is long enough from 2048 rows on
     is_graph = mode == "graph"
-    effort = Effort(rounds=2 * len(runs) if is_graph else 3, replays=3 if is_graph else 5)
+    effort = TimingEffort(rounds=2 * len(runs) if is_graph else 3, replays=3 if is_graph else 5)
     # Plain calls begin after a rest, or their host would be hidden behind the run before.
     found = time_interleaved(
         runs, size, is_graph=is_graph, effort=effort, never_captured=("async_tp",), rests=not is_graph

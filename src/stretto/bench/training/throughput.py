@@ -12,17 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.plots import plot_train
-from stretto.bench.torch_peers import TorchSetup, build_torch
-from stretto.bench.training_runs import (
-    Run,
+from stretto.bench.training.runs import (
     Step,
-    Workload,
+    TrainingRun,
+    TrainingWorkload,
     grids_of,
     make_grid,
     measure,
     meta_gpt,
     stretto_run,
 )
+from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 
@@ -43,7 +43,7 @@ FSDP2 = {
 
 
 def bench_train(
-    workload: Workload, ranks: int, out: Path, peak_flops: float | None, with_peers: bool
+    workload: TrainingWorkload, ranks: int, out: Path, peak_flops: float | None, with_peers: bool
 ) -> list[dict[str, Any]]:
     """Measure, print the table, and write train.json and train.png to `out`."""
     rows = run_ranks(ranks, _measure_all, workload, ranks, with_peers)
@@ -61,17 +61,17 @@ def bench_train(
     return rows
 
 
-def _measure_all(workload: Workload, ranks: int, with_peers: bool) -> list[dict[str, Any]]:
+def _measure_all(workload: TrainingWorkload, ranks: int, with_peers: bool) -> list[dict[str, Any]]:
     world = Grid(data=ranks)  # joins the job, so that peers and grids share its process group
     runs = [_fsdp2_run(workload, world, name, setup) for name, setup in FSDP2.items()] if with_peers else []
     runs += [stretto_run(workload, make_grid(sizes), name_grid(sizes)) for sizes in grids_of(ranks)]
     return measure(runs, workload, world.device)
 
 
-def _fsdp2_run(workload: Workload, world: Grid, name: str, setup: TorchSetup) -> Run:
+def _fsdp2_run(workload: TrainingWorkload, world: Grid, name: str, setup: TorchSetup) -> TrainingRun:
     mesh = init_device_mesh(world.device.type, (world.size("world"), 1), mesh_dim_names=("dp", "tp"))
 
     def build() -> Step:
         return build_torch(workload, meta_gpt(workload.model), mesh, world.device, setup)
 
-    return Run(name, build, is_peer=True, is_compiled=setup.is_compiled)
+    return TrainingRun(name, build, is_peer=True, is_compiled=setup.is_compiled)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import Column, markdown_table, print_table, require_least, write_result
-from stretto.bench.namespaces import INTERFACE, Network, namespace_of, require_namespaces, shaped_network
 from stretto.bench.plots import plot_two_level
-from stretto.bench.two_level_rank import Job
+from stretto.bench.two_level.namespaces import INTERFACE, Network, namespace_of, require_namespaces, shaped_network
+from stretto.bench.two_level.rank import TwoLevelJob
 from stretto.collectives.two_level import Links, choose, find_crossovers, predict
 from stretto.collectives.two_level.model import Algorithm, Collective
 
@@ -50,7 +50,7 @@ CROSSOVERS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class TwoLevelSetting:
     """What is set up: nodes of ranks, Mbit/s of the links, ms of delay; and what is measured on it.
 
     Slow links and a long delay, so that the time of eight processes on few cores does not matter beside theirs. `trunk`
@@ -99,9 +99,9 @@ class Setting:
             oversubscription=max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth),
         )
 
-    def job(self, folder: str) -> Job:
+    def job(self, folder: str) -> TwoLevelJob:
         """What the ranks measure."""
-        return Job(
+        return TwoLevelJob(
             folder=folder,
             nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,
@@ -112,7 +112,7 @@ class Setting:
         )
 
 
-def bench_two_level(setting: Setting, out: Path) -> dict[str, Any]:
+def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
     """Measure, print tables, and write two-level.json, .md and .png to `out`. Returns the rows and the crossovers.
 
     ValueError, before anything is made, where this machine or user cannot make namespaces. They are removed at the end,
@@ -142,7 +142,7 @@ def bench_two_level(setting: Setting, out: Path) -> dict[str, Any]:
     return {"rows": rows, "crossovers": crossovers}
 
 
-def _run(setting: Setting) -> dict[str, Any]:
+def _run(setting: TwoLevelSetting) -> dict[str, Any]:
     """One process a rank, each in its node's namespace; what rank 0 wrote."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
@@ -153,7 +153,7 @@ def _run(setting: Setting) -> dict[str, Any]:
                 node = namespace_of(rank // setting.ranks_per_node)
                 # OMP: eight ranks share the cores. A session of its own: Ctrl-C is for this process, which ends them.
                 environment = [f"GLOO_SOCKET_IFNAME={INTERFACE}", "OMP_NUM_THREADS=1"]
-                command = ["env", *environment, sys.executable, "-m", "stretto.bench.two_level_rank"]
+                command = ["env", *environment, sys.executable, "-m", "stretto.bench.two_level.rank"]
                 ranks.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", node, *command, description, str(rank)],
@@ -187,7 +187,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> None:
         time.sleep(0.1)
 
 
-def _longest(setting: Setting) -> float:
+def _longest(setting: TwoLevelSetting) -> float:
     """Seconds that the collectives may take: ten times what links without software's time would need."""
     links = setting.links({"inside": 1e-3, "between": 1e-3})
     job = setting.job("")
@@ -199,7 +199,7 @@ def _longest(setting: Setting) -> float:
     return 10 * once * len(job.collectives) * (setting.repeats + 1)
 
 
-def _row(measured: dict[str, Any], setting: Setting, links: Links) -> dict[str, Any]:
+def _row(measured: dict[str, Any], setting: TwoLevelSetting, links: Links) -> dict[str, Any]:
     collective, size = measured["collective"], measured["shard_bytes"]
     seconds = measured["seconds"]
     shape = setting.nodes, setting.ranks_per_node, links
@@ -218,7 +218,7 @@ def _row(measured: dict[str, Any], setting: Setting, links: Links) -> dict[str, 
     return row
 
 
-def _crossovers(rows: list[dict[str, Any]], setting: Setting, links: Links) -> Iterator[dict[str, Any]]:
+def _crossovers(rows: list[dict[str, Any]], setting: TwoLevelSetting, links: Links) -> Iterator[dict[str, Any]]:
     """For each pair, where it crosses in the measurement and in the model (each the first time, if at all)."""
     for collective in dict.fromkeys(row["collective"] for row in rows):
         of_size = {row["shard_bytes"]: row for row in rows if row["collective"] == collective}
@@ -244,5 +244,5 @@ def _measured(of_size: dict[float, dict[str, Any]], name: Algorithm, size: float
     return of_size[size][f"{name}_ms"] / 1e3
 
 
-def _predicted(collective: Collective, name: Algorithm, setting: Setting, links: Links, size: float) -> float:
+def _predicted(collective: Collective, name: Algorithm, setting: TwoLevelSetting, links: Links, size: float) -> float:
     return predict(collective, name, size, setting.nodes, setting.ranks_per_node, links)

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.exposed import profile_exposed
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.plots import plot_overlap
-from stretto.bench.training_runs import Run, Workload, build_stretto, make_grid, measure, parse_grids
+from stretto.bench.training.exposed import profile_exposed
+from stretto.bench.training.runs import TrainingRun, TrainingWorkload, build_stretto, make_grid, measure, parse_grids
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 
@@ -39,7 +39,7 @@ COLUMNS = (
 )
 
 
-def bench_overlap(name: str, workload: Workload, ranks: int, grids: str, out: Path) -> list[dict[str, Any]]:
+def bench_overlap(name: str, workload: TrainingWorkload, ranks: int, grids: str, out: Path) -> list[dict[str, Any]]:
     """Measure, print the table, and write overlap.json and overlap.png to `out`.
 
     Raises ValueError, before anything starts, for what is no grid of so many ranks.
@@ -53,14 +53,14 @@ def bench_overlap(name: str, workload: Workload, ranks: int, grids: str, out: Pa
     return rows
 
 
-def measure_overlap(workload: Workload, ranks: int, grids: str) -> list[dict[str, Any]]:
+def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[dict[str, Any]]:
     """What each rank of the job does; returns the rows, grid by grid in the order of `STAGES`."""
     world = Grid(data=ranks)  # joins the job
     rows: list[dict[str, Any]] = []
     for sizes in parse_grids(grids, ranks):
         grid, label = make_grid(sizes), name_grid(sizes)
         runs = [
-            Run(f"{label}: {stage}", partial(build_stretto, workload, grid, overlap=overlap))
+            TrainingRun(f"{label}: {stage}", partial(build_stretto, workload, grid, overlap=overlap))
             for stage, overlap in STAGES.items()
         ]
         measured = measure(runs, workload, world.device, extra=profile_exposed)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).with_name("checkouts_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 _AFTER_AN_ERROR = 10.0  # seconds that the other ranks have to raise too: they may wait for the one that did
 _TO_END = 5.0
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.interleaved import Effort, time_interleaved
-from stretto.bench.operators import OPERATORS, Setting, local_shape
-from stretto.bench.operators_plot import plot_ablations
+from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.operators.plot import plot_ablations
+from stretto.bench.operators.run import OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, Plan
 from stretto.ops.choosing import choose, describe_call
 from stretto.ops.tuning import Operands
@@ -33,7 +33,7 @@ COLUMNS = (
 )
 
 
-def bench_operator_ablations(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+def bench_operator_ablations(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
     """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture. ValueError for fp8."""
     if setting.dtype != "bf16":
         raise ValueError(f"ablations are of bf16, not {setting.dtype}")
@@ -80,7 +80,7 @@ def vary(name: str, plan: Plan) -> dict[str, Plan]:
     return plans
 
 
-def measure_all(ranks: int, out: Path, setting: Setting) -> None:
+def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
     """What each rank does."""
     device = Grid(data=ranks).device
     assert dist.group.WORLD is not None
@@ -96,7 +96,9 @@ def measure_all(ranks: int, out: Path, setting: Setting) -> None:
                     plans.pop("sums as packets", None)  # which take twice the memory, and are for few rows
                 runs = {variation: partial(operands.call, plan) for variation, plan in plans.items()}
                 size = 0 if m <= 1024 else 64 << 20
-                found = time_interleaved(runs, size, is_graph=True, effort=Effort(rounds=6, replays=3), rests=False)
+                found = time_interleaved(
+                    runs, size, is_graph=True, effort=TimingEffort(rounds=6, replays=3), rests=False
+                )
                 for variation, timed in found.items():
                     rows.append(
                         {

@@ -31,10 +31,10 @@ library's all-gather, which says nothing of Stretto where gloo runs it."""
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckoutCase:
     """One thing to time, in one mode ("graph": replays of a CUDA graph; "eager": calls from the host).
 
-    kind and options: what a rank makes it from (`checkouts_worker`); options["calls"]: calls of a row, or of a graph.
+    kind and options: what a rank makes it from (`checkouts.worker`); options["calls"]: calls of a row, or of a graph.
     is_bounded: whether its kernel fills the GPU and waits for other ranks, so that it is listed apart where a change
     bounds what such kernels take.
     """
@@ -50,12 +50,12 @@ class Case:
         return {"kind": self.kind, "mode": self.mode, "options": self.options}
 
 
-def list_cases() -> list[Case]:
+def list_cases() -> list[CheckoutCase]:
     """All cases on a GPU; first what takes little to compile, so that it is measured in any case."""
     return [*_list_collectives(), *_list_tiles(), *_list_embeddings(), *_list_operators()]
 
 
-def _list_collectives() -> Iterator[Case]:
+def _list_collectives() -> Iterator[CheckoutCase]:
     for mode in MODES:
         for collective, algorithm in _COLLECTIVES.items():
             for protocol, unroll in _UNROLLS.items():
@@ -70,39 +70,43 @@ def _list_collectives() -> Iterator[Case]:
                         "calls": 4 if size <= _FILLING else 1,
                     }
                     is_bounded = protocol != "Copy" and size >= _FILLING
-                    yield Case(f"{collective} {protocol} {name} {mode}", "collective", mode, options, is_bounded)
+                    yield CheckoutCase(
+                        f"{collective} {protocol} {name} {mode}", "collective", mode, options, is_bounded
+                    )
 
 
-def _list_tiles() -> Iterator[Case]:
+def _list_tiles() -> Iterator[CheckoutCase]:
     for way in ("push", "copies"):
         for rows in (16, 1024):
             for mode in MODES:
                 options = {"way": way, "rows": rows, "columns": 1024, "calls": 4}
-                yield Case(f"tiles by {way}, {rows} rows {mode}", "tiles", mode, options)
+                yield CheckoutCase(f"tiles by {way}, {rows} rows {mode}", "tiles", mode, options)
 
 
-def _list_embeddings() -> Iterator[Case]:
+def _list_embeddings() -> Iterator[CheckoutCase]:
     shape = {"tables": 4, "rows": 10_000, "dim": 128, "pooling": 8, "batch": 2048}
     for part in ("forward", "update", "backward"):
         for mode in MODES:
             if part != "backward" or mode == "eager":  # autograd is called by the host
                 options = {"part": part, **shape, "calls": 2}
-                yield Case(f"embedding {part} {mode}", "embedding", mode, options)
+                yield CheckoutCase(f"embedding {part} {mode}", "embedding", mode, options)
 
 
-def _list_operators() -> Iterator[Case]:
+def _list_operators() -> Iterator[CheckoutCase]:
     for operator, name, plan, rows in _PLANS:
         for m in rows:
             for mode in MODES:
                 options = {"operator": operator, "m": m, "n": _N, "k": _K, "dtype": "bfloat16", "plan": plan}
                 is_bounded = (operator, name) != ("all_gather_matmul", "copies")  # which waits for copy engines
                 title = f"{operator} {name} m={m} {mode}"
-                yield Case(title, "operator", mode, options | {"calls": 4}, is_bounded)
+                yield CheckoutCase(title, "operator", mode, options | {"calls": 4}, is_bounded)
 
 
 CPU_CASES = [
-    Case("tiles by push, 16 rows eager", "tiles", "eager", {"way": "push", "rows": 16, "columns": 32, "calls": 1}),
-    Case(
+    CheckoutCase(
+        "tiles by push, 16 rows eager", "tiles", "eager", {"way": "push", "rows": 16, "columns": 32, "calls": 1}
+    ),
+    CheckoutCase(
         "matmul_all_reduce one shot m=4 eager",
         "operator",
         "eager",

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.embedding_peers import Batch, Batched, Chunked, EmbeddingBags, draw_lookups, exchange_alone
-from stretto.bench.embedding_plot import plot_embedding
+from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
+from stretto.bench.embedding.plot import plot_embedding
 from stretto.bench.harness import Column, print_table, require_known, require_least, run_ranks, time_steps, write_result
-from stretto.bench.interleaved import Effort, time_interleaved
+from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.ops.embedding.forward import count_trace, find_way, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
 from stretto.ops.embedding.placement import find_placement
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class LookupShape:
     """Global batch, tables of each rank, dim, and average indices a bag; tables 0: MLPerf's 26 over all ranks."""
 
     batch: int
@@ -64,7 +64,7 @@ class Case:
     pooling: int
 
     @classmethod
-    def parse(cls, text: str) -> "Case":
+    def parse(cls, text: str) -> "LookupShape":
         """ "1024x64x256x70", or "mlperf", or "mlperf:8192" with another batch. ValueError for others."""
         name, _, batch = text.partition(":")
         parts = [batch or "65536", "0", "128", "8"] if name == MLPERF else text.split("x")
@@ -86,10 +86,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Setting:
+class EmbeddingSetting:
     """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. ValueError for what there is not."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[LookupShape, ...]
     studies: tuple[str, ...] = ("peers",)
     rows: int = 100_000
     dtype: str = "float32"
@@ -97,7 +97,7 @@ class Setting:
     has_backward: bool = True
     is_fixed: bool = True
     skip: tuple[str, ...] = ()
-    effort: Effort = field(default_factory=lambda: Effort(2, 5))
+    effort: TimingEffort = field(default_factory=lambda: TimingEffort(2, 5))
 
     def __post_init__(self) -> None:
         require_known("study", self.studies, STUDIES)
@@ -105,14 +105,14 @@ class Setting:
         require_least(1, rows=self.rows)
 
 
-def bench_embedding(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+def bench_embedding(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
     """Measure case after case; print the table, and write JSON and a picture, which grow with every case."""
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
     return rows
 
 
-def measure_all(ranks: int, out: Path, setting: Setting) -> list[dict[str, Any]]:
+def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
     """What each rank of the job does; returns the rows. Rank 0 writes them after each."""
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
     rows: list[dict[str, Any]] = []
@@ -139,7 +139,7 @@ def _used(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return [column for column in COLUMNS if any(row.get(column.key) is not None for row in rows)]
 
 
-def make_batch(case: Case, setting: Setting, device: torch.device) -> Batch:
+def make_batch(case: LookupShape, setting: EmbeddingSetting, device: torch.device) -> LookupBatch:
     """This rank's tables, filled with small numbers, and lookups that are drawn anew on each rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if case.tables:
@@ -155,7 +155,7 @@ def make_batch(case: Case, setting: Setting, device: torch.device) -> Batch:
     name = dist.group.WORLD.group_name
     dims = tuple(case.dim for _ in rows)
     placement = find_placement(name, device, case.name, dims, dtype, count, needs_grad=False)
-    return Batch(placement, tables, indices, offsets)
+    return LookupBatch(placement, tables, indices, offsets)
 
 
 def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> list[list[tuple[int, int]]]:
@@ -169,7 +169,7 @@ def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> li
     return owned
 
 
-def measure_peers(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
+def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str) -> list[dict[str, Any]]:
     """The forward pass, and the backward pass with a fused step of SGD, beside their peers."""
     placement, device = batch.placement, batch.offsets.device
     batched = Batched(batch)
@@ -199,12 +199,12 @@ def measure_peers(case: Case, batch: Batch, setting: Setting, study: str) -> lis
     return rows
 
 
-def _look_up(batch: Batch, case: Case) -> Tensor:
+def _look_up(batch: LookupBatch, case: LookupShape) -> Tensor:
     count = batch.placement.batch
     return ops.embedding_all_to_all(batch.indices, batch.offsets, batch.tables, batch=count, name=case.name)
 
 
-def _update(batch: Batch, case: Case, grad: Tensor, settings: Tensor) -> None:
+def _update(batch: LookupBatch, case: LookupShape, grad: Tensor, settings: Tensor) -> None:
     ops.embedding_all_to_all_update(
         grad,
         batch.indices,
@@ -228,7 +228,7 @@ def _compare(outputs: dict[str, Tensor]) -> dict[str, Any]:
     return {"error": f"other numbers: {', '.join(wrong)}"} if wrong else {}
 
 
-def _time(runs: dict[str, Callable[[], Any]], batch: Batch, setting: Setting) -> dict[str, float]:
+def _time(runs: dict[str, Callable[[], Any]], batch: LookupBatch, setting: EmbeddingSetting) -> dict[str, float]:
     """Milliseconds of each on the slowest rank."""
     placement = batch.placement
     if batch.offsets.device.type == "cpu":
@@ -238,7 +238,7 @@ def _time(runs: dict[str, Callable[[], Any]], batch: Batch, setting: Setting) ->
     return {name: 1e3 * timed.seconds for name, timed in found.items()}
 
 
-def _row(what: str, milliseconds: dict[str, float], batch: Batch) -> dict[str, Any]:
+def _row(what: str, milliseconds: dict[str, float], batch: LookupBatch) -> dict[str, Any]:
     row: dict[str, Any] = {"what": what, **{k: v for k, v in milliseconds.items() if not k.startswith("chunked")}}
     chunked = [value for name, value in milliseconds.items() if name.startswith("chunked")]
     if chunked:
@@ -257,7 +257,7 @@ def _row(what: str, milliseconds: dict[str, float], batch: Batch) -> dict[str, A
     return row
 
 
-def study_ways(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
+def study_ways(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str) -> list[dict[str, Any]]:
     """The fused look-up launched in other ways; the skew is how much longer the slowest rank's takes than the fastest.
 
     orders: which slices come first. slices: samples of a task. occupancy: programs on a multiprocessor.
@@ -288,7 +288,7 @@ def study_ways(case: Case, batch: Batch, setting: Setting, study: str) -> list[d
     return rows
 
 
-def _launch(batch: Batch, way: Way, trace: Tensor | None = None) -> Tensor:
+def _launch(batch: LookupBatch, way: Way, trace: Tensor | None = None) -> Tensor:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     tables = find_tables(batch.tables, batch.offsets.device)
@@ -316,7 +316,9 @@ def _time_each_rank(run: Callable[[], Any], device: torch.device, repeats: int =
     return [float(value) for value in every]
 
 
-def trace_programs(case: Case, batch: Batch, setting: Setting, study: str) -> list[dict[str, Any]]:
+def trace_programs(
+    case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str
+) -> list[dict[str, Any]]:
     """Rank 0's first programs on a time axis (figure 9): their slices for others and own ones, and how they wait."""
     placement, device = batch.placement, batch.offsets.device
     way = find_way(placement, len(batch.tables), batch.indices.numel(), device)

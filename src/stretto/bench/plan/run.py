@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
-from stretto.bench.plan_comparison import compare, summarize
+from stretto.bench.plan.comparison import compare, summarize
 from stretto.bench.plots import plot_plan
-from stretto.bench.training_runs import Workload, grids_of, make_grid, measure, stretto_run
+from stretto.bench.training.runs import TrainingWorkload, grids_of, make_grid, measure, stretto_run
 from stretto.cluster import Cluster, name_grid
 from stretto.parallel import Grid
 from stretto.planner import predict
@@ -47,7 +47,7 @@ SUMMARY_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Way:
+class GridVariant:
     """A grid, and whether tokens are sharded over its x axis."""
 
     sizes: Mapping[str, int]
@@ -59,10 +59,14 @@ class Way:
         return name_grid(self.sizes) + (", sequence sharded" if self.shards_sequence else "")
 
 
-def ways_of(ranks: int, *, shards_sequence: bool = True) -> list[Way]:
+def list_variants(ranks: int, *, shards_sequence: bool = True) -> list[GridVariant]:
     """Every grid of the ranks, and with `shards_sequence` once more with sharded tokens where x > 1."""
     shardings = (False, True) if shards_sequence else (False,)
-    return [Way(sizes, shards) for sizes in grids_of(ranks) for shards in (shardings if sizes["x"] > 1 else (False,))]
+    return [
+        GridVariant(sizes, shards)
+        for sizes in grids_of(ranks)
+        for shards in (shardings if sizes["x"] > 1 else (False,))
+    ]
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Planned:
     """A workload under a name: what predictions and measurements are joined by, together with the model's numbers."""
 
     model_name: str
-    workload: Workload
+    workload: TrainingWorkload
     ranks: int
 
     @property
@@ -101,7 +105,9 @@ def write_predictions(
             {
                 "workload": one.key,
                 "model": asdict(one.workload.model),
-                "grids": [_predict(one, way, cluster) for way in ways_of(one.ranks, shards_sequence=shards_sequence)],
+                "grids": [
+                    _predict(one, way, cluster) for way in list_variants(one.ranks, shards_sequence=shards_sequence)
+                ],
             }
             for one in planned
         ],
@@ -111,7 +117,7 @@ def write_predictions(
     return written
 
 
-def _predict(planned: Planned, way: Way, cluster: Cluster) -> dict[str, Any]:
+def _predict(planned: Planned, way: GridVariant, cluster: Cluster) -> dict[str, Any]:
     work = planned.workload
     row: dict[str, Any] = {"grid": way.name}
     options = ASSUMED | {"dtype": work.dtype, "shard_sequence": way.shards_sequence}
@@ -180,7 +186,7 @@ def _write(kept: dict[str, list[dict[str, Any]]], predictions: Path, out: Path) 
     return {"rows": rows, "summaries": summaries}
 
 
-def measure_grids(workload: Workload, ranks: int, predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measure_grids(workload: TrainingWorkload, ranks: int, predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each rank of the job does; returns a row a grid: measured_milliseconds and measured_gib, or the reason.
 
     A grid that is predicted to need more than the GPU's whole memory is not tried: ranks that run out of memory at
@@ -190,7 +196,7 @@ def measure_grids(workload: Workload, ranks: int, predicted: list[dict[str, Any]
     reasons = {row["grid"]: _why_not(row, world.device) for row in predicted}
     runs = [
         stretto_run(workload, make_grid(way.sizes), way.name, shards_sequence=way.shards_sequence)
-        for way in ways_of(ranks)
+        for way in list_variants(ranks)
         if reasons.get(way.name, "not predicted") is None
     ]
     rows = [{"grid": grid, "reason": reason} for grid, reason in reasons.items() if reason is not None]

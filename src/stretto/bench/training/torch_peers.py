@@ -24,7 +24,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stretto.bench.training_runs import MAX_NORM, Step, Stepped, Workload, compile_blocks, fused_adamw, local_batch
+from stretto.bench.training.runs import (
+    MAX_NORM,
+    Step,
+    Stepped,
+    TrainingWorkload,
+    compile_blocks,
+    fused_adamw,
+    local_batch,
+)
 from stretto.models import GPT
 from stretto.parallel import checkpoint_activations
 
@@ -47,7 +55,9 @@ class TorchSetup:
     is_async: bool = False
 
 
-def build_torch(workload: Workload, model: GPT, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
+def build_torch(
+    workload: TrainingWorkload, model: GPT, mesh: DeviceMesh, device: torch.device, setup: TorchSetup
+) -> Step:
     """A training step of `model`, on `device` or on meta, over a mesh of dims ("dp", "tp"); either may have one rank.
 
     Raises ValueError where the mesh cannot hold the model or the batch.
@@ -140,7 +150,7 @@ def _shard_fully(model: GPT, mesh: DeviceMesh, setup: TorchSetup) -> None:
 class _MasterWeights:
     """Fused AdamW on fp32 copies of a model's bf16 shards."""
 
-    def __init__(self, model: nn.Module, workload: Workload) -> None:
+    def __init__(self, model: nn.Module, workload: TrainingWorkload) -> None:
         self._parameters = list(model.parameters())
         self._shards = [_local(parameter.detach()) for parameter in self._parameters]
         self._masters = [nn.Parameter(shard.float()) for shard in self._shards]

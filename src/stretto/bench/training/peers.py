@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.plots import plot_peers
-from stretto.bench.torch_peers import TorchSetup, build_torch
-from stretto.bench.training_runs import (
-    Run,
+from stretto.bench.training.runs import (
     Step,
-    Workload,
+    TrainingRun,
+    TrainingWorkload,
     captured,
     grids_of,
     make_grid,
@@ -32,6 +31,7 @@ from stretto.bench.training_runs import (
     stretto_run,
     whole_gpt,
 )
+from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
 from stretto.models import GPTConfig
 from stretto.parallel import Grid
@@ -76,7 +76,7 @@ def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
 
 def bench_peers(
     name: str,
-    workload: Workload,
+    workload: TrainingWorkload,
     batches: Sequence[int],
     ranks: int,
     out: Path,
@@ -124,7 +124,7 @@ def speedup(rows: Sequence[dict[str, Any]]) -> float | None:
 
 
 def measure_peers(
-    workload: Workload,
+    workload: TrainingWorkload,
     ranks: int,
     grids: str | None,
     only: Sequence[str],
@@ -144,8 +144,8 @@ def measure_peers(
 
 
 def _stretto_runs(
-    workload: Workload, ranks: int, grids: str | None, device: torch.device, tunes_matmuls: bool
-) -> list[Run]:
+    workload: TrainingWorkload, ranks: int, grids: str | None, device: torch.device, tunes_matmuls: bool
+) -> list[TrainingRun]:
     make_model = partial(whole_gpt, workload.model, device)
     runs = []
     for sizes in grids_of(ranks) if grids is None else parse_grids(grids, ranks):
@@ -162,7 +162,7 @@ def _stretto_runs(
     return runs
 
 
-def _torch_runs(workload: Workload, ranks: int, device: torch.device) -> list[Run]:
+def _torch_runs(workload: TrainingWorkload, ranks: int, device: torch.device) -> list[TrainingRun]:
     """FSDP2 over all ranks, tensor parallelism over all, and every mesh between; compiled ones follow their eager."""
     runs = []
     for tp in divisors(ranks):
@@ -174,7 +174,7 @@ def _torch_runs(workload: Workload, ranks: int, device: torch.device) -> list[Ru
             for is_compiled in (True,) if setup.is_async else (False, True):
                 name = label + (", compiled" if is_compiled else "")
                 build = partial(_build, workload, mesh, device, replace(setup, is_compiled=is_compiled))
-                run = Run(name, build, is_peer=True, is_compiled=is_compiled)
+                run = TrainingRun(name, build, is_peer=True, is_compiled=is_compiled)
                 is_captured = is_compiled and device.type == "cuda" and not setup.is_async  # which torch cannot
                 runs += [run, captured(run)] if is_captured else [run]
     return runs
@@ -204,7 +204,7 @@ def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
     }
 
 
-def _build(workload: Workload, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
+def _build(workload: TrainingWorkload, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
     dp = mesh["dp"].size()
     if workload.batch % dp:  # before the model is made
         raise ValueError(f"a batch of {workload.batch} cannot be cut into {dp} parts")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.delayed import DelayedTransport
+from stretto.bench.two_level.delayed import DelayedTransport
 from stretto.collectives.two_level import GroupTransport, TwoLevelGroup
 
 _LEAD = 0.03  # seconds from agreeing on a start to the start
@@ -24,7 +24,7 @@ _PROBES = 15
 
 
 @dataclass(frozen=True)
-class Job:
+class TwoLevelJob:
     """What is measured; `folder` has the ranks' store and takes rank 0's result."""
 
     folder: str
@@ -45,7 +45,7 @@ def main() -> None:
     """Run one rank: the job as JSON and the rank are the arguments. Ends with the process at the other end of stdin."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     fields: dict[str, Any] = json.loads(sys.argv[1])
-    job = Job(**fields | {name: tuple(fields[name]) for name in ("shard_bytes", "collectives")})
+    job = TwoLevelJob(**fields | {name: tuple(fields[name]) for name in ("shard_bytes", "collectives")})
     rank = int(sys.argv[2])
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(job.folder) / "store"), job.world)
@@ -57,7 +57,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(job: Job) -> dict[str, Any]:
+def measure(job: TwoLevelJob) -> dict[str, Any]:
     """Overheads, and rows of seconds: of each collective, size and algorithm, the median of `repeats` runs.
 
     Seconds are from a moment on which all ranks agreed until the last of them is done: they share a clock.
@@ -91,7 +91,7 @@ def measure(job: Job) -> dict[str, Any]:
     return {"overheads": overheads, "rows": rows}
 
 
-def _measure_overheads(job: Job, undelayed: TwoLevelGroup) -> dict[str, float]:
+def _measure_overheads(job: TwoLevelJob, undelayed: TwoLevelGroup) -> dict[str, float]:
     """Seconds that a message costs beside delay and bandwidth: inside a node, and between nodes."""
     nodes = [dist.new_group(list(ranks)) for ranks in undelayed.nodes.ranks]
     own = nodes[dist.get_rank() // job.ranks_per_node]

@@ -23,7 +23,7 @@ from stretto.ops.embedding.placement import Placement
 
 
 @dataclass(frozen=True)
-class Batch:
+class LookupBatch:
     """This rank's tables, and the lookups in them for the global batch."""
 
     placement: Placement
@@ -49,7 +49,7 @@ class Batch:
 class EmbeddingBags:
     """The paper's baseline: nn.EmbeddingBag a table, the exchange, and the concatenation of what came."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: LookupBatch) -> None:
         self._batch = batch
         self._bags = [nn.EmbeddingBag.from_pretrained(t, mode="sum", include_last_offset=True) for t in batch.tables]
         count, bounds = batch.placement.batch, batch.offsets.tolist()
@@ -89,7 +89,7 @@ def join_columns(received: Tensor, placement: Placement) -> Tensor:
 class Batched:
     """The honest baseline: all tables in one launch of the kernel that the fused operator has, less communication."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: LookupBatch) -> None:
         self._batch = batch
         device = batch.offsets.device
         placement = batch.placement
@@ -143,7 +143,7 @@ class Batched:
 class Chunked:
     """The batched kernel over some tables at a time, each part's exchange on a second stream beside the next part."""
 
-    def __init__(self, batch: Batch, chunks: int) -> None:
+    def __init__(self, batch: LookupBatch, chunks: int) -> None:
         placement, device = batch.placement, batch.offsets.device
         self._placement = placement
         count = len(batch.tables)
@@ -154,7 +154,7 @@ class Chunked:
         for first, last in itertools.pairwise(bounds):
             offsets = batch.offsets[first * placement.batch : last * placement.batch + 1]
             dims = tuple(part[first:last] for part in placement.dims)
-            part = Batch(replace(placement, dims=dims), batch.tables[first:last], batch.indices, offsets)
+            part = LookupBatch(replace(placement, dims=dims), batch.tables[first:last], batch.indices, offsets)
             self._batched.append(Batched(part))
             self._parts.append(part)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -179,7 +179,7 @@ class Chunked:
         return torch.cat(columns, 1)
 
 
-def exchange_alone(batch: Batch) -> Callable[[], Tensor]:
+def exchange_alone(batch: LookupBatch) -> Callable[[], Tensor]:
     """The library's exchange of pooled vectors, and nothing else."""
     placement = batch.placement
     pooled = torch.zeros(

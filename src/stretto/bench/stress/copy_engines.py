@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from stretto.bench.stress.catalogue import Case, Check, Configuration
+from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
 from stretto.memory import failures
 from stretto.parallel.overlap import version_of
@@ -23,7 +23,7 @@ _SCATTER = ("parallel.pushed_scatter.begin_scatter", "parallel.pushed_scatter.su
 _ADAMW = "optim.adamw_kernel._adamw"
 
 
-class GatherCase(Case):
+class CopyEngineGatherCase(StressCase):
     """Forward passes of a model of a few weights, each gathered while the ones before it are used."""
 
     entries = ENTRIES
@@ -58,7 +58,7 @@ class GatherCase(Case):
         return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         wholes = self._wholes[entry]
         for shard, whole, rows in zip(self._shards, wholes, self._rows, strict=True):
             shard.copy_(self._own_rows(whole, rows))
@@ -73,17 +73,17 @@ class GatherCase(Case):
         return checks
 
     def poison(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         for place in self._gather._places.values():
             place.whole.fill_(float("nan"))
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         if self._gather._channel is not None:
             self._gather._channel.check()
 
 
-class ScatterCase(Case):
+class CopyEngineScatterCase(StressCase):
     """Reduce-scatters of a few gradients that are on their way at once."""
 
     entries = ENTRIES
@@ -110,7 +110,7 @@ class ScatterCase(Case):
         return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         expected = self._expected[entry]
         pending = [
             self._scatter.start(gradient, right.shape[0], self._result)
@@ -119,16 +119,16 @@ class ScatterCase(Case):
         return [Check(one.wait(), right) for one, right in zip(pending, expected, strict=True)]
 
     def poison(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         size = SLOTS * self._team.world * self._scatter._part
         self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
 
     def check(self) -> None:
-        """See `Case`."""
+        """See `StressCase`."""
         self._scatter._channel.check()
 
 
-class AdamWCase(Case):
+class AdamWCase(StressCase):
     """Steps of AdamW's kernel, each from the same state, which give the same bits each time."""
 
     entries = ENTRIES
@@ -161,7 +161,7 @@ class AdamWCase(Case):
         return parameter, first, second, copy
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `Case`."""
+        """See `StressCase`."""
         return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
 
 
@@ -171,19 +171,19 @@ def list_configurations() -> list[Configuration]:
     return [
         Configuration(
             "pushed/gather", FAMILY, (_BEGIN, _WAIT), "weights of one pass, in their own dtype",
-            partial(GatherCase, dtype=None),
+            partial(CopyEngineGatherCase, dtype=None),
         ),
         Configuration(
             "pushed/gather-bf16", FAMILY, (_BEGIN, _WAIT), "weights that are cast to bf16",
-            partial(GatherCase, dtype=bf16),
+            partial(CopyEngineGatherCase, dtype=bf16),
         ),
         Configuration(
             "pushed/scatter", FAMILY, _SCATTER, "one gradient at a time, fp32",
-            partial(ScatterCase, dtype=fp32, result=fp32, starts=1),
+            partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1),
         ),
         Configuration(
             "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients on their way as there are slots, bf16",
-            partial(ScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
+            partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
         ),
         Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
     ]  # fmt: skip

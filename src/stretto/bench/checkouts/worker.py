@@ -38,7 +38,7 @@ _BLOCK = 256  # columns that a tile's kernel takes at once
 _TILE_ROWS = 16
 
 
-class _Prepared(NamedTuple):
+class _PreparedCase(NamedTuple):
     """What a command times: a row of `calls` calls, and a look at whether a wait of them was given up."""
 
     row: Callable[[], Any]
@@ -46,7 +46,7 @@ class _Prepared(NamedTuple):
     check: Callable[[], Any]
 
 
-class _Case(NamedTuple):
+class _CaseCall(NamedTuple):
     """One call of a case, the calls that a row (or CUDA graph) has, and what raises if a wait was given up."""
 
     call: Callable[[], Any]
@@ -65,7 +65,7 @@ def main() -> None:
         answers.write(json.dumps(reply) + "\n")
 
     torch.set_num_threads(1)
-    rank = _Rank(**settings)
+    rank = _WorkerRank(**settings)
     answer({"stretto": stretto.__file__, "torch": torch.__version__, "processors": rank.processors})
     while True:
         command = commands.get()
@@ -92,7 +92,7 @@ def _read_commands() -> "queue.Queue[dict[str, Any]]":
     return found
 
 
-class _Rank:
+class _WorkerRank:
     """This process as one of `world` ranks, all on the first GPU, or on the CPU with interpreted kernels."""
 
     def __init__(self, rank: int, world: int, store: str, device: str) -> None:
@@ -108,13 +108,13 @@ class _Rank:
         files = dist.FileStore(store, world)
         dist.init_process_group(backend, store=files, rank=rank, world_size=world, timeout=_GROUP_LIMIT)
         dist.barrier()
-        self._cases: dict[str, _Prepared] = {}
+        self._cases: dict[str, _PreparedCase] = {}
         self._communicator: Any = None
         self._kernels: dict[Any, Any] = {}
 
     def prepare(self, do: str, case: str, kind: str, mode: str, options: dict[str, Any]) -> dict[str, Any]:
         """Compile and warm up a case, and capture it where its mode is "graph". Collective."""
-        kinds: dict[str, Callable[..., _Case]] = {
+        kinds: dict[str, Callable[..., _CaseCall]] = {
             "collective": self._collective,
             "operator": self._operator,
             "embedding": self._embedding,
@@ -140,7 +140,7 @@ class _Rank:
         replay()
         self._synchronize()
         made.check()
-        self._cases[case] = _Prepared(replay, made.calls, made.check)
+        self._cases[case] = _PreparedCase(replay, made.calls, made.check)
         return {}
 
     def run(self, do: str, case: str, times: int) -> dict[str, float]:
@@ -172,7 +172,7 @@ class _Rank:
 
     def _collective(
         self, case: str, collective: str, algorithm: str, protocol: str, unroll: int, size: int, calls: int
-    ) -> _Case:
+    ) -> _CaseCall:
         """A schedule of a collective by a protocol; size: bytes of the whole array, bf16."""
         from stretto.collectives.executor.cuda.communicator import CudaCommunicator
         from stretto.collectives.selection import Table, Way
@@ -188,22 +188,22 @@ class _Rank:
         taken = whole // self.world if collective == "reducescatter" else whole
         input = torch.randn(given, device=self.device).bfloat16()
         output = torch.empty(taken, dtype=torch.bfloat16, device=self.device)
-        return _Case(lambda: kernel(input, output), calls, self._communicator.workspace.check)
+        return _CaseCall(lambda: kernel(input, output), calls, self._communicator.workspace.check)
 
     def _operator(
         self, case: str, operator: str, m: int, n: int, k: int, dtype: str, plan: dict[str, Any], calls: int
-    ) -> _Case:
+    ) -> _CaseCall:
         """An overlapped GEMM by a pinned plan; m: rows of the whole; n, k: of a rank's weight."""
         rows = m // self.world if operator == "all_gather_matmul" else m
         kind = getattr(torch, dtype)
         x = torch.randn(rows, k, device=self.device).to(kind)
         weight = (torch.randn(n, k, device=self.device) / k**0.5).to(kind)
         run, implementation = getattr(ops, operator), ops.Plan(**plan)
-        return _Case(lambda: run(x, weight, implementation=implementation), calls, _nothing)
+        return _CaseCall(lambda: run(x, weight, implementation=implementation), calls, _nothing)
 
     def _embedding(
         self, case: str, part: str, tables: int, rows: int, dim: int, pooling: int, batch: int, calls: int
-    ) -> _Case:
+    ) -> _CaseCall:
         """An embedding look-up with its exchange, its backward pass or its fused step of SGD; batch: the global."""
         device, count = self.device, tables * batch
         weights = [torch.rand(rows, dim, device=device, requires_grad=part == "backward") for _ in range(tables)]
@@ -215,10 +215,10 @@ class _Rank:
 
         grad = torch.randn(batch // self.world, tables * dim * self.world, device=device) * 1e-3
         if part == "forward":
-            return _Case(look_up, calls, _nothing)
+            return _CaseCall(look_up, calls, _nothing)
         if part == "backward":
             out = look_up()
-            return _Case(lambda: torch.autograd.grad(out, weights, grad, retain_graph=True), calls, _nothing)
+            return _CaseCall(lambda: torch.autograd.grad(out, weights, grad, retain_graph=True), calls, _nothing)
         look_up()
         settings = torch.tensor([1e-6, 1e-8], device=device)
 
@@ -227,9 +227,9 @@ class _Rank:
                 grad, indices, offsets, weights, optimizer="sgd", settings=settings, batch=batch, name=case
             )
 
-        return _Case(update, calls, _nothing)
+        return _CaseCall(update, calls, _nothing)
 
-    def _tiles(self, case: str, way: str, rows: int, columns: int, calls: int) -> _Case:
+    def _tiles(self, case: str, way: str, rows: int, columns: int, calls: int) -> _CaseCall:
         """An all-gather by tiles: `begin`, tiles or copies that notify, and a kernel that waits for tiles."""
         world, device = self.world, self.device
         producer = tiles.shard_tiles(rows, world, _TILE_ROWS, channels=2)
@@ -256,7 +256,7 @@ class _Rank:
             if way == "copies":
                 tiles.join_copies(channel)
 
-        return _Case(call, calls, channel.check)
+        return _CaseCall(call, calls, channel.check)
 
     def _copy_to_peers(self, channel: Any, x: torch.Tensor, rows: int, columns: int) -> None:
         shape = rows * self.world, columns

@@ -1,0 +1,1 @@
+"""`stretto bench checkouts`: two checkouts of Stretto measured in turn in one run, to see what a change costs."""

@@ -1,0 +1,1 @@
+"""`stretto bench ops`: overlapped operators beside the GEMM alone, GEMM and NCCL, and torch's async-TP."""
