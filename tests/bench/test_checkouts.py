@@ -22,7 +22,7 @@ from stretto.bench.checkouts.run import CheckoutsSetting, bench_checkouts, find_
 from stretto.bench.mps import mps_daemon
 from stretto.cli import app
 from stretto.collectives.selection import WAYS, Way
-from stretto.ops.plans import decode
+from stretto.ops.gemm.config import decode
 
 SOURCE = Path(stretto.__file__).parents[1]
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import ops
 from stretto.memory import PeerError
-from stretto.ops import agreement, choosing, plans
+from stretto.ops import checks, dispatch
+from stretto.ops.gemm import config
 from stretto.ops.mlp import ACTIVATIONS
 
 OPERATORS = (
@@ -382,7 +383,7 @@ def leave_groups(count):
         ops.matmul_all_reduce(x, weight, group)
         dist.destroy_process_group(group)
         del group
-    return len(choosing._groups) - 1
+    return len(dispatch._groups) - 1
 
 
 def disagree_about_nothing():
@@ -415,7 +416,7 @@ def miss_a_call():
     rank = dist.get_rank()
     x, weight, _ = make_leaves("")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "group_timeout", lambda group: 0.5)
+        patch.setattr(checks, "group_timeout", lambda group: 0.5)
         ops.all_gather_matmul(x, weight)
         dist.barrier()
         for _ in range(2):
@@ -459,12 +460,12 @@ def choose_apart():
     weight, room, seen = torch.zeros(32, 16), torch.zeros(32 * 16 + 1), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            choosing, "_choose", lambda known, call, machine, how: seen.append(machine) or (plans.LIBRARY, "")
+            dispatch, "_choose", lambda known, call, machine, how: seen.append(machine) or (config.LIBRARY, "")
         )
         for n, places in ((32, (0, 0)), (31, (0, 1)), (31, (0, 0)), (32, (1, 0))):
             x = room[places[rank] :][: 32 * 16].view(32, 16)
-            call = choosing.describe_call("all_gather_matmul", 64, x, weight[:n], name)
-            choosing.choose(call, x, weight[:n], name, "auto")
+            call = dispatch.describe_call("all_gather_matmul", 64, x, weight[:n], name)
+            dispatch.choose(call, x, weight[:n], name, "auto")
     return [machine.by_tma for machine in seen]
 
 

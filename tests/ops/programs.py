@@ -15,8 +15,14 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
-from stretto.ops import choosing, copied_tiles, gather_gemm, gemm, gemm_scatter, plans, shares, workspace
+from stretto.ops import dispatch, workspace
+from stretto.ops import matmul_reduce_scatter_copies as copies_module
+from stretto.ops.gemm import config, stream_k, tile
 from stretto.tuning import TuningStore
+
+# As attributes of the package these are the functions.
+gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
+scatter_module = importlib.import_module("stretto.ops.matmul_reduce_scatter")
 
 assert tiles.INTERPRETED.value, "tests.ops.programs is for processes that interpret their kernels"
 
@@ -108,7 +114,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], shares.cut_tiles.__wrapped__
+    more, deal = [], stream_k.cut_tiles.__wrapped__
 
     def see(count, *arguments):
         dealt = deal(count, *arguments)
@@ -116,9 +122,9 @@ def share(what, shape, plan):
         return dealt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "_JOIN_STEPS", 1)  # so that it is worth it for few steps
-        patch.setattr(shares, "cut_tiles", see)
-        patch.setattr(gemm_scatter, "cut_tiles", see)
+        patch.setattr(stream_k, "_JOIN_STEPS", 1)  # so that it is worth it for few steps
+        patch.setattr(stream_k, "cut_tiles", see)
+        patch.setattr(scatter_module, "cut_tiles", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
     return max(more), *result
 
@@ -163,7 +169,7 @@ def scatter_in_halves(transfer):
     pairs = [(random_of(peer, 8, 67, dtype=torch.float32), random_of(9 + peer, 300, 67)) for peer in range(world)]
     pairs = [tuple((4 * one).round().bfloat16() for one in pair) for pair in pairs]
     plan = ops.Plan(blocks=ops.Blocks(16, 64, 32, 1, 4, 3, 2), transfer=transfer)
-    with mock.patch.object(gemm, "_CONVERTED_BYTES", tl.constexpr(1 << 10)):
+    with mock.patch.object(tile, "_CONVERTED_BYTES", tl.constexpr(1 << 10)):
         out = ops.matmul_reduce_scatter(*pairs[rank], reduce_dtype=torch.float32, implementation=plan)
     expected = sum(x.float() @ weight.float().T for x, weight in pairs).chunk(world)[rank]
     return torch.equal(out, expected.bfloat16())
@@ -403,9 +409,9 @@ def tune_and_choose(folder):
 
         def chosen(rows, n):
             x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
-            call = choosing.describe_call("all_gather_matmul", 2 * rows, x, weight, name)
-            plan = choosing.choose(call, x, weight, name, "auto")
-            default, _ = plans.default_plan(call, choosing.find_machine(x, weight))
+            call = dispatch.describe_call("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = dispatch.choose(call, x, weight, name, "auto")
+            default, _ = config.default_plan(call, dispatch.find_machine(x, weight))
             return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
 
         texts = {plan.encode(): seconds for plan, seconds in measured.items()}
@@ -421,12 +427,12 @@ def choose_by_different_stores(folders):
     try:
         x, weight = torch.ones(8, 16), torch.ones(24, 16)
         name = dist.group.WORLD.group_name
-        call = choosing.describe_call("all_gather_matmul", 16, x, weight, name)
+        call = dispatch.describe_call("all_gather_matmul", 16, x, weight, name)
         if dist.get_rank() == 0:
-            keys = {choosing.time_key(call, plans.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
-            TuningStore().add(choosing.machine_name(x.device), keys)
+            keys = {dispatch.time_key(call, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
+            TuningStore().add(dispatch.machine_name(x.device), keys)
         ops.all_gather_matmul(x, weight)
-        return choosing.choose(call, x, weight, name, "auto").encode()
+        return dispatch.choose(call, x, weight, name, "auto").encode()
     finally:
         del os.environ["STRETTO_CACHE"]
 
@@ -478,8 +484,8 @@ def fall_behind(name, plan, calls):
     """Rank 1 launches its kernels late, when others are in their next call; the calls whose product is wrong."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     module, kernel = {
-        "gather": (gather_gemm, "all_gather_gemm"),
-        "scatter": (copied_tiles, "add_tiles") if plan == "copies" else (gemm_scatter, "gemm_reduce_scatter"),
+        "gather": (gather_module, "all_gather_gemm"),
+        "scatter": (copies_module, "add_tiles") if plan == "copies" else (scatter_module, "gemm_reduce_scatter"),
     }[name]
     launch = getattr(module, kernel)
 
@@ -516,10 +522,10 @@ class _Unlaunchable:
 def call_after_a_failed_launch(operator, plan):
     """Whether a call is what it was after one whose kernel could be launched on no rank."""
     module, kernel = {
-        ("all_gather_matmul", "copies"): (gather_gemm, "all_gather_gemm"),
-        ("all_gather_matmul", "pushes"): (gather_gemm, "all_gather_gemm"),
-        ("matmul_reduce_scatter", "copies"): (copied_tiles, "multiply_tiles"),
-        ("matmul_reduce_scatter", "tiles"): (gemm_scatter, "gemm_reduce_scatter"),
+        ("all_gather_matmul", "copies"): (gather_module, "all_gather_gemm"),
+        ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm"),
+        ("matmul_reduce_scatter", "copies"): (copies_module, "multiply_tiles"),
+        ("matmul_reduce_scatter", "tiles"): (scatter_module, "gemm_reduce_scatter"),
     }[operator, plan]
     rank, call = dist.get_rank(), getattr(ops, operator)
     x, weight = random_of(rank, 40, 32), random_of(10 + rank, 24, 32)

@@ -3,6 +3,7 @@
 A process that imports this can launch nothing else: tests run `main` in one of its own.
 """
 
+import importlib
 import itertools
 import random
 import sys
@@ -16,13 +17,17 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops import Blocks, Plan, copied_tiles, few_rows, gather_gemm, gemm_scatter
+from stretto.ops import Blocks, Plan, matmul_reduce_scatter_copies, small_m
 from stretto.ops.embedding import backward, forward, ring
 from stretto.ops.embedding.placement import Placement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.embedding.ways import Way
-from stretto.ops.gemm import FP8, Scales
+from stretto.ops.gemm.tile import FP8, Scales
 from stretto.ops.workspace import Workspace
+
+# As attributes of the package these are the functions.
+gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
+scatter_module = importlib.import_module("stretto.ops.matmul_reduce_scatter")
 
 WORLD = 4
 BLOCKS = Blocks(64, 64, 64, 2, 4, 2, 6)
@@ -240,16 +245,16 @@ def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
     out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
     match name:
         case "gather":
-            gather_gemm.launch_gather(plan, x, weight, bias, out, "", scales=scales)
+            gather_module.launch_gather(plan, x, weight, bias, out, "", scales=scales)
         case "few":
             blocks = plan.blocks._replace(m=16)
             operator, workspace = "matmul_reduce_scatter", workspaces["packets"]
-            few_rows.launch(operator, "scatter", workspace, "", x, weight, bias, out, blocks, scales)
+            small_m.launch(operator, "scatter", workspace, "", x, weight, bias, out, blocks, scales)
         case "copied":
-            copied_tiles.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD, scales)
+            matmul_reduce_scatter_copies.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD, scales)
         case "scatter":
             plan = plan._replace(transfer="programs")
-            gemm_scatter.launch_scatter(plan, x, weight, bias, out, dtype, "", scales)
+            scatter_module.launch_scatter(plan, x, weight, bias, out, dtype, "", scales)
 
 
 def main(seed: int, calls: int) -> None:
@@ -259,9 +264,9 @@ def main(seed: int, calls: int) -> None:
     follow_launches()
     patch_embedding()
     workspaces = {purpose: make_workspace(purpose) for purpose in ("slots", "met", "packets", "copied")}
-    for module in (gather_gemm, gemm_scatter, copied_tiles):
+    for module in (gather_module, scatter_module, matmul_reduce_scatter_copies):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
-    gemm_scatter.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
+    scatter_module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
     tiles.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs
 
     def run(kind: Any, number: int) -> None:

@@ -8,7 +8,7 @@ from tests.ops.programs import BLOCKS, random_of
 from torch.autograd import forward_ad
 
 from stretto import ops
-from stretto.ops import choosing
+from stretto.ops import dispatch
 
 FP8 = torch.float8_e4m3fn
 OPERATORS = {
@@ -205,7 +205,7 @@ def tune_gather(folder):
 def _tune_gather():
     measured = ops.tune("all_gather_matmul", 16, 32, 32, dtype=FP8, device="cpu")
     x, weight, one = torch.zeros(8, 32).to(FP8), torch.zeros(32, 32).to(FP8), torch.ones(())
-    call = choosing.describe_call("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)
-    plan = choosing.choose(call, x, weight, dist.group.WORLD.group_name, "auto")
+    call = dispatch.describe_call("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)
+    plan = dispatch.choose(call, x, weight, dist.group.WORLD.group_name, "auto")
     ops.all_gather_scaled_matmul(x, weight, one, one)
     return len(measured), measured[plan] == min(measured.values())

@@ -23,14 +23,23 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.copied_tiles import add_tiles, map_owners, multiply_tiles
-from stretto.ops.few_rows import gemm_exchange
-from stretto.ops.gather_gemm import all_gather_gemm, map_rows
-from stretto.ops.gemm import FP8, Blocks, Scales, count_parts, count_store_parts, describe_gemm, describe_rows, is_even
-from stretto.ops.gemm_scatter import gemm_reduce_scatter, map_lanes
-from stretto.ops.pieces import cut_pieces
-from stretto.ops.plans import Call, Machine, Plan, default_blocks, vary_blocks
-from stretto.ops.shares import WHOLE, Shares
+from stretto.ops.all_gather_matmul import all_gather_gemm, map_rows
+from stretto.ops.copy_schedule import cut_pieces
+from stretto.ops.gemm.config import Call, Machine, Plan, default_blocks, vary_blocks
+from stretto.ops.gemm.stream_k import WHOLE, Shares
+from stretto.ops.gemm.tile import (
+    FP8,
+    Blocks,
+    Scales,
+    count_parts,
+    count_store_parts,
+    describe_gemm,
+    describe_rows,
+    is_even,
+)
+from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_lanes
+from stretto.ops.matmul_reduce_scatter_copies import add_tiles, map_owners, multiply_tiles
+from stretto.ops.small_m import gemm_exchange
 from stretto.tiles import begin_call
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 

@@ -1,7 +1,7 @@
 """Overlapped operators: computation with its collective hidden inside, as torch.library operators with gradients."""
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.choosing import counts
+from stretto.ops.dispatch import counts
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     TableUpdate,
@@ -12,11 +12,11 @@ from stretto.ops.embedding import (
     embedding_all_to_all_updating,
     tune_embedding,
 )
-from stretto.ops.gemm import Blocks
+from stretto.ops.gemm.config import Plan
+from stretto.ops.gemm.tile import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.mlp import mlp
-from stretto.ops.plans import Plan
 from stretto.ops.scaled import (
     all_gather_scaled_matmul,
     quantize_rows,

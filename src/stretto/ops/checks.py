@@ -1,11 +1,14 @@
 """What operators refuse, before anything is allocated or launched."""
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory import find_own_rank
-from stretto.ops.gemm import FP8, Scales
+from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, tell
+from stretto.ops.gemm.tile import FP8, Scales
+from stretto.ops.workspace import find_group, find_known
 
 _FP8_GRAIN = 16  # elements that rows of fp8 are multiples of: 16 bytes, as TMA and torch's own products take them
 
@@ -143,3 +146,41 @@ def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
 
 def _say(tensor: Tensor) -> str:
     return str(list(tensor.shape))
+
+
+_MOST_KNOWN = 4096
+_BY_TMA = ", by TMA"
+
+
+@dataclass
+class _Said:
+    count: int = 0
+    known: dict[str, bool] = field(default_factory=dict)
+
+
+def require_agreement(said: str, by_tma: bool, group: str, device: torch.device) -> bool:
+    """Compare what this rank calls with what the others do; at a kind of call that is new to the group, on all ranks.
+
+    by_tma: whether TMA takes this rank's operands, whose addresses may differ from other ranks'; returns whether it
+    took all ranks', at the first call of this kind. ValueError where another rank calls something else, PeerError where
+    one does not come within the group's time limit.
+    """
+    kept = find_known(group, device, "calls", _Said)
+    if said in kept.known and not is_debugging():
+        return kept.known[said]
+    failures.check()  # before ranks are waited for that may never come
+    members = find_group(group)
+    told = said + _BY_TMA if by_tma else said
+    heard = tell(told, members, f"stretto ops {device.type}", kept.count + 1, group_timeout(members))
+    kept.count += 1
+    rank = dist.get_rank(members)
+    for peer, other in enumerate(heard):
+        if other.removesuffix(_BY_TMA) != said:
+            raise ValueError(
+                f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
+                f"{told}; rank {peer} calls {other}"
+            )
+    if len(kept.known) >= _MOST_KNOWN:
+        kept.known.clear()
+    kept.known[said] = all(other.endswith(_BY_TMA) for other in heard)
+    return kept.known[said]

@@ -1,20 +1,27 @@
 """GEMM + all-reduce, for decoding: few rows, one launch, the same bits on all ranks."""
 
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from stretto.ops import few_rows, library
+from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, require_operands
-from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.eager import outside_autocast, shorten
-from stretto.ops.gemm import Scales
-from stretto.ops.gemm_scatter import launch_scatter
-from stretto.ops.gradients import differentiate_all_reduce, save_all_reduce
-from stretto.ops.plans import LIBRARY, Plan, name_implementation
+from stretto.ops.dispatch import (
+    choose,
+    describe_call,
+    identify,
+    outside_autocast,
+    recall,
+    save_operands,
+    shorten,
+)
+from stretto.ops.gemm.config import LIBRARY, Plan, name_implementation
+from stretto.ops.gemm.tile import Scales
+from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.workspace import find_group, find_workspace
 
 
@@ -52,7 +59,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
     if plan == LIBRARY:
-        return library.matmul_all_reduce(x, weight, bias, group)
+        return unfused.matmul_all_reduce(x, weight, bias, group)
     return run_kernel(plan, x, weight, bias, x.dtype, group)
 
 
@@ -71,12 +78,29 @@ def run_kernel(
     if plan.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
         own = x.new_empty(m // world, n, dtype=dtype)
         launch_scatter(plan, x, weight, bias, own, dtype, group, scales)
-        return library.gather_rows(own, group)
+        return unfused.gather_rows(own, group)
     form = "one-shot" if plan.shots == 1 else "two-shot"
     out = x.new_empty(m, n, dtype=dtype)
-    workspace = find_workspace(group, x.device, few_rows.count_bytes(form, m, n, world, dtype), "packets")
-    few_rows.launch("matmul_all_reduce", form, workspace, group, x, weight, bias, out, plan.blocks, scales)
+    workspace = find_workspace(group, x.device, small_m.count_bytes(form, m, n, world, dtype), "packets")
+    small_m.launch("matmul_all_reduce", form, workspace, group, x, weight, bias, out, plan.blocks, scales)
     return out
+
+
+def save_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, group, _ = inputs
+    ctx.group, ctx.has_bias = group, bias is not None
+    save_operands(ctx, x, weight)
+
+
+@outside_autocast
+def differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Each rank's sums are in all ranks' outputs, and so are its gradients in all of theirs."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    grad = grad.contiguous()
+    total = unfused.all_reduce(grad, ctx.group) if needs_x or needs_weight else grad
+    grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
+    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None
 
 
 _matmul_all_reduce = torch.library.custom_op("stretto::matmul_all_reduce", _run, mutates_args=())

@@ -12,16 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from stretto.ops import library
+from stretto.ops import unfused
+from stretto.ops.all_gather_matmul import launch_gather
 from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
-from stretto.ops.choosing import choose, describe_call, identify, recall
-from stretto.ops.eager import is_traced, needs_gradients, outside_autocast, require_no_tangents
-from stretto.ops.gather_gemm import launch_gather
-from stretto.ops.gemm import FP8, Scales
-from stretto.ops.gemm_scatter import launch_scatter
+from stretto.ops.dispatch import (
+    choose,
+    describe_call,
+    identify,
+    is_traced,
+    needs_gradients,
+    outside_autocast,
+    recall,
+    require_no_tangents,
+)
+from stretto.ops.gemm.config import LIBRARY, Plan, name_implementation
+from stretto.ops.gemm.tile import FP8, Scales
 from stretto.ops.matmul_all_reduce import run_kernel
-from stretto.ops.matmul_reduce_scatter import require_rows
-from stretto.ops.plans import LIBRARY, Plan, name_implementation
+from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
 from stretto.ops.workspace import find_group
 
 _TENSORS = 5  # x, weight, their scales and bias, which come first
@@ -169,10 +176,10 @@ def _run_library(
 ) -> Tensor:
     match operator:
         case "all_gather_matmul":
-            return library.all_gather_scaled_matmul(x, weight, scales, bias, out_dtype, group)
+            return unfused.all_gather_scaled_matmul(x, weight, scales, bias, out_dtype, group)
         case "matmul_reduce_scatter":
-            return library.scaled_matmul_reduce_scatter(x, weight, scales, bias, out_dtype, sum_dtype, group)
-    return library.scaled_matmul_all_reduce(x, weight, scales, bias, out_dtype, group)
+            return unfused.scaled_matmul_reduce_scatter(x, weight, scales, bias, out_dtype, sum_dtype, group)
+    return unfused.scaled_matmul_all_reduce(x, weight, scales, bias, out_dtype, group)
 
 
 def _count_rows(operator: str, x: Tensor, group: str) -> int:

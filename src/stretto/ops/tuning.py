@@ -12,11 +12,11 @@ from torch import Tensor
 from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
 from stretto.ops.checks import DTYPES, find_name, require_scaled
-from stretto.ops.choosing import describe_call, find_machine, forget_choices, machine_name, time_key
-from stretto.ops.gemm import FP8
+from stretto.ops.dispatch import describe_call, find_machine, forget_choices, machine_name, time_key
+from stretto.ops.gemm.config import LIBRARY, Call, Machine, Plan, vary_blocks, vary_transfers
+from stretto.ops.gemm.tile import FP8
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from stretto.ops.plans import LIBRARY, Call, Machine, Plan, vary_blocks, vary_transfers
 from stretto.ops.scaled import all_gather_scaled_matmul, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
 from stretto.tuning import TuningStore
 

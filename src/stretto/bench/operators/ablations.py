@@ -18,7 +18,7 @@ from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.plot import plot_ablations
 from stretto.bench.operators.run import OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, Plan
-from stretto.ops.choosing import choose, describe_call
+from stretto.ops.dispatch import choose, describe_call
 from stretto.ops.tuning import Operands
 from stretto.parallel import Grid
 

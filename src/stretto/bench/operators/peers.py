@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops import library
-from stretto.ops.gemm import Scales
+from stretto.ops import unfused
+from stretto.ops.gemm.tile import Scales
 from stretto.ops.tuning import Operands
 
 Runs = dict[str, Callable[[], Tensor]]
@@ -68,7 +68,7 @@ def _scaled_peers(operands: Operands, m: int, x_scale: Tensor, weight_scale: Ten
     scales = Scales(x_scale.repeat(world) if is_gather else x_scale, weight_scale)
 
     def gemm() -> Tensor:
-        return library.multiply_scaled(whole, operands.next_weight(), scales, dtype)
+        return unfused.multiply_scaled(whole, operands.next_weight(), scales, dtype)
 
     match operands.operator:
         case "all_gather_matmul":

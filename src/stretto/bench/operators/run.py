@@ -21,8 +21,8 @@ from stretto.bench.harness import Column, print_table, require_known, run_ranks,
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.plot import plot_operators
-from stretto.ops.choosing import choose, describe_call
-from stretto.ops.gemm import FP8
+from stretto.ops.dispatch import choose, describe_call
+from stretto.ops.gemm.tile import FP8
 from stretto.ops.tuning import Operands
 from stretto.parallel import Grid
 

@@ -18,7 +18,7 @@ _GLOBAL = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)
 def list_kernels(root: Path | None = None) -> list[str]:
     """All kernels of the library below a folder (default: this package), sorted.
 
-    A Triton kernel is called by its module and name without the package's: "ops.few_rows.gemm_exchange". A CUDA kernel
+    A Triton kernel is called by its module and name without the package's: "ops.small_m.gemm_exchange". A CUDA kernel
     is called by its file and name, "collectives.executor.cuda.copied.cu:begin", and where a Python module writes
     several of one name by their order: "collectives.executor.cuda.source:run/2".
     """

@@ -266,7 +266,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a tile's rows, by a wait",
         (
             Edit(
-                "ops/gather_gemm.py",
+                "ops/all_gather_matmul.py",
                 "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
                 "producer=producer)",
                 "ready = row_tile * 0",
@@ -281,7 +281,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a tile's rows, by a poll",
         (
             Edit(
-                "ops/gather_gemm.py",
+                "ops/all_gather_matmul.py",
                 "ready = tiles.consumer_tile_poll(channel, consumer, row_tile)",
                 "ready = row_tile * 0",
             ),
@@ -325,7 +325,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for all lanes",
         (
             Edit(
-                "ops/gemm_scatter.py",
+                "ops/matmul_reduce_scatter.py",
                 "ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)",
                 "ready += source * 0",
             ),
@@ -339,7 +339,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for tiles that copy engines push",
         (
             Edit(
-                "ops/copied_tiles.py",
+                "ops/matmul_reduce_scatter_copies.py",
                 "ready += tiles.consumer_tile_wait(channel, owners, other * channel.world + channel.rank)",
                 "ready += other * 0",
             ),
@@ -351,7 +351,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "reduce-scatter",
         "fence",
         "after TMA's stores",
-        (Edit("ops/gemm_scatter.py", "after_tma=gemm.stores_by_tma", "after_tma=False"),),
+        (Edit("ops/matmul_reduce_scatter.py", "after_tma=gemm.stores_by_tma", "after_tma=False"),),
         "reduce-scatter/programs*",
         (f"{_OPS}test_tiles_are_pushed_by_tma_and_signalled_when_the_stores_are_done",),
     ),
@@ -362,7 +362,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "before a part of a tile is counted",
         (
             Edit(
-                "ops/shares.py",
+                "ops/gemm/stream_k.py",
                 "    _store_sum(gemm, sums, total, own)\n    tl.debug_barrier()",
                 "    _store_sum(gemm, sums, total, own)",
             ),
@@ -388,7 +388,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "all-reduce",
         "acquire",
         "of who joins a tile's parts",
-        (Edit("ops/shares.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
+        (Edit("ops/gemm/stream_k.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
         "all-reduce/*shared",
         _JOIN_TESTS,
     ),
@@ -396,7 +396,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "all-reduce",
         "fence",
         "release of a tile's part",
-        (Edit("ops/shares.py", 'sem="acq_rel", scope="gpu"', 'sem="acquire", scope="gpu"'),),
+        (Edit("ops/gemm/stream_k.py", 'sem="acq_rel", scope="gpu"', 'sem="acquire", scope="gpu"'),),
         "all-reduce/*shared",
         _JOIN_TESTS,
     ),

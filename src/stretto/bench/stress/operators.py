@@ -13,15 +13,15 @@ from stretto import ops
 from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team, is_exact
 from stretto.ops import workspace
-from stretto.ops.gemm import FP8
+from stretto.ops.gemm.tile import FP8
 
 FAMILY = "operators"
 ENTRIES = 6
 BEGIN = "tiles.signals.begin_call"
-GATHER = "ops.gather_gemm.all_gather_gemm"
-SCATTER = "ops.gemm_scatter.gemm_reduce_scatter"
-COPIED = ("ops.copied_tiles.multiply_tiles", "ops.copied_tiles.add_tiles")
-FEW_ROWS = "ops.few_rows.gemm_exchange"
+GATHER = "ops.all_gather_matmul.all_gather_gemm"
+SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
+COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
+FEW_ROWS = "ops.small_m.gemm_exchange"
 
 _DENSITIES = (0.5, 0.25, 0.1, 0.03)  # of operands that are not 0: the first whose sums no dtype rounds
 _PROGRAMS = 12  # fewer than the 14 multiprocessors that a rank has when 8 share an H100

@@ -39,7 +39,7 @@ from stretto.ops.embedding.ways import (
     round_up_to_power,
     send_words,
 )
-from stretto.ops.gemm import bound_programs
+from stretto.ops.gemm.tile import bound_programs
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient

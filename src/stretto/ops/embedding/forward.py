@@ -24,7 +24,7 @@ from stretto.ops.embedding.ways import (
     find_kind,
     round_up_to_power,
 )
-from stretto.ops.gemm import limit_waiting
+from stretto.ops.gemm.tile import limit_waiting
 from stretto.ops.workspace import find_kept
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.checks import find_name
-from stretto.ops.eager import is_differentiated, is_traced
+from stretto.ops.dispatch import is_differentiated, is_traced
 from stretto.ops.embedding.backward import Lookups, find_gradients, update_tables
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.placement import Placement, find_placement, require_input

@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import (
+from stretto.ops.copy_schedule import chart, cut_pieces, find_place
+from stretto.ops.gemm.config import Plan
+from stretto.ops.gemm.partial_sums import find_rows, locate_owned, store_rows
+from stretto.ops.gemm.tile import (
     Scales,
     count_store_parts,
     describe_gemm,
@@ -28,9 +31,6 @@ from stretto.ops.gemm import (
     scale_tile,
     store_tile,
 )
-from stretto.ops.partial_sums import find_rows, locate_owned, store_rows
-from stretto.ops.pieces import chart, cut_pieces, find_place
-from stretto.ops.plans import Plan
 from stretto.ops.workspace import CHANNELS, abandon, count_bytes, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once

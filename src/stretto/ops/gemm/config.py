@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from stretto.ops.few_rows import MOSTLY_BUSY
-from stretto.ops.gemm import Blocks, bound_programs, deepen, divide_up, is_even, limit_waiting, look_up_blocks
-from stretto.ops.shares import count_rounds
+from stretto.ops.gemm.stream_k import count_rounds
+from stretto.ops.gemm.tile import Blocks, bound_programs, deepen, divide_up, is_even, limit_waiting, look_up_blocks
 
 IMPLEMENTATIONS = ("auto", "kernel", "library")
 TRANSFERS = ("copies", "programs")
@@ -22,6 +21,9 @@ DIRECTIONS = ("push", "pull")
 EXCHANGES = ("tiles", "packets")
 FEW_ROWS = 64
 """Up to so many rows a product is as fast as its weight streams from memory."""
+
+MOSTLY_BUSY = 0.7
+"""Of the programs: if so many have one tile each, tiles are whole: memory is the limit, and joining takes longer."""
 
 
 class Call(NamedTuple):

@@ -5,8 +5,7 @@ import torch
 from tests.ops import uninterpreted
 
 from stretto.ops import Plan
-from stretto.ops.few_rows import count_bytes, share_steps
-from stretto.ops.plans import (
+from stretto.ops.gemm.config import (
     LIBRARY,
     Call,
     Machine,
@@ -16,6 +15,7 @@ from stretto.ops.plans import (
     vary_blocks,
     vary_transfers,
 )
+from stretto.ops.small_m import count_bytes, share_steps
 
 HOPPER = Machine(132, True, True)
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

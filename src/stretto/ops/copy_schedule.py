@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from stretto import tiles
-from stretto.ops.gemm import divide_up
-from stretto.ops.plans import Plan
+from stretto.ops.gemm.config import Plan
+from stretto.ops.gemm.tile import divide_up
 
 _MOST_PIECES = 8  # that an owner's tiles are cut into, but for the last round
 

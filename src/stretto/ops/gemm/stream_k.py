@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.gemm import Blocks, divide_up, halve, is_even, multiply_tile, unite
+from stretto.ops.gemm.tile import Blocks, divide_up, halve, is_even, multiply_tile, unite
 
 _JOIN_STEPS = 20  # over k that a program could do while it joins its part of a tile with others'
 _MOST_PARTS = 4  # that a tile of the last round is cut into

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from stretto.ops.gemm import Scales
+from stretto.ops.gemm.tile import Scales
 from stretto.ops.workspace import find_group
 
 _SCALED_GRAIN = 16  # torch's scaled products take columns, and addresses in bytes, that are multiples of this

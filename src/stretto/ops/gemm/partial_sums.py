@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from stretto.ops.gemm import load_bias, order_tiles
+from stretto.ops.gemm.tile import load_bias, order_tiles
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import divide_up
+from stretto.ops.gemm.tile import divide_up
 from stretto.ops.workspace import count_bytes
 
 _ALIGNMENT = 128  # bytes that tensors in a workspace begin at multiples of

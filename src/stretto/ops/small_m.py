@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm import (
+from stretto.ops.gemm.config import MOSTLY_BUSY
+from stretto.ops.gemm.stream_k import Shares, multiply_part
+from stretto.ops.gemm.tile import (
     Blocks,
     Scales,
     count_parts,
@@ -26,15 +28,12 @@ from stretto.ops.gemm import (
     scale_tile,
     tile_width,
 )
-from stretto.ops.shares import Shares, multiply_part
 from stretto.ops.workspace import Workspace, abandon
 
 _PACKET_BYTES = 4
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MOST_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
-MOSTLY_BUSY = 0.7
-"""Of the programs: if so many have one tile each, tiles are whole: memory is the limit, and joining takes longer."""
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,1 @@
+"""The GEMM that all fused operators share: a tile's product, stream-K, and the configurations of kernels."""
