@@ -152,7 +152,7 @@ _MODULES = [
     "torch.distributed.tensor",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "stretto.cli.train",
-    "stretto.train.rank",
+    "stretto.train.launch.rank",
 ]
 
 

@@ -15,9 +15,9 @@ import stretto
 from stretto.cli import app
 from stretto.cli.console import print_any_text
 from stretto.train.config import TrainConfig, load_config
+from stretto.train.config.reference import reference
+from stretto.train.launch.run_lock import command_lock
 from stretto.train.preflight import preflight
-from stretto.train.reference import reference
-from stretto.train.run_lock import command_lock
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -260,5 +260,5 @@ def test_every_example_configuration_can_be_read(file: Path) -> None:
 
 def test_the_page_on_configuration_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), (
-        "options have changed: python -m stretto.train.reference docs/configuration.md"
+        "options have changed: python -m stretto.train.config.reference docs/configuration.md"
     )

@@ -32,7 +32,7 @@ from stretto.optim import AdamW
 from stretto.optim.guard import guard
 from stretto.parallel import CapturedStep
 from stretto.train.checkpoint import save_state
-from stretto.train.checkpoint_storage import Piece, ShardedState
+from stretto.train.checkpoint.storage import LocalBox, ShardedState
 from tests.gpu.watched import run_watched
 
 Run = Callable[..., list[Any]]
@@ -229,7 +229,7 @@ def train_past_a_stall(out: Path, optimizer: str, way: str, stall: str) -> None:
                 torch.cuda.synchronize()
             dist.barrier()  # until rank 0 has looked
             weight = training.weight.detach()
-            state = {"model.weight": ShardedState(tuple(weight.shape), (Piece((0, 0), weight),))}
+            state = {"model.weight": ShardedState(tuple(weight.shape), (LocalBox((0, 0), weight),))}
             with pytest.raises(PeerError, match="waited in vain for rank 1"):  # on all ranks, though one alone knows
                 save_state(out, 7, state, {}, keep=2)
             assert not (out / "checkpoints").exists() or not any((out / "checkpoints").iterdir())

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from stretto.memory import shared_gpus
 from stretto.parallel import Grid
-from stretto.train.checkpoint_metadata import read_metadata
-from stretto.train.checkpoint_storage import read_tensor
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.config import make_config
-from stretto.train.gpt_run import GPTRun
+from stretto.train.gpt.task import GPTTask
 from stretto.train.trainer import train
 from tests.gpu.sharing import GpuRanks
 
@@ -47,9 +47,9 @@ def train_all(folder: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     (folder / "text.txt").write_text("It was a bright cold day in April. " * 200)
     first, second = GRIDS[world]
-    step = GPTRun.step
+    step = GPTTask.step
 
-    def step_without_waiting(run: GPTRun, number: int, lr: float) -> Any:
+    def step_without_waiting(run: GPTTask, number: int, lr: float) -> Any:
         # First steps set things up, and a graph is captured after three.
         if number == 1 or (number == 4 and (run.config.train.resume or run.config.train.cuda_graph)):
             return step(run, number, lr)
@@ -80,7 +80,7 @@ def train_all(folder: Path) -> None:
             .split()
         )
         # Collectives by way of the host wait for the GPU.
-        with mock.patch.object(GPTRun, "step", step if shared_gpus.is_enabled() else step_without_waiting):
+        with mock.patch.object(GPTTask, "step", step if shared_gpus.is_enabled() else step_without_waiting):
             train(make_config(values, options), display="none")
 
 

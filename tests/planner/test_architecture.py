@@ -7,7 +7,7 @@ import torch
 
 import stretto
 from stretto.models import GPT, GPTConfig
-from stretto.models.config import PRESETS
+from stretto.models.gpt_config import PRESETS
 from stretto.parallel import validate
 from stretto.planner import read_architecture
 from stretto.planner.grids import GridSizes, every_grid, why_impossible

@@ -13,13 +13,13 @@ from torch.optim import AdamW
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
-from stretto.train import checkpoint_storage
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import storage as checkpoint_storage
+from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
 from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.trainer import train
-from stretto.train.weights import import_safetensors
 
 # 61 tokens: no axis divides them. Grouped-query attention, so that x divides groups and not features.
 GPT_CONFIG = GPTConfig(layers=2, hidden=16, heads=8, kv_heads=4, vocab=61, max_seq_len=16)

@@ -11,8 +11,8 @@ from tests.train import failure_runs
 
 from stretto.memory import PeerError
 from stretto.parallel import CapturedStep
-from stretto.train.progress import Reporter
-from stretto.train.recorder import StepRecorder
+from stretto.train.observe.progress import ProgressReporter
+from stretto.train.observe.recorder import StepRecorder
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_loss_is_not_read_after_a_failed_wait(failed):
-    recorder = StepRecorder(1, None, Reporter())
+    recorder = StepRecorder(1, None, ProgressReporter())
     recorder.add(1, 0.1, torch.tensor(2.0), torch.tensor(1.0))
     failed.record.mark([1, 3])
     with pytest.raises(PeerError, match="waited in vain for rank 3"):

@@ -20,12 +20,12 @@ from stretto.memory import group_timeout
 from stretto.models import GPT
 from stretto.parallel import AXES
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
-from stretto.train.checkpoint_metadata import read_metadata
-from stretto.train.checkpoint_storage import read_tensor
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, open_dataset
-from stretto.train.divergence import DivergenceError
-from stretto.train.gpt_run import GPTRun
+from stretto.train.gpt.task import GPTTask
+from stretto.train.observe.metrics import DivergenceError
 from stretto.train.schedule import learning_rate
 from stretto.train.trainer import train
 
@@ -316,14 +316,14 @@ def test_tensorboard_that_is_not_installed_is_an_error_with_a_remedy(
 def test_a_run_has_the_time_limit_that_its_configuration_says(tmp_path: Path, overrides: list[str]) -> None:
     """Of the groups that the run makes itself; the last save takes what it takes."""
     seen: list[float] = []
-    step = GPTRun.step
+    step = GPTTask.step
 
-    def note(run: GPTRun, *arguments: Any) -> Any:
+    def note(run: GPTTask, *arguments: Any) -> Any:
         seen.extend(group_timeout(run.grid.group(axis)) for axis in (*AXES, "batch", "world"))
         return step(run, *arguments)
 
     config = runs.configure(tmp_path / "run", "train.steps=1", *overrides)
-    with mock.patch.object(GPTRun, "step", note):
+    with mock.patch.object(GPTTask, "step", note):
         runs.train_quietly(config)
     assert set(seen) == {31.5 if overrides else 600.0}
     assert not dist.is_initialized()
@@ -335,7 +335,7 @@ def train_late(config: TrainConfig, late: float) -> None:
     dist.destroy_process_group()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
     environment["MASTER_PORT"] = (config.out.parent / "port").read_text()
-    save, step = GPTRun.save, GPTRun.step
+    save, step = GPTTask.save, GPTTask.step
 
     def wait(work: Callable[..., Any], *arguments: Any) -> Any:
         if rank == 1:
@@ -344,8 +344,8 @@ def train_late(config: TrainConfig, late: float) -> None:
 
     with (
         mock.patch.dict("os.environ", environment),
-        mock.patch.object(GPTRun, "save", lambda run, *arguments: wait(save, run, *arguments)),
-        mock.patch.object(GPTRun, "step", lambda run, *arguments: wait(step, run, *arguments)),
+        mock.patch.object(GPTTask, "save", lambda run, *arguments: wait(save, run, *arguments)),
+        mock.patch.object(GPTTask, "step", lambda run, *arguments: wait(step, run, *arguments)),
     ):
         train(config, display="none")
 

@@ -10,7 +10,7 @@ import typer
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
-    from stretto.report import Run
+    from stretto.report import RunRecord
     from stretto.train.config import TrainConfig
 
 PROMPT = "The standard library "
@@ -76,7 +76,7 @@ def _write_sample(config: "TrainConfig") -> str:
     """A text from the trained model, whole in this process."""
     from stretto.models import GPT
     from stretto.train.checkpoint import load_checkpoint, newest_checkpoint
-    from stretto.train.generate import generate
+    from stretto.train.gpt.generate import generate
     from stretto.train.preflight import build_model_config, open_data
 
     model = GPT(build_model_config(config, open_data(config)))
@@ -89,7 +89,7 @@ def _write_sample(config: "TrainConfig") -> str:
     return "".join(character if character.isprintable() or character == "\n" else "·" for character in text)
 
 
-def _result(run: "Run", other: "Run | None", sample: str) -> dict[str, object]:
+def _result(run: "RunRecord", other: "RunRecord | None", sample: str) -> dict[str, object]:
     from stretto.report import largest_difference
 
     result = dict(run.summary) | {"out": run.out, "step": run.steps[-1], "sample": sample}
@@ -98,7 +98,7 @@ def _result(run: "Run", other: "Run | None", sample: str) -> dict[str, object]:
     return result
 
 
-def _show(run: "Run", other: "Run | None", sample: str) -> None:
+def _show(run: "RunRecord", other: "RunRecord | None", sample: str) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table

@@ -21,7 +21,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights to a safetensors file, under the model's own names, whatever grid wrote them."""
-    from stretto.train.weights import export_safetensors
+    from stretto.train.checkpoint.weights import export_safetensors
 
     with refusing_bad_input(as_json=as_json):
         if max_file_gigabytes is not None and not math.isfinite(max_file_gigabytes):

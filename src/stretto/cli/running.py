@@ -11,7 +11,7 @@ from stretto.report import remove_report
 from stretto.train.config import JobConfig, config_to_toml
 from stretto.train.data import write_atomically
 from stretto.train.launch import RankFailure, launch, remove_traces
-from stretto.train.run_lock import command_lock
+from stretto.train.launch.run_lock import command_lock
 from stretto.train.trainer import train
 
 RANK_FAILED = 1

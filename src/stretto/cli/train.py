@@ -10,7 +10,7 @@ from stretto.cli.console import Json, print_json, refusing_bad_input
 if TYPE_CHECKING:
     from signal import Signals
 
-    from stretto.report import Run
+    from stretto.report import RunRecord
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
 
     from stretto.cli.running import exit_by, is_first, run_training
     from stretto.report import read_metrics, write_report
-    from stretto.train.progress import print_line
+    from stretto.train.observe.progress import print_line
 
     stopped_by = run_training(checked, as_json=as_json)
     if is_first():
@@ -67,7 +67,7 @@ def train(
         raise exit_by(stopped_by)
 
 
-def _result(out: Path, run: "Run | None", stopped_by: "Signals | None") -> dict[str, Any]:
+def _result(out: Path, run: "RunRecord | None", stopped_by: "Signals | None") -> dict[str, Any]:
     """What --json prints: the run's summary, its last step, and where to continue from."""
     from stretto.train.checkpoint import newest_checkpoint
 

@@ -7,8 +7,8 @@ imported on first use: their configurations are of use on a machine without torc
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stretto.models.config import GPTConfig
 from stretto.models.dlrm_config import DLRMConfig
+from stretto.models.gpt_config import GPTConfig
 
 if TYPE_CHECKING:
     from stretto.models.dlrm import DLRM

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.models.config import GPTConfig
+from stretto.models.gpt_config import GPTConfig
 
 IGNORED_TARGET = -100
 
@@ -72,7 +72,7 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * up if self.is_gated else F.gelu(up, approximate="tanh"))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -118,12 +118,12 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.max_seq_len, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = _norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.loss = NextTokenLoss()
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             block.attention.out.is_residual = block.mlp.down.is_residual = True  # type: ignore[assignment]
         self.apply(self._init_weights)
         if config.tie_embeddings:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from stretto.cluster import read_bounded
-from stretto.models.config import PRESETS, GPTConfig
+from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture, check_count
 from stretto.planner.hugging_face import from_hugging_face
 

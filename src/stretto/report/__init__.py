@@ -1,12 +1,12 @@
 """Reports: plots and tables from what runs leave in their folders."""
 
 from stretto.report.loss_plot import plot_loss
-from stretto.report.run import Run, largest_difference, read_metrics, read_run, remove_report, write_report
+from stretto.report.run import RunRecord, largest_difference, read_metrics, read_run, remove_report, write_report
 from stretto.report.timeline import plot_timeline
-from stretto.train.timeline import Timeline, read_timeline
+from stretto.train.observe.timeline import Timeline, read_timeline
 
 __all__ = [
-    "Run",
+    "RunRecord",
     "Timeline",
     "largest_difference",
     "plot_loss",

@@ -12,8 +12,8 @@ from stretto.report.loss_plot import plot_loss
 from stretto.report.timeline import plot_timeline
 from stretto.train.checkpoint import newest_checkpoint
 from stretto.train.config import DLRMTrainConfig, JobConfig, TrainConfig, load_config
-from stretto.train.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
-from stretto.train.timeline import OTHER, TRACE_FILE, read_timeline
+from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
+from stretto.train.observe.timeline import OTHER, TRACE_FILE, read_timeline
 
 LOSS_PLOT = "loss.png"
 TIMELINE_PLOT = "timeline.png"
@@ -23,7 +23,7 @@ EVALUATION = ("auc", "evaluation_loss")  # what a line of a step has, after whic
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run as its folder describes it.
 
     `steps`, `losses` and `rates`, tokens or samples a second, go together. `evaluations` are those steps after which
@@ -45,14 +45,14 @@ class Run:
         return f"{grid.ranks} ranks, {name_grid(grid.sizes())}" if grid.ranks > 1 else "1 rank"
 
 
-def read_run(out: Path) -> Run:
+def read_run(out: Path) -> RunRecord:
     """Read a run's folder. Raises ValueError for a folder without config.toml or without a step in metrics.jsonl."""
     config = load_config(out / "config.toml")
     metrics = read_metrics(out)
     if not metrics:
         raise ValueError(f"{out} has no step in its {METRICS_FILE}: nothing was trained there")
     summary_file = out / SUMMARY_FILE
-    return Run(
+    return RunRecord(
         out=out,
         config=config,
         steps=tuple(line["step"] for line in metrics),
@@ -67,14 +67,14 @@ def read_run(out: Path) -> Run:
     )
 
 
-def largest_difference(run: Run, other: Run) -> float:
+def largest_difference(run: RunRecord, other: RunRecord) -> float:
     """The largest difference between two runs' losses at a step that both have; NaN where they share none."""
     others = dict(zip(other.steps, other.losses, strict=True))
     both = [abs(loss - others[step]) for step, loss in zip(run.steps, run.losses, strict=True) if step in others]
     return max(both, default=math.nan)
 
 
-def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> Run:
+def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> RunRecord:
     """Write `out`/loss.png and summary.md, with another run's loss and a generated text if they are given.
 
     A run that was traced gets timeline.png too. Returns the run. Raises ValueError like `read_run`.
@@ -113,7 +113,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return [step for _, step in read_steps(file)]
 
 
-def _overview(run: Run) -> str:
+def _overview(run: RunRecord) -> str:
     summary, grid = run.summary, run.config.grid
     unit = run.config.unit
     rows = {
@@ -138,7 +138,7 @@ def _overview(run: Run) -> str:
     return f"# The run in `{run.out}`\n\n| | |\n|---|---|\n{table}"
 
 
-def _loss(run: Run, other: Run | None) -> str:
+def _loss(run: RunRecord, other: RunRecord | None) -> str:
     text = f"## Loss\n\n![loss by step]({LOSS_PLOT})"
     if other is not None:
         text += (
@@ -148,7 +148,7 @@ def _loss(run: Run, other: Run | None) -> str:
     return text
 
 
-def _timeline(run: Run) -> str:
+def _timeline(run: RunRecord) -> str:
     if not (run.out / TIMELINE_PLOT).is_file():
         return ""
     return (
@@ -157,7 +157,7 @@ def _timeline(run: Run) -> str:
     )
 
 
-def _measured(run: Run) -> str:
+def _measured(run: RunRecord) -> str:
     """A step's time, its exposed communication, peak memory: measured, and predicted where there is a prediction."""
     measured, predicted = run.summary.get("measured", {}), run.summary.get("predicted", {})
     if not measured and not predicted:
@@ -189,7 +189,7 @@ def _measured(run: Run) -> str:
     return f"## Measured beside predicted\n\n{about}\n\n{head}" + "\n".join(lines)
 
 
-def _bytes_sent(run: Run) -> str:
+def _bytes_sent(run: RunRecord) -> str:
     sent = {axis: count for axis, count in run.summary.get("bytes_sent", {}).items() if count}
     if not sent:
         return "## Bytes sent\n\nNone: one rank has nobody to send to." if run.config.ranks == 1 else ""
@@ -200,7 +200,7 @@ def _bytes_sent(run: Run) -> str:
     )
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: RunRecord) -> str:
     config, train = run.config, run.config.train
     model = ", ".join(f"{name} {value}" for name, value in config.model if value is not None)
     if isinstance(config, TrainConfig):
@@ -219,7 +219,7 @@ def _configuration(run: Run) -> str:
     return f"## Configuration\n\n| | |\n|---|---|\n{table}\n\nAll of it is in [config.toml](config.toml)."
 
 
-def _checkpoint(run: Run) -> str:
+def _checkpoint(run: RunRecord) -> str:
     checkpoint = newest_checkpoint(run.out)
     if checkpoint is None:
         return "## Checkpoint\n\nNone was written."

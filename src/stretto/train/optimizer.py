@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from stretto.optim import AdamW
 from stretto.parallel.compute_copies import share_copy
-from stretto.train.options import RunOptions
+from stretto.train.config.options import RunOptions
 
 
 class ShardOptimizer:

@@ -9,17 +9,17 @@ import torch
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import validate
-from stretto.train.apart import PYTHON_DOCS, check_apart
 from stretto.train.checkpoint import check_checkpoint, find_checkpoint
-from stretto.train.checkpoint_metadata import CheckpointMetadata
+from stretto.train.checkpoint.metadata import CheckpointMetadata
+from stretto.train.config.dlrm import DLRMTrainConfig
+from stretto.train.config.options import AnyConfig, TrainConfig
 from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
-from stretto.train.dlrm_options import DLRMTrainConfig
-from stretto.train.dlrm_preflight import check_dlrm
+from stretto.train.dlrm.preflight import check_dlrm
+from stretto.train.gpt.prediction import predict_run
+from stretto.train.host_memory import check_fits_machine
 from stretto.train.launch import check_started_ranks, resolve_device
-from stretto.train.memory import check_fits_machine
-from stretto.train.metrics import METRICS_FILE, has_history, read_steps, require_tensorboard
-from stretto.train.options import AnyConfig, TrainConfig
-from stretto.train.prediction import predict_run
+from stretto.train.observe.metrics import METRICS_FILE, has_history, read_steps, require_tensorboard
+from stretto.train.path_checks import PYTHON_DOCS, check_apart
 
 
 def preflight(config: AnyConfig) -> AnyConfig:

@@ -13,20 +13,19 @@ import torch.distributed as dist
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import AXES, Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
-from stretto.train.divergence import DivergenceError
-from stretto.train.dlrm_options import DLRMTrainConfig
+from stretto.train.config.dlrm import DLRMTrainConfig
+from stretto.train.config.options import JobConfig, TrainConfig
+from stretto.train.gpt.prediction import in_words
 from stretto.train.launch import resolve_device
-from stretto.train.metrics import SUMMARY_FILE, MetricsLog, require_tensorboard, write_summary
-from stretto.train.options import JobConfig, TrainConfig
-from stretto.train.prediction import in_words
-from stretto.train.progress import Display, Reporter, open_reporter
-from stretto.train.recorder import StepRecorder
-from stretto.train.run import Run
-from stretto.train.run_lock import training_lock
+from stretto.train.launch.run_lock import training_lock
+from stretto.train.launch.stopping import StopRequest
+from stretto.train.observe.metrics import SUMMARY_FILE, DivergenceError, MetricsLog, require_tensorboard, write_summary
+from stretto.train.observe.progress import Display, ProgressReporter, open_reporter
+from stretto.train.observe.recorder import StepRecorder
+from stretto.train.observe.timeline import TRACE_FILE
+from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.schedule import learning_rate
-from stretto.train.stopping import StopRequest
-from stretto.train.timeline import TRACE_FILE
-from stretto.train.tracing import StepTracer, steps_to_trace
+from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         return
     with ExitStack() as stack:
         stack.callback(run.close)
-        log, reporter = None, Reporter()
+        log, reporter = None, ProgressReporter()
         if is_first:
             prepare_folder(config.out, start)
             for file in (SUMMARY_FILE, TRACE_FILE):
@@ -109,21 +108,21 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             write_summary(config.out, _summary(run, recorder) | about | measured | expected)
 
 
-def _make_run(config: JobConfig, grid: Grid) -> Run:
+def _make_run(config: JobConfig, grid: Grid) -> TrainTask:
     """What trains this kind of model."""
     match config:
         case TrainConfig():
-            from stretto.train.gpt_run import GPTRun
+            from stretto.train.gpt.task import GPTTask
 
-            return GPTRun(config, grid)
+            return GPTTask(config, grid)
         case DLRMTrainConfig():
-            from stretto.train.dlrm_run import DLRMRun
+            from stretto.train.dlrm.task import DLRMTask
 
-            return DLRMRun(config, grid)
+            return DLRMTask(config, grid)
     raise TypeError(f"there is nothing to train a {type(config).__name__} with")
 
 
-def _summary(run: Run, recorder: StepRecorder) -> dict[str, Any]:
+def _summary(run: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
     """The run in a few numbers, for `summary.json`."""
     assert recorder.last is not None
     device = run.grid.device
@@ -141,7 +140,12 @@ def _summary(run: Run, recorder: StepRecorder) -> dict[str, Any]:
 
 
 def _train_steps(
-    run: Run, start: int, stop: StopRequest, recorder: StepRecorder, reporter: Reporter, tracer: StepTracer
+    run: TrainTask,
+    start: int,
+    stop: StopRequest,
+    recorder: StepRecorder,
+    reporter: ProgressReporter,
+    tracer: StepTracer,
 ) -> dict[str, int]:
     """All steps after `start`, with checkpoints. Returns the bytes that a rank sends a step, by axis."""
     options = run.config.train

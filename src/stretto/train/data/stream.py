@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.train.config.options import MAX_VOCAB
 from stretto.train.data.files import reading
-from stretto.train.options import MAX_VOCAB
 
 # What a look at a whole stream may cost, however large it is: 256 blocks of 16 Ki tokens.
 SAMPLE_BLOCKS = 256

@@ -1,0 +1,33 @@
+"""Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks."""
+
+from stretto.train.checkpoint.state import (
+    allocate_slots,
+    check_checkpoint,
+    checkpoint_path,
+    find_checkpoint,
+    load_checkpoint,
+    load_state,
+    newest_checkpoint,
+    prepare_folder,
+    resolve_checkpoint,
+    save_checkpoint,
+    save_state,
+    training_state,
+    unreadable,
+)
+
+__all__ = [
+    "allocate_slots",
+    "check_checkpoint",
+    "checkpoint_path",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_state",
+    "newest_checkpoint",
+    "prepare_folder",
+    "resolve_checkpoint",
+    "save_checkpoint",
+    "save_state",
+    "training_state",
+    "unreadable",
+]

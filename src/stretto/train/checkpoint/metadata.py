@@ -1,0 +1,178 @@
+"""`metadata.json`, the index of a checkpoint: what is in it and where, as plain data, checked before use."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stretto.cluster import read_bounded
+
+METADATA_FILE = "metadata.json"
+FORMAT_VERSION = 1
+MAX_METADATA_BYTES = 1 << 28  # a piece of a tensor takes about 100
+# What a resumed run may change of its model: parameters of the same shapes then still mean the same. Where positions
+# are learned, their shape tells of another max_seq_len.
+FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+_Index = Annotated[int, Field(ge=0)]
+
+
+class StoredBox(BaseModel):
+    """One box of a tensor, and the bytes of a shard file in which torch.save has written it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    offsets: tuple[_Index, ...]
+    sizes: tuple[_Index, ...]
+    # A bare name of the form that torch gives: a path could lead out of the checkpoint.
+    file: Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
+    start: _Index
+    bytes: _Index
+
+
+class TensorEntry(BaseModel):
+    """A tensor of the checkpoint: its whole shape, its dtype, and the boxes that make it up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    shape: tuple[_Index, ...]
+    dtype: Literal["float64", "float32", "bfloat16"]
+    chunks: tuple[StoredBox, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    def fault(self) -> str | None:
+        """What is wrong with the boxes, if anything: they must lie inside the shape and add up to it."""
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape) or any(
+                offset + size > end for offset, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+            ):
+                return f"has a piece outside of its shape {list(self.shape)}"
+            if chunk.bytes < prod(chunk.sizes) * self.torch_dtype.itemsize:
+                return "has a piece that is too short for its size"
+        if sum(prod(chunk.sizes) for chunk in self.chunks) != prod(self.shape):
+            return "is not whole: its pieces do not add up to its shape"
+        return None
+
+
+class CheckpointMetadata(BaseModel):
+    """The contents of `metadata.json`.
+
+    `tensors` holds parameters as `model.<name>` and optimizer state as `optimizer.<name>.<key>`; `model` is
+    the model's configuration and `run` the run's; `data` says which text and which order of it the run was
+    reading.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int
+    step: _Index
+    torch: str
+    optimizer: str
+    model: dict[str, Any]
+    run: dict[str, Any]
+    data: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and whole shapes of the model's parameters."""
+        return {
+            name.removeprefix("model."): entry.shape
+            for name, entry in self.tensors.items()
+            if name.startswith("model.")
+        }
+
+
+def read_metadata(path: Path) -> CheckpointMetadata:
+    """Read and verify a checkpoint's index, and that its shard files are there, whole.
+
+    Raises ValueError that names what is wrong: no checkpoint, an index larger than MAX_METADATA_BYTES, another format,
+    a shard file that is missing or too short.
+    """
+    file = path / METADATA_FILE
+    if not file.is_file():
+        if not path.is_dir():
+            raise ValueError(f"there is no checkpoint at {path}")
+        raise ValueError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}")
+    text = read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # thousands of brackets
+        raise ValueError(f"{file} is damaged: {error}") from error
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{file} has checkpoint format {version!r}, and this version of Stretto reads {FORMAT_VERSION}"
+        )
+    try:
+        metadata = CheckpointMetadata.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{file} is damaged: {where}: {first['msg']}") from error
+    for name, entry in metadata.tensors.items():
+        if fault := entry.fault():
+            raise ValueError(f"{file} is damaged: {name} {fault}")
+    _check_files(path, metadata)
+    return metadata
+
+
+def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
+    """Compare each shard file's length with what the index says is in it."""
+    needed: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for entry in metadata.tensors.values():
+        for chunk in entry.chunks:
+            needed[chunk.file] = max(needed[chunk.file], chunk.start + chunk.bytes)
+            total[chunk.file] += chunk.bytes
+    for name, size in sorted(needed.items()):
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"the checkpoint {path} is missing its file {name}")
+        if file.stat().st_size < size:
+            raise ValueError(
+                f"the checkpoint's file {file} is truncated: {file.stat().st_size} bytes of {size} are there"
+            )
+        if total[name] > size:  # else a small file could stand for any amount of memory
+            raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
+
+
+def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first option in which a checkpoint's model (`found`: as in `metadata.json`) differs from a model, in words.
+
+    The shapes of parameters do not tell of all: 4 heads and 8 have the same weights and compute something else. An
+    option that `found` does not name, because an older version wrote it, is not compared.
+    """
+    found, wanted = _with_defaults(found), _with_defaults(wanted)
+    for name, value in wanted.items():
+        if name in found and name not in FREE_MODEL_OPTIONS and found[name] != value:
+            return f"model.{name} is {found[name]!r} there and {value!r} here; model.{name}={found[name]!r} would do"
+    return None
+
+
+def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's options with what None stands for in its place: the same model may be written in two ways."""
+    options = dict(model)
+    if options.get("kv_heads", 0) is None and "heads" in options:
+        options["kv_heads"] = options["heads"]
+    if options.get("ffn", 0) is None and isinstance(options.get("hidden"), int):
+        options["ffn"] = 4 * options["hidden"]
+    return options
+
+
+def first_difference(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The first parameter in which a file (`found`: names and shapes) differs from a model, in words."""
+    for name, shape in wanted.items():
+        if name not in found:
+            return f"{name} is missing"
+        if tuple(found[name]) != tuple(shape):
+            return f"{name} has shape {list(found[name])} there, and the model's is {list(shape)}"
+    for name in found:
+        if name not in wanted:
+            return f"{name} is unexpected: the model has no such parameter"
+    return None

@@ -1,0 +1,348 @@
+"""Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks.
+
+A tensor is stored as the boxes that ranks held, so another grid reads just what overlaps its own shards.
+Writing is atomic; loading runs no code from the files (`checkpoint_storage` says how).
+"""
+
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.memory import PeerError, exchange, failures, group_timeout
+from stretto.models import GPT, GPTConfig
+from stretto.parallel.grid import AXES
+from stretto.parallel.layout import layout_of
+from stretto.train.checkpoint.metadata import (
+    CheckpointMetadata,
+    first_difference,
+    first_option_that_differs,
+    read_metadata,
+)
+from stretto.train.checkpoint.storage import (
+    NO_TENSOR,
+    AtomicWriter,
+    LocalBox,
+    SafeReader,
+    ShardedState,
+    StateLoadPlanner,
+    StateSavePlanner,
+    remove_folder,
+)
+from stretto.train.observe.metrics import DivergenceError
+from stretto.train.optimizer import ShardOptimizer, local_shard
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_path(out: Path, step: int) -> Path:
+    """Where the checkpoint of `step` of the run in `out` lies."""
+    return out / "checkpoints" / f"step-{step:08d}"
+
+
+def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
+    """The checkpoint that `resume` means: none, the "latest" of the run in `out`, or that of a folder.
+
+    The folder is a checkpoint's, or a run's, whose latest is taken.
+
+    Needs no process group. "latest" is the newest complete one, and None when the run has none yet; one that
+    is not complete is reported and passed over. Raises ValueError when a folder that was named has no
+    complete checkpoint, and when "latest" finds checkpoints of which none is complete: to train from the beginning
+    must be asked for.
+    """
+    if resume is None:
+        return None
+    if resume != "latest":
+        return resolve_checkpoint(Path(os.path.expanduser(resume)))
+    if (newest := newest_checkpoint(out)) is None and (unusable := _by_step(out)):
+        raise ValueError(
+            f"train.resume is 'latest', but none of the {len(unusable)} checkpoints in {out / 'checkpoints'} can be "
+            f"used: {_fault(unusable[-1])}; train.resume='none' starts anew, and sets them aside"
+        )
+    return newest
+
+
+def newest_checkpoint(out: Path, *, before: Path | None = None) -> Path | None:
+    """The newest complete checkpoint of the run in `out` (of those older than `before`, if given), or None.
+
+    One that is not complete is reported and passed over.
+    """
+    for path in reversed(_by_step(out)):
+        if before is not None and _step_of(path) >= _step_of(before):
+            continue
+        if fault := _fault(path):
+            logger.warning("passing over a checkpoint that cannot be used: %s", fault)
+        else:
+            return path
+    return None
+
+
+def resolve_checkpoint(folder: Path) -> Path:
+    """The checkpoint in `folder`: itself, or where it is a run's folder, the newest complete one of the run.
+
+    Raises ValueError when there is none.
+    """
+    if not (folder / "checkpoints").is_dir():
+        read_metadata(folder)
+        return folder
+    if (newest := newest_checkpoint(folder)) is None:
+        raise ValueError(f"the run in {folder} has no complete checkpoint")
+    return newest
+
+
+def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> CheckpointMetadata:
+    """Check that this model, and this optimizer ("adamw" or "sgd"), can resume a checkpoint, on any grid.
+
+    Returns its index.
+
+    Needs no process group and takes no memory for weights. Raises ValueError that names the missing or
+    truncated file, the first option of the model that differs, or the first parameter.
+    """
+    with torch.device("meta"):
+        shapes = _shapes(GPT(model))
+    metadata = read_metadata(path)
+    _check_matches(path, metadata, model, shapes, optimizer)
+    return metadata
+
+
+def save_checkpoint(
+    out: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: ShardOptimizer,
+    *,
+    model_config: GPTConfig,
+    run: dict[str, Any],
+    data: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write the state after `step`, delete all but the `keep` newest checkpoints, and return the path.
+
+    Collective: every rank calls it, and on return it is on the disk. `run` and `data` describe the run's
+    configuration and its text in JSON's types. DivergenceError, on all ranks, if a weight is not finite: nothing is
+    written or deleted then.
+    """
+    description = {"optimizer": optimizer.name, "model": asdict(model_config), "run": run, "data": data}
+    return save_state(out, step, training_state(model, optimizer), description, keep=keep)
+
+
+def save_state(out: Path, step: int, state: dict[str, ShardedState], description: dict[str, Any], *, keep: int) -> Path:
+    """Write a training state, `model.<name>` and `optimizer.<name>.<key>`, as `save_checkpoint` does. Collective.
+
+    A tensor of which this rank holds nothing may be left out. `description`: CheckpointMetadata's optimizer, model, run
+    and data. PeerError, on all ranks, where a wait for another rank has failed on one of them: nothing is written then.
+    """
+    _require_no_failure()
+    require_finite_weights(state, step)
+    path = checkpoint_path(out, step)
+    with _first_failure(OSError, f"the checkpoint {path} could not be written"):
+        dcp.save(
+            state,
+            storage_writer=AtomicWriter(path, {"step": step, "torch": torch.__version__, **description}),
+            planner=StateSavePlanner(),
+        )
+    if dist.get_rank() == 0:
+        for old in _by_step(out)[:-keep]:
+            remove_folder(old)
+    return path
+
+
+def require_finite_weights(state: Mapping[str, ShardedState], step: int) -> None:
+    """DivergenceError, on all ranks, if a weight (`model.<name>`) is not finite after `step` on any. Collective.
+
+    A step's loss and norm are of the weights before it, so they do not tell.
+    """
+    pieces = [(name, piece.values) for name, whole in state.items() for piece in whole.boxes]
+    weights = [(name, values) for name, values in pieces if name.startswith("model.") and values.numel()]
+    # The least and the largest number, which NaN passes through: no copy of a weight is made.
+    bounds = [torch.stack(torch.aminmax(values)).isfinite().all() for _, values in weights]
+    are_finite = torch.stack(bounds).tolist() if bounds else []
+    own = next((name for (name, _), is_finite in zip(weights, are_finite, strict=True) if not is_finite), None)
+    of_ranks: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    for name in of_ranks:
+        if name is not None:
+            raise DivergenceError(f"{name.removeprefix('model.')} is not finite after step {step}, which is not saved")
+
+
+def _require_no_failure() -> None:
+    """PeerError, on all ranks, unless all that they have launched has ended without a failed wait. Collective."""
+    error = ""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        failures.check()
+    except PeerError as failure:
+        error = str(failure)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        found = [error]
+    else:
+        found = exchange(error, None, group_timeout(None))
+    for text in found:
+        if text:
+            raise PeerError(text)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | None = None) -> CheckpointMetadata:
+    """Read a checkpoint, whatever grid wrote it, into the model and its optimizer, and return its index.
+
+    Collective where there is a process group. `model` may be plain or made by `parallelize`. Raises ValueError like
+    `check_checkpoint`.
+    """
+    metadata = read_metadata(path)
+    name = None if optimizer is None else optimizer.name
+    _check_matches(path, metadata, model.config if isinstance(model, GPT) else None, _shapes(model), name)
+    if optimizer is not None:
+        allocate_slots(path, metadata, optimizer)
+    load_state(path, metadata, training_state(model, optimizer))
+    return metadata
+
+
+def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
+    """Read what this rank holds of a training state from a checkpoint, in place. Collective, if there is a group.
+
+    Raises ValueError when the checkpoint's contents are damaged.
+    """
+    with _first_failure(ValueError, unreadable(path)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
+        dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
+
+
+def unreadable(path: Path) -> str:
+    """How `load_checkpoint`'s message begins when the contents of a checkpoint are damaged."""
+    return f"the checkpoint {path} cannot be read"
+
+
+def prepare_folder(out: Path, step: int) -> None:
+    """Make `out` ready for a run that starts after `step`. For rank 0, before it trains.
+
+    What an interrupted process left half-written or half-deleted goes. Checkpoints of later steps belong to
+    an earlier run that this one starts over: they are set aside, so that "latest" means this run's.
+    """
+    folder = out / "checkpoints"
+    if not folder.is_dir():
+        return
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+    later = [path for path in _by_step(out) if _step_of(path) > step]
+    if not later:
+        return
+    number = 1 + sum(1 for _ in folder.glob("earlier-run-*"))
+    aside = folder / f"earlier-run-{number}"
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    logger.warning("checkpoints of an earlier run, after step %d, were moved to %s", step, aside)
+
+
+@contextmanager
+def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, a BaseException with a traceback a rank, into an error with one cause."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        why = NO_TENSOR if isinstance(cause, UnpicklingError) else f"{type(cause).__name__}: {cause}"
+        raise kind(f"{what}: on rank {rank}, {why}") from cause
+
+
+def training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
+    """Parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`."""
+    state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in model.named_parameters()}
+    if optimizer is not None:
+        for name, parameter in optimizer.parameters.items():
+            for key, slot in optimizer.state(name).items():
+                whole = sharded_state_of(parameter, slot) if slot.dim() else ShardedState((), (LocalBox((), slot),))
+                state[f"optimizer.{name}.{key}"] = whole
+    return state
+
+
+def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedState:
+    """What this rank holds of a parameter, or of a tensor that is cut like it and of which `shard` is our part."""
+    shape, shard = tuple(parameter.shape), local_shard(parameter) if shard is None else shard
+    if not isinstance(parameter, DTensor):
+        return ShardedState(shape, (LocalBox((0,) * len(shape), shard),))
+    mesh = parameter.device_mesh
+    assert mesh.mesh_dim_names is not None
+    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
+    coordinates = dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+    pieces = []
+    for box in layout_of(parameter).boxes(sizes, coordinates):
+        values = shard
+        for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
+            values = values.narrow(dim, start, length)
+        pieces.append(LocalBox(box.offsets, values))
+    return ShardedState(shape, tuple(pieces))
+
+
+def allocate_slots(
+    path: Path, metadata: CheckpointMetadata, optimizer: ShardOptimizer, *, but: tuple[str, ...] = ()
+) -> None:
+    """Give the optimizer the tensors that it makes in its first step, to be read into.
+
+    `but`: prefixes of the names of parameters that are not its own.
+    """
+    for full_name, entry in metadata.tensors.items():
+        is_other = full_name.removeprefix("optimizer.").startswith(but)
+        if full_name.startswith("optimizer.") and not is_other:
+            name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
+            parameter = optimizer.parameters.get(name)
+            if parameter is None or entry.shape not in ((), tuple(parameter.shape)):
+                raise ValueError(f"the checkpoint {path} has {full_name}, which is no state of this optimizer")
+            optimizer.state(name)[key] = optimizer.make_slot(name, entry.shape, entry.torch_dtype)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _check_matches(
+    path: Path,
+    metadata: CheckpointMetadata,
+    model: GPTConfig | None,
+    shapes: dict[str, tuple[int, ...]],
+    optimizer: str | None,
+) -> None:
+    if model is not None and (difference := first_option_that_differs(metadata.model, asdict(model))):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
+    if difference := first_difference(metadata.parameter_shapes(), shapes):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
+    if optimizer not in (None, metadata.optimizer):
+        raise ValueError(
+            f"the checkpoint {path} was written with {metadata.optimizer}, and train.optimizer is "
+            f"{optimizer!r}: set train.optimizer={metadata.optimizer!r}"
+        )
+
+
+def _fault(path: Path) -> str | None:
+    """Why the checkpoint at `path` cannot be used, if it cannot."""
+    try:
+        read_metadata(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _by_step(out: Path) -> list[Path]:
+    """The checkpoints of the run in `out`, oldest first."""
+    found = [path for path in (out / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

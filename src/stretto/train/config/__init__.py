@@ -1,0 +1,32 @@
+"""A run's configuration: read from TOML and `--set key=value`, checked, and written back.
+
+config = load_config("run.toml", ["grid.x=2", "out=runs/mine"])
+config = make_config({"out": "runs/mine", "model": {...}, "data": {...}, "train": {...}})
+"""
+
+from stretto.train.config.dlrm import DLRMTrainConfig
+from stretto.train.config.loading import (
+    ConfigError,
+    config_to_toml,
+    job_from_json,
+    load_config,
+    make_config,
+    options_by_key,
+)
+from stretto.train.config.options import DataConfig, GridConfig, JobConfig, ModelConfig, RunConfig, TrainConfig
+
+__all__ = [
+    "ConfigError",
+    "DLRMTrainConfig",
+    "DataConfig",
+    "GridConfig",
+    "JobConfig",
+    "ModelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "config_to_toml",
+    "job_from_json",
+    "load_config",
+    "make_config",
+    "options_by_key",
+]

@@ -1,0 +1,177 @@
+"""What a training run of a DLRM is, as one typed value: `model.kind = "dlrm"` in a file asks for it.
+
+As `train.config.options`, which has what it shares with other runs, it imports no torch.
+"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stretto.train.config.options import (
+    MAX_RANKS,
+    MAX_WIDTH,
+    CanBeNone,
+    GridConfig,
+    JobConfig,
+    RunOptions,
+    Section,
+    contradictions_of_run,
+    nearest_multiple,
+    option,
+)
+
+if TYPE_CHECKING:
+    from stretto.models import DLRMConfig
+
+MAX_ROWS = 1 << 40
+MAX_TABLES = 1 << 14
+PRESETS = "the preset's"
+
+_Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+_Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
+
+
+class DLRMModelConfig(Section):
+    """The DLRM to train: a preset's name, its numbers, or a preset with some of them replaced."""
+
+    kind: Literal["dlrm"] = option(..., "which kind of model; without it, a GPT")
+    name: Annotated[str | None, CanBeNone] = option(None, "a preset: small, kaggle, mlperf-v2, paper")
+    rows: Annotated[list[_Rows] | None, CanBeNone] = option(
+        None, "rows of each embedding table", unset=PRESETS, max_length=MAX_TABLES
+    )
+    max_rows: Annotated[int | None, CanBeNone] = option(
+        None, "cuts longer tables down to so many rows, whose categories then collide", ge=1, le=MAX_ROWS
+    )
+    pooling: Annotated[list[_Width] | None, CanBeNone] = option(
+        None, "rows that a sample looks up in each table, on average; one number stands for all",
+        unset="the preset's, else 1", max_length=MAX_TABLES,
+    )  # fmt: skip
+    dim: Annotated[int | None, CanBeNone] = option(
+        None, "length of every table's vectors", unset=PRESETS, ge=1, le=MAX_WIDTH
+    )
+    bottom: Annotated[list[_Width] | None, CanBeNone] = option(
+        None, "widths of the layers that the numbers go through; the last is `dim`", unset=PRESETS
+    )
+    top: Annotated[list[_Width] | None, CanBeNone] = option(
+        None, "widths of the layers after the interaction; the last is 1", unset=PRESETS
+    )
+    dense: Annotated[int | None, CanBeNone] = option(
+        None, "numbers that a sample has beside its categories", unset="the preset's, else 13", ge=1, le=MAX_WIDTH
+    )
+
+    def to_dlrm(self) -> "DLRMConfig":
+        """The model's shape. Raises ValueError when the numbers do not fit together."""
+        from stretto.models import DLRMConfig
+
+        given = {key: value for key, value in self if value is not None and key not in ("kind", "name", "max_rows")}
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        if self.name is not None and "rows" in given and "pooling" not in given:
+            given["pooling"] = (1,)  # the preset's is for its own tables
+        config = DLRMConfig(**given) if self.name is None else DLRMConfig.preset(self.name, **given)
+        return config if self.max_rows is None else config.capped(self.max_rows)
+
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> "DLRMModelConfig":
+        missing = [name for name in ("rows", "dim", "bottom", "top") if getattr(self, name) is None]
+        if self.name is None and missing:
+            raise ValueError(
+                f"model.{missing[0]} is missing: give model.rows, model.dim, model.bottom and model.top, "
+                "or a preset such as model.name='small'"
+            )
+        self.to_dlrm()
+        return self
+
+
+class DLRMDataConfig(Section):
+    """What to train on."""
+
+    format: Literal["criteo", "synthetic"] = option(
+        ...,
+        "criteo: lines of text, packed by gzip or not; synthetic: samples that are computed, with a signal to learn",
+    )
+    path: Annotated[str | list[str] | None, CanBeNone] = option(
+        None, "criteo: a file, a folder, or several", unset="required for criteo"
+    )
+    evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
+        None, "criteo: files to evaluate on", unset="the last samples of `data.path`"
+    )
+    samples: int = option(1 << 20, "synthetic: how many to train on", unit="samples", ge=1, lt=1 << 62)
+    evaluation_samples: int = option(
+        1 << 14, "how many to evaluate on, which are not trained on; 0 for none", unit="samples", ge=0, lt=1 << 40
+    )
+    jagged: bool = option(False, "synthetic: bags from none to twice the pooling, in place of exactly the pooling")
+    seed: int = option(0, "synthetic: seed of the samples", ge=0, lt=1 << 63)
+
+
+class DLRMRunConfig(RunOptions):
+    """How to train. The MLPs have `optimizer`, `lr` and what belongs to it; the tables have options of their own."""
+
+    batch: int = option(..., "global batch; the ranks must divide it", unit="samples", ge=1, lt=1 << 31)
+    dtype: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation")
+    weight_decay: float = option(0.0, "decoupled weight decay of the MLPs' matrices; biases and tables have none", ge=0)
+    beta2: float = option(0.999, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
+    table_optimizer: Literal["rowwise-adagrad", "sgd"] = option("rowwise-adagrad", "the tables' optimizer")
+    table_lr: float = option(0.02, "the tables' learning rate after warm-up; it follows the MLPs' curve", gt=0)
+    table_eps: float = option(1e-8, "rowwise-adagrad: added to the denominator", gt=0)
+    implementation: Literal["auto", "kernel", "library"] = option(
+        "auto", "look-up and exchange: the fused kernel, PyTorch's functions, or the kernel where it can run"
+    )
+    evaluate_every: Annotated[int | None, CanBeNone] = option(
+        None, "how often to evaluate, besides after the last step", unit="steps", ge=1
+    )
+
+
+class DLRMTrainConfig(JobConfig):
+    """A training run of a DLRM: tables spread over the ranks, MLPs on each of them."""
+
+    ranks: int = option(1, "processes, each with some of the tables and its part of the batch", ge=1, le=MAX_RANKS)
+    model: DLRMModelConfig
+    data: DLRMDataConfig
+    train: DLRMRunConfig
+
+    @property
+    def grid(self) -> GridConfig:
+        """Ranks that each have a part of the batch."""
+        return GridConfig(data=self.ranks)
+
+    @property
+    def items_a_step(self) -> int:
+        """How much a step trains on, in `unit`s."""
+        return self.train.batch
+
+    @property
+    def unit(self) -> Literal["tokens", "samples"]:
+        """What the model is trained on."""
+        return "samples"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DLRMTrainConfig":
+        if problems := _contradictions(self):
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _contradictions(config: DLRMTrainConfig) -> list[str]:
+    """A message for each rule between options that does not hold."""
+    run, data, problems = config.train, config.data, contradictions_of_run(config.train)
+    if run.batch % config.ranks:
+        problems.append(
+            f"train.batch is {run.batch}, but ranks = {config.ranks} must divide it; "
+            f"the nearest batch that would do is {nearest_multiple(run.batch, config.ranks)}"
+        )
+    if data.format == "criteo" and not data.path:
+        problems.append("data.path is missing: name Criteo's files, or take data.format='synthetic'")
+    for name in ("path", "evaluation_path"):
+        if data.format == "synthetic" and getattr(data, name) is not None:
+            problems.append(f"data.{name} is {getattr(data, name)!r}, but synthetic samples come from no file")
+    if data.format == "criteo" and data.jagged:
+        problems.append("data.jagged is true, but Criteo's samples have what they have; data.jagged=false would do")
+    return problems
+
+
+def describe(config: DLRMTrainConfig) -> dict[str, Any]:
+    """The model's options as a checkpoint keeps them."""
+    return {"kind": config.model.kind} | {
+        key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config.model.to_dlrm()).items()
+    }

@@ -1,0 +1,134 @@
+"""Writes docs/configuration.md from the options: `python -m stretto.train.config.reference docs/configuration.md`."""
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from stretto.train.config.dlrm import DLRMRunConfig, DLRMTrainConfig
+from stretto.train.config.options import JobConfig, RunOptions, Section, TrainConfig
+
+HEAD = """\
+# Configuration
+
+<!-- Written by `python -m stretto.train.config.reference docs/configuration.md` from src/stretto/train/config. -->
+
+A run is described by a TOML file: `stretto train CONFIG.toml`. Any option can be replaced on the command line with
+`--set`, as often as needed:
+
+```sh
+stretto train configs/demo.toml --set grid.x=2 --set train.lr=1e-3 --set out=runs/mine
+```
+
+A value is read as TOML (`2`, `true`, `["a", "b"]`) and otherwise as text, so that paths and names need no quotes. The
+text `none` switches off what can be switched off. Unknown options are refused. The run's folder keeps the whole
+configuration in `config.toml`, which is again a file for `stretto train`.
+
+[configs/demo.toml](../configs/demo.toml), [configs/gpt2-small.toml](../configs/gpt2-small.toml) and
+[configs/dlrm.toml](../configs/dlrm.toml) are examples. What follows is for GPTs;
+[a DLRM's options](#a-dlrms-options) come at the end.
+"""
+DLRM_HEAD = """\
+# A DLRM's options
+
+With `model.kind = "dlrm"`, a file describes the training of a recommendation model ([dlrm.md](dlrm.md)). It has no
+`[grid]` and no `[overlap]`. `out` and `device` are as above, and so is what `[train]` does not list here:
+"""
+
+
+def reference() -> str:
+    """The text of docs/configuration.md: a table of options for each section, and for those of other models."""
+    shared = [name for name in RunOptions.model_fields if _is_shared(name)]
+    also = ", ".join(f"`{name}`" for name in shared) + ".\n"
+    return "\n".join([HEAD, *_tables(TrainConfig), DLRM_HEAD + also, *_tables(DLRMTrainConfig)])
+
+
+def _tables(kind: type[JobConfig]) -> Iterator[str]:
+    """A table for each section, without what a DLRM has from elsewhere."""
+    is_first = kind is TrainConfig
+    top = {
+        name: field
+        for name, field in kind.model_fields.items()
+        if _section(field) is None and (is_first or name not in JobConfig.model_fields)
+    }
+    yield _table("The run", "Options before any section.", "", top)
+    for name, field in kind.model_fields.items():
+        if (section := _section(field)) is not None:
+            fields = {
+                key: f for key, f in section.model_fields.items() if is_first or name != "train" or not _is_shared(key)
+            }
+            yield _table(f"`[{name}]`", (section.__doc__ or "").strip(), f"{name}.", fields)
+
+
+def _is_shared(name: str) -> bool:
+    """Whether an option of `[train]` is the same for every kind of model."""
+    return repr(RunOptions.model_fields.get(name)) == repr(DLRMRunConfig.model_fields[name])
+
+
+def _section(field: FieldInfo) -> type[Section] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _table(title: str, about: str, prefix: str, fields: dict[str, FieldInfo]) -> str:
+    lines = [f"## {title}", "", about, "", "| option | value | default | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{prefix}{name}` | {_values(field)} | {_default(field)} | {field.description} |"
+        for name, field in fields.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _values(field: FieldInfo) -> str:
+    """The type or the choices, the bounds, and the unit."""
+    words = _type_words(field.annotation)
+    signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    bounds = [
+        f"{word} {_number(bound)}"
+        for rule in field.metadata
+        for sign, word in signs.items()
+        if (bound := getattr(rule, sign, None)) is not None
+    ]
+    unit = _extra(field)["unit"]
+    return ", ".join(filter(None, [f"{words} of {unit}" if unit else words, *bounds]))
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    assert isinstance(field.json_schema_extra, dict)  # `option` puts it there
+    return field.json_schema_extra
+
+
+def _number(bound: float) -> str:
+    """2^63 as such, for people."""
+    is_power = isinstance(bound, int) and bound >= 1 << 16 and bound.bit_count() == 1
+    return f"2^{int(bound).bit_length() - 1}" if is_power else f"{bound:g}"
+
+
+def _type_words(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " \\| ".join(f"`{choice}`" for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return ", or ".join(_type_words(kind) for kind in get_args(annotation) if kind is not types.NoneType)
+    if get_origin(annotation) is list:
+        (item,) = get_args(annotation)
+        return f"a list of {_type_words(get_args(item)[0] if get_origin(item) is Annotated else item)}s"
+    return {int: "number", float: "number", bool: "`true` \\| `false`", str: "text", Path: "path"}[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    match field.default:
+        case None:
+            return str(_extra(field)["unset"])
+        case bool() as value:
+            return f"`{str(value).lower()}`"
+        case value:
+            return f"`{value}`"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")

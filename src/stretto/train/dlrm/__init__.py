@@ -1,0 +1,1 @@
+"""Training of recommendation models (DLRMs)."""

@@ -1,0 +1,115 @@
+"""What can be checked of a DLRM's run before any process starts: its data, its size, its checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stretto.models import DLRM, DLRMConfig
+from stretto.parallel.pooled_exchange import choose_operators
+from stretto.train.checkpoint import find_checkpoint
+from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
+from stretto.train.config.dlrm import DLRMTrainConfig, describe
+from stretto.train.data.clicks import ClickDataset, CriteoClicks, SyntheticClicks
+from stretto.train.data.clicks.criteo import NUMBERS
+from stretto.train.host_memory import check_room
+from stretto.train.path_checks import check_apart
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ClickData:
+    """What a run is trained on, the first `samples` of `training`; and evaluated on, so many of `evaluation`."""
+
+    training: ClickDataset
+    samples: int
+    evaluation: ClickDataset
+    evaluation_start: int
+    evaluation_samples: int
+
+
+def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
+    """Check that a run can start. Returns the index of the checkpoint to resume. ValueError for what cannot be."""
+    for paths in (config.data.path, config.data.evaluation_path):
+        check_apart(config.out, paths or [])
+    model, dtype = config.model.to_dlrm(), DTYPES[config.train.dtype]
+    choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
+    open_clicks(config)
+    _check_fits(config, model)
+    checkpoint = find_checkpoint(config.out, config.train.resume)
+    return None if checkpoint is None else check_dlrm_checkpoint(checkpoint, config)
+
+
+def open_clicks(config: DLRMTrainConfig) -> ClickData:
+    """The samples of a run. Criteo's text is parsed where that has not been done. ValueError for other files."""
+    model, data = config.model.to_dlrm(), config.data
+    if data.format == "synthetic":
+        count = data.samples + data.evaluation_samples
+        clicks = SyntheticClicks(
+            count, model.rows, model.pooling, dense=model.dense, seed=data.seed, is_jagged=data.jagged
+        )
+        return ClickData(clicks, data.samples, clicks, data.samples, data.evaluation_samples)
+    if model.dense != NUMBERS:
+        raise ValueError(
+            f"model.dense is {model.dense}, but Criteo's samples have {NUMBERS} numbers; {NUMBERS} would do"
+        )
+    assert data.path is not None  # the configuration's own rule
+    logs = CriteoClicks(data.path, model.rows, model.pooling)
+    if data.evaluation_path is not None:
+        others = CriteoClicks(data.evaluation_path, model.rows, model.pooling)
+        return ClickData(logs, len(logs), others, 0, min(data.evaluation_samples, len(others)))
+    left = len(logs) - data.evaluation_samples
+    if left < 1:
+        raise ValueError(
+            f"data.evaluation_samples is {data.evaluation_samples}, but {data.path!r} has {len(logs)} samples, of "
+            f"which at least 1 is to be trained on; {len(logs) // 10} would do"
+        )
+    return ClickData(logs, left, logs, left, data.evaluation_samples)
+
+
+def optimizer_name(config: DLRMTrainConfig) -> str:
+    """What a checkpoint says of the optimizers: the MLPs', then the tables'."""
+    return f"{config.train.optimizer}, {config.train.table_optimizer}"
+
+
+def whole_shapes(model: DLRMConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model, wherever it is."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in DLRM(model).named_parameters()}
+
+
+def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMetadata:
+    """Check that a run can resume a checkpoint, on any number of ranks. Returns its index. ValueError otherwise."""
+    metadata, wanted = read_metadata(path), describe(config)
+    if (kind := metadata.model.get("kind", "gpt")) != "dlrm":
+        raise ValueError(f"the checkpoint {path} is of another model: a {kind}, and model.kind is 'dlrm'")
+    for name, value in wanted.items():
+        if name != "pooling" and metadata.model.get(name) != value:  # other bags do not change what weights mean
+            raise ValueError(
+                f"the checkpoint {path} is of another model: model.{name} is {metadata.model.get(name)!r} there and "
+                f"{value!r} here"
+            )
+    if difference := first_difference(metadata.parameter_shapes(), whole_shapes(config.model.to_dlrm())):
+        raise ValueError(f"the checkpoint {path} is of another model: {difference}")
+    if metadata.optimizer != optimizer_name(config):
+        ours, theirs = (text.partition(", ")[::2] for text in (optimizer_name(config), metadata.optimizer))
+        raise ValueError(
+            f"the checkpoint {path} was written with {metadata.optimizer}, and this run has {', '.join(ours)}: set "
+            f"train.optimizer={theirs[0]!r} and train.table_optimizer={theirs[1]!r}"
+        )
+    return metadata
+
+
+def _check_fits(config: DLRMTrainConfig, model: DLRMConfig) -> None:
+    """Refuse tables that this machine's memory cannot hold. Only for CPUs: a GPU says at once what it cannot hold."""
+    if config.device != "cpu":
+        return
+    numbers = sum(rows * model.dim for rows in model.rows)
+    state = sum(model.rows) if config.train.table_optimizer == "rowwise-adagrad" else 0
+    check_room(
+        (numbers + state) * DTYPES[config.train.dtype].itemsize / config.ranks,
+        config.ranks,
+        f"a model with tables of {numbers:,} numbers",
+        "model.max_rows",
+    )

@@ -1,0 +1,183 @@
+"""Watches the processes of a run's ranks: passes signals on to them, and ends all when one fails."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_REQUEST = 1.0  # seconds within which signals count as one: `timeout`, for one, sends its own twice
+POLL = 0.05  # seconds
+# What ranks say whose peer has gone, and so not why.
+LOST_PEER = (
+    "closed by peer", "reset by peer", "broken pipe",  # gloo
+    "remote process exited", "communicator was aborted",  # NCCL
+    "distnetworkerror",  # the store
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StopTimeouts:
+    """Seconds to wait: `stop`, for ranks that were asked to stop. Once one has failed: `report`, for the others
+    to say what they saw, and `end`, for them to end when told to."""
+
+    stop: float = 60.0
+    report: float = 1.0
+    end: float = 5.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended: `reason` in a line, `trace` if it left one. The lowest `order` came first."""
+
+    rank: int
+    reason: str
+    trace: str | None
+    order: tuple[int, float]
+
+
+@dataclass(frozen=True)
+class _RankProcess:
+    process: subprocess.Popen[bytes]
+    error_file: Path  # of torch.distributed.elastic's `record`
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def has_failed(self) -> bool:
+        """A process that hangs while it exits has failed too, once it has written its error."""
+        return self.process.poll() not in (None, 0) or self.error_file.exists()
+
+
+class Supervisor:
+    """The ranks of one job, each the leader of its own session. `look` is called several times a second."""
+
+    def __init__(self, timeouts: StopTimeouts) -> None:
+        self._timeouts = timeouts
+        self._ranks: dict[int, _RankProcess] = {}
+        self._stop_signal: signal.Signals | None = None
+        self._stop_requested = 0.0
+        self._is_second_request = False
+        self._has_passed_on = False
+        self.failures: list[Failure] = []
+
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The first signal that asked this process to stop."""
+        return self._stop_signal
+
+    def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
+        self._ranks[rank] = _RankProcess(process, error_file)
+
+    def look(self) -> None:
+        """Pass on a signal that has come; end all ranks when one has failed or when they took too long to stop."""
+        if any(rank.has_failed() for rank in self._ranks.values()):
+            self._wait(self._timeouts.report)
+            self.failures = sorted(self._find_failures(), key=lambda failure: failure.order)
+            self._signal_all(signal.SIGTERM)
+            self._wait(self._timeouts.end)
+            self.kill()
+        elif self._stop_signal is not None and not self._has_passed_on:
+            self._has_passed_on = True
+            self._signal_all(signal.SIGTERM)
+        elif self._is_second_request:
+            self._stop_at_once()
+        elif self._stop_signal is not None and time.monotonic() - self._stop_requested > self._timeouts.stop:
+            logger.warning("the ranks did not stop within %g s and were killed", self._timeouts.stop)
+            self._stop_at_once()
+
+    def _stop_at_once(self) -> None:
+        self.kill()
+        self._ranks = {}  # that they were killed is no failure
+
+    def has_running_ranks(self) -> bool:
+        """Whether a rank's process has not ended."""
+        return any(rank.is_running() for rank in self._ranks.values())
+
+    def kill(self) -> None:
+        """Kill what is left of every rank, with the processes it has started, and wait until it is gone."""
+        for rank in self._ranks.values():
+            if rank.is_running() or rank.process.returncode != 0:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+        self._wait(self._timeouts.end)
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Have signals noted, to be passed on by `look`. Only Python's main thread can; another goes without."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+        for number in STOP_SIGNALS:
+            if number is not signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_signal is None:
+            self._stop_signal, self._stop_requested = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._stop_requested > ONE_REQUEST:
+            self._is_second_request = True
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks.values():
+            if rank.is_running():
+                rank.process.send_signal(number)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.has_running_ranks() and time.monotonic() < deadline:
+            time.sleep(POLL)
+
+    def _find_failures(self) -> Iterator[Failure]:
+        for number, rank in self._ranks.items():
+            if not rank.has_failed():
+                continue
+            status = rank.process.poll()
+            if status == -signal.SIGTERM and self._has_passed_on:
+                continue  # it was asked to stop before it could note that
+            if rank.error_file.exists():
+                reason, trace = _read_error(rank.error_file)
+                is_lost_peer = any(words in reason.lower() for words in LOST_PEER)
+                if is_lost_peer and self._has_passed_on:
+                    continue  # its peer was asked to stop before it could note that
+                yield Failure(number, reason, trace, (1 + is_lost_peer, rank.error_file.stat().st_mtime))
+            elif status is not None and status < 0:
+                # Nothing else makes a process end so: it comes before the errors of those that lost it.
+                yield Failure(number, _describe_signal(-status), None, (0, time.time()))
+            else:
+                yield Failure(number, f"it exited with status {status}", None, (1, time.time()))
+
+
+def _read_error(error_file: Path) -> tuple[str, str | None]:
+    """An exception's type and first line, and its traceback."""
+    try:
+        content = json.loads(error_file.read_text())["message"]
+        lines = str(content["message"]).strip().splitlines()
+        return lines[0], str(content["extraInfo"]["py_callstack"])
+    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote
+        return "an exception", None
+
+
+def _describe_signal(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    hint = ", as when memory runs out" if number == signal.SIGKILL else ""
+    return f"it was killed by {name}{hint}"

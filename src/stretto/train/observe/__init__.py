@@ -1,0 +1,1 @@
+"""What a run shows and records of itself: progress, metrics, summaries, traces and timelines."""

@@ -1,0 +1,140 @@
+"""What a run writes about itself: metrics.jsonl, a line a step; summary.json at its end; TensorBoard events."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+class DivergenceError(ArithmeticError):
+    """The loss, the gradient's norm or a weight is no longer a finite number."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step: the mean loss over the global batch's tokens (or samples), the gradient's norm unclipped.
+
+    `seconds` is the step's duration, `rate` the whole job's tokens or samples a second in it, `seen` all that the model
+    has been trained on so far; `unit` says which of the two they count. `evaluation` is what was measured after the
+    step on samples that are not trained on, where that was done.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    rate: float
+    seconds: float
+    seen: int
+    unit: Literal["tokens", "samples"] = "tokens"
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
+
+    def as_line(self) -> dict[str, float | None]:
+        """The step as metrics.jsonl has it."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            f"{self.unit}_per_second": self.rate,
+            "seconds": self.seconds,
+            self.unit: self.seen,
+            **self.evaluation,
+        }
+
+
+class MetricsLog:
+    """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard if asked. For rank 0.
+
+    A run that starts after step `start` keeps the lines up to it, so that no step is there twice.
+    """
+
+    def __init__(self, out: Path, start: int, *, tensorboard: bool = False) -> None:
+        path = out / METRICS_FILE
+        kept = [line for line, values in read_steps(path) if values["step"] <= start] if has_history(out, start) else []
+        # Written aside and moved, so that a kill right now does not lose the history.
+        rewritten = path.with_name(f".{METRICS_FILE}.writing")
+        rewritten.write_text("".join(kept), encoding="utf-8")
+        os.replace(rewritten, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+        self._tensorboard = _open_tensorboard(out, start) if tensorboard else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        line = metrics.as_line()
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name in ("loss", "grad_norm", "lr", f"{metrics.unit}_per_second"):
+                self._tensorboard.add_scalar(f"train/{name}", line[name], metrics.step)
+            for name, value in metrics.evaluation.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(f"evaluation/{name}", value, metrics.step)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def has_history(out: Path, start: int) -> bool:
+    """Whether a run that starts after step `start` keeps lines of an earlier metrics.jsonl."""
+    return start > 0 and (out / METRICS_FILE).is_file()
+
+
+def require_tensorboard() -> None:
+    """Raise ValueError unless TensorBoard's package is installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "train.tensorboard is true, but the package tensorboard is not installed: "
+            "pip install 'stretto[tensorboard]', or set train.tensorboard=false"
+        )
+
+
+def write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """Write `out/summary.json`, whole or not at all."""
+    path = out / SUMMARY_FILE
+    rewritten = path.with_name(f".{SUMMARY_FILE}.writing")
+    rewritten.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(rewritten, path)
+
+
+def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics.jsonl, and what is in them. A last line that a kill cut short is left out.
+
+    Raises ValueError with the number of any other line that is not a step's.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode()
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return
+            raise ValueError(f"{path}: line {number} is damaged: {error}; mend or delete the file") from error
+        is_of_samples = isinstance(values, dict) and "samples_per_second" in values
+        rate = "samples_per_second" if is_of_samples else "tokens_per_second"
+        for key, kind in (("step", int), ("loss", float), (rate, float)):
+            value = values.get(key) if isinstance(values, dict) else None
+            if isinstance(value, bool) or not isinstance(value, int | kind):
+                raise ValueError(f"{path}: line {number} is no step: it has no number {key!r}; mend or delete the file")
+        yield text, values
+
+
+def _open_tensorboard(out: Path, start: int) -> Any:
+    require_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter  # an extra, which most runs do without
+
+    return SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)

@@ -1,0 +1,138 @@
+"""Brings each step's numbers from the device to the log and the screen, and makes no step wait for them."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stretto.memory import failures
+from stretto.train.observe.metrics import DivergenceError, MetricsLog, StepMetrics
+from stretto.train.observe.progress import ProgressReporter
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the device has been given: where its loss and norm arrive, and between which marks it ran."""
+
+    step: int
+    lr: float
+    numbers: Tensor
+    began: torch.cuda.Event | None
+    arrival: torch.cuda.Event | None
+
+
+class StepRecorder:
+    """Turns steps into StepMetrics, for the log, the screen and the summary.
+
+    On a GPU a step's numbers are read when the next step has been launched, so the device never idles for
+    them; on a CPU they are read at once. Every rank reads its own and raises DivergenceError for the same
+    step.
+    """
+
+    def __init__(
+        self,
+        items_a_step: int,
+        log: MetricsLog | None,
+        reporter: ProgressReporter,
+        *,
+        unit: Literal["tokens", "samples"] = "tokens",
+    ) -> None:
+        self._items_a_step, self._unit = items_a_step, unit
+        self._log, self._reporter = log, reporter
+        self._waiting: list[_Launched] = []
+        self._durations: list[float] = []
+        self._mark: torch.cuda.Event | None = None
+        self.restart_clock()
+        self.last: StepMetrics | None = None
+
+    def add(
+        self,
+        step: int,
+        lr: float,
+        loss: Tensor,
+        grad_norm: Tensor,
+        evaluate: Callable[[], Mapping[str, float | None]] | None = None,
+    ) -> None:
+        """Note a step whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet.
+
+        With `evaluate`, wait for them, and then for what it measures, which is left out of the steps' times.
+        """
+        numbers = torch.stack((loss.detach().double(), grad_norm.detach().double()))
+        began = self._mark
+        arrival: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            on_host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            numbers = on_host.copy_(numbers, non_blocking=True)
+            self._mark = arrival = _mark_now()
+        self._waiting.append(_Launched(step, lr, numbers, began, arrival))
+        if evaluate is not None:
+            while len(self._waiting) > 1:
+                self._record(self._waiting.pop(0))
+            metrics = self._measure(self._waiting.pop(0))
+            self._publish(replace(metrics, evaluation=evaluate()))
+            self.restart_clock()
+        while len(self._waiting) > (0 if arrival is None else 1):
+            self._record(self._waiting.pop(0))
+
+    def flush(self) -> None:
+        """Wait for every step's numbers: a checkpoint, for example, must not keep a diverged state."""
+        while self._waiting:
+            self._record(self._waiting.pop(0))
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step out of the next one's: it went into a checkpoint."""
+        self._clock = time.perf_counter()
+        self._mark = _mark_now() if torch.cuda.is_initialized() else None
+
+    def rate(self) -> float:
+        """Tokens or samples a second, over all steps but the first, which warms up, where there are more."""
+        counted = self._durations[1:] or self._durations
+        return self._items_a_step * len(counted) / sum(counted)
+
+    def seconds(self) -> float:
+        """How long all steps took, checkpoints apart."""
+        return sum(self._durations)
+
+    def _record(self, launched: _Launched) -> None:
+        self._publish(self._measure(launched))
+
+    def _measure(self, launched: _Launched) -> StepMetrics:
+        if launched.arrival is not None:
+            launched.arrival.synchronize()
+        failures.check()  # a wait that failed in this step has made its numbers wrong
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        if launched.began is not None and launched.arrival is not None:
+            # The host reads a step's numbers late, and those of the last two at once: the device knows.
+            seconds = launched.began.elapsed_time(launched.arrival) / 1e3
+        loss, grad_norm = launched.numbers.tolist()
+        for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
+            if not math.isfinite(value):
+                raise DivergenceError(f"the {name} is {value} in step {launched.step}")
+        self._durations.append(seconds)
+        return StepMetrics(
+            step=launched.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=launched.lr,
+            rate=self._items_a_step / seconds,
+            seconds=seconds,
+            seen=launched.step * self._items_a_step,
+            unit=self._unit,
+        )
+
+    def _publish(self, metrics: StepMetrics) -> None:
+        self.last = metrics
+        if self._log is not None:
+            self._log.write(metrics)
+        self._reporter.show(metrics)
+
+
+def _mark_now() -> torch.cuda.Event:
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark

@@ -1,0 +1,134 @@
+"""Weights as safetensors: out of a checkpoint, into a model on any grid."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.conftest import Ranks
+from tests.train import runs
+
+from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint.weights import export_safetensors, import_safetensors
+
+MakeRanks = Callable[[int], Ranks]
+
+
+@pytest.fixture(scope="module", params=[runs.make_gpt, runs.make_hugging_face_gpt2])
+def trained(pool: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model's maker, a run's folder, and the weights that it trained on (x=2, z=2)."""
+    out = tmp_path_factory.mktemp("trained")
+    return request.param, out, Ranks(pool, 4).run(runs.save_trained, request.param, {"x": 2, "z": 2}, out)[0]
+
+
+def test_an_exported_file_has_every_weight_once_under_its_name(trained: Any, tmp_path: Path) -> None:
+    _, out, weights = trained
+    assert export_safetensors(out, tmp_path / "new" / "model.safetensors") == [tmp_path / "new" / "model.safetensors"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
+    exported = load_file(tmp_path / "new" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(exported[name], weight), name
+
+
+def test_a_large_model_goes_to_several_files_with_an_index(trained: Any, tmp_path: Path) -> None:
+    _, out, weights = trained
+    limit = 5000
+    files = export_safetensors(checkpoint_path(out, 2), tmp_path / "model.safetensors", max_file_bytes=limit)
+    assert files[-1].name == "model.safetensors.index.json"
+    assert len(files) > 3
+    index = json.loads(files[-1].read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    exported: dict[str, torch.Tensor] = {}
+    for file in files[:-1]:
+        content = load_file(file)
+        assert sum(tensor.nbytes for tensor in content.values()) <= limit or len(content) == 1
+        assert all(index["weight_map"][name] == file.name for name in content)
+        exported |= content
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+    assert exported.keys() == weights.keys()
+
+
+@pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"data": 2, "x": 2, "z": 2}])
+def test_every_grid_imports_the_same_weights(
+    ranks: MakeRanks, trained: Any, tmp_path: Path, grid: dict[str, int]
+) -> None:
+    make, out, weights = trained
+    files = export_safetensors(out, tmp_path / "model.safetensors", max_file_bytes=5000)
+    for imported in ranks(2 ** len(grid)).run(runs.load_weights, make, grid, files[-1]):
+        assert all(torch.equal(imported[name], weight) for name, weight in weights.items())
+
+
+def test_a_plain_model_imports_a_file_of_another_dtype(trained: Any, tmp_path: Path) -> None:
+    make, _, weights = trained
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    model = make()
+    import_safetensors(model, tmp_path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, weights[name].bfloat16().float()), name
+
+
+def test_a_tied_weight_may_stand_under_its_other_name_or_under_both(tmp_path: Path) -> None:
+    source = runs.make_gpt()
+    weights = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
+    assert "head.weight" not in weights
+    for names in (["head.weight"], ["head.weight", "embedding.weight"]):
+        others = {name: weight for name, weight in weights.items() if name != "embedding.weight"}
+        save_file(others | {name: weights["embedding.weight"].clone() for name in names}, tmp_path / "m.safetensors")
+        model = runs.make_gpt()
+        import_safetensors(model, tmp_path / "m.safetensors")
+        assert torch.equal(model.get_parameter("head.weight"), weights["embedding.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda weights: weights.pop("norm.weight"), r"norm\.weight is missing"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "extra is unexpected"),
+        (
+            lambda weights: weights.update({"norm.weight": torch.zeros(17)}),
+            r"norm\.weight has shape \[17\] there, and the model's is \[16\]",
+        ),
+    ],
+)
+def test_a_file_of_another_model_is_refused_and_changes_nothing(tmp_path: Path, change: Any, difference: str) -> None:
+    model = runs.make_gpt()
+    weights = {name: parameter.detach() + 1 for name, parameter in model.named_parameters()}
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=rf"is of another model: {difference}"):
+        import_safetensors(model, tmp_path / "model.safetensors")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 64])
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors"):
+        import_safetensors(runs.make_gpt(), tmp_path / "model.safetensors")
+
+
+def test_an_index_is_checked_and_leads_to_no_other_folder(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="is not an index of safetensors files"):
+        import_safetensors(runs.make_gpt(), index)
+    os.truncate(index, (1 << 26) + 1)
+    with pytest.raises(
+        ValueError, match="is larger than 67108864 bytes, the most an index of safetensors files may have"
+    ):
+        import_safetensors(runs.make_gpt(), index)
+    index.write_text('{"weight_map": {"norm.weight": "/etc/passwd"}}')
+    with pytest.raises(ValueError, match=rf"{tmp_path}/passwd cannot be read"):
+        import_safetensors(runs.make_gpt(), index)
+
+
+def test_a_name_that_is_no_safetensors_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.bin does not end in \.safetensors; .*model\.safetensors would do"):
+        export_safetensors(tmp_path, tmp_path / "model.bin")

@@ -1,0 +1,286 @@
+"""Training of a DLRM: the losses, the weights and the AUC are those of plain PyTorch, on any number of ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.conftest import Ranks
+from tests.pool import Pool
+from tests.train.dlrm import dlrm_runs
+from torch.nn import functional as F
+
+from stretto.models import DLRM, GPTConfig
+from stretto.optim import RowWiseAdagrad
+from stretto.train.checkpoint import check_checkpoint, checkpoint_path, find_checkpoint
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.storage import read_tensor
+from stretto.train.config import ConfigError, config_to_toml, job_from_json, load_config
+from stretto.train.config.dlrm import DLRMTrainConfig
+from stretto.train.data import Sampler
+from stretto.train.data.clicks import ClickBatch
+from stretto.train.dlrm.auc import roc_auc
+from stretto.train.dlrm.preflight import open_clicks
+from stretto.train.preflight import preflight
+from stretto.train.schedule import learning_rate
+
+MakeRanks = Callable[[int], Ranks]
+
+
+def run(ranks: MakeRanks, out: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Train on the configuration's ranks. Returns the lines of metrics.jsonl."""
+    config = dlrm_runs.configure(out, *overrides)
+    ranks(config.ranks).run(dlrm_runs.train_quietly, config, timeout=60)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {name: read_tensor(checkpoint, entry) for name, entry in read_metadata(checkpoint).tensors.items()}
+
+
+def tensors_of(batch: ClickBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.from_numpy(batch.dense).double(),
+        torch.from_numpy(batch.indices),
+        torch.from_numpy(batch.offsets),
+        torch.from_numpy(batch.labels),
+    )
+
+
+def train_plainly(config: DLRMTrainConfig, start: dict[str, torch.Tensor], first: int) -> tuple[list[float], DLRM]:
+    """The losses of steps `first` on, of a loop over whole batches in plain PyTorch, and the model it ends with."""
+    options, data = config.train, open_clicks(config)
+    model = DLRM(config.model.to_dlrm()).double()
+    model.load_state_dict({name.removeprefix("model."): value for name, value in start.items() if "model." in name})
+    tables = RowWiseAdagrad(model.tables.parameters(), eps=options.table_eps)
+    for name, table in model.tables.named_parameters():
+        tables.sums(table).copy_(start[f"optimizer.tables.{name}.sum"])
+    mlps = [*model.bottom.parameters(), *model.top.parameters()]
+    losses = []
+    for step in range(first, options.steps + 1):
+        samples = Sampler(data.samples, options.batch, options.seed).indices(step - 1)
+        dense, indices, offsets, labels = tensors_of(data.training.read(samples))
+        loss = model(dense, indices, offsets, labels=labels)
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        share = learning_rate(step, lr=1.0, min_lr=0.0, warmup_steps=options.warmup_steps, steps=options.steps)
+        with torch.no_grad():
+            for parameter in mlps:
+                parameter -= options.lr * share * parameter.grad
+        tables.param_groups[0]["lr"] = options.table_lr * share
+        tables.step()
+    return losses, model
+
+
+def brute_force_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Pair by pair."""
+    pairs = [(p, n) for p in scores[labels == 1].tolist() for n in scores[labels == 0].tolist()]
+    return sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_losses_weights_and_auc_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path, count: int) -> None:
+    options = ["train.optimizer=sgd", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"ranks={count}"]
+    metrics = run(ranks, tmp_path / "run", *options)
+    config = dlrm_runs.configure(tmp_path / "run", *options)
+    losses, model = train_plainly(config, state_of(checkpoint_path(config.out, 1)), 2)
+    assert [line["loss"] for line in metrics[1:]] == pytest.approx(losses, abs=1e-10)
+    trained = state_of(checkpoint_path(config.out, 6))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-10)
+
+    data = open_clicks(config)
+    held_out = np.arange(data.evaluation_start, data.evaluation_start + 37)
+    dense, indices, offsets, labels = tensors_of(data.evaluation.read(held_out))
+    with torch.no_grad():
+        scores = model(dense, indices, offsets)
+    assert metrics[-1]["auc"] == pytest.approx(brute_force_auc(scores, labels), abs=1e-12)
+    loss = F.binary_cross_entropy_with_logits(scores, labels.double())
+    assert metrics[-1]["evaluation_loss"] == pytest.approx(loss.item(), abs=1e-10)
+    assert "auc" not in metrics[0]
+
+
+def test_the_first_loss_and_the_bits_of_one_number_of_ranks_are_always_the_same(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    once, again = (run(ranks, tmp_path / name, "ranks=2", "train.dtype=fp32") for name in ("once", "again"))
+    alone = run(ranks, tmp_path / "alone", "train.dtype=fp32")
+    assert [line["loss"] for line in once] == [line["loss"] for line in again]
+    assert [line["loss"] for line in once] == pytest.approx([line["loss"] for line in alone], abs=1e-5)
+    states = (state_of(checkpoint_path(tmp_path / name, 6)) for name in ("once", "again"))
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", "sgd"])
+def test_a_run_resumes_on_another_number_of_ranks_with_the_same_losses(
+    ranks: MakeRanks, tmp_path: Path, before: int, after: int, table_optimizer: str
+) -> None:
+    options = ["train.checkpoint_every=3", f"train.table_optimizer={table_optimizer}", "train.evaluate_every=2"]
+    whole = run(ranks, tmp_path / "whole", *options, f"ranks={before}")
+    middle = checkpoint_path(tmp_path / "whole", 3)
+    resumed = run(ranks, tmp_path / "resumed", *options, f"ranks={after}", f"train.resume={middle}")
+    assert [line["step"] for line in resumed] == [4, 5, 6]
+    for ours, theirs in zip(resumed, whole[3:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-12)
+        assert ours.get("auc") == theirs.get("auc")
+        assert ("auc" in ours) == (ours["step"] % 2 == 0)
+        assert ours["samples"] == theirs["samples"] == 16 * ours["step"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_checkpoints(
+    ranks: MakeRanks, interpreted_pool: Pool, tmp_path: Path, count: int
+) -> None:
+    options = [
+        "train.dtype=fp32",
+        "train.checkpoint_every=3",
+        "model.rows=[30, 3, 12]",
+        "model.pooling=[2, 1, 5]",
+    ]
+    library = run(ranks, tmp_path / "library", *options)
+    config = dlrm_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
+    updates = interpreted_pool.run(count, dlrm_runs.train_with_kernels, config, timeout=120)
+    assert updates == [6] * count
+    kernel = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in kernel] == pytest.approx([line["loss"] for line in library], abs=1e-5)
+    assert kernel[-1]["auc"] == pytest.approx(library[-1]["auc"], abs=1e-3)
+    ours, theirs = (state_of(checkpoint_path(tmp_path / name, 6)) for name in ("kernel", "library"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=name)
+    resumed = run(ranks, tmp_path / "resumed", *options, f"train.resume={checkpoint_path(config.out, 3)}")
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in library[3:]], abs=1e-5)
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: MakeRanks, tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path / "whole", "ranks=2")
+    config = dlrm_runs.configure(tmp_path / "stopped", "ranks=2")
+    ranks(2).run(dlrm_runs.train_and_stop, config, step=3, rank=1)
+    assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 3)
+    resumed = run(ranks, config.out, "ranks=2", "train.resume=latest")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_more_ranks_than_tables_train_as_well(ranks: MakeRanks, tmp_path: Path) -> None:
+    alone = run(ranks, tmp_path / "alone", "train.steps=3")
+    many = run(ranks, tmp_path / "many", "train.steps=3", "ranks=8")
+    assert [line["loss"] for line in many] == pytest.approx([line["loss"] for line in alone], abs=1e-12)
+
+
+def test_a_small_model_learns_what_is_planted(ranks: MakeRanks, tmp_path: Path) -> None:
+    metrics = run(
+        ranks, tmp_path, "ranks=2", "train.dtype=fp32", "train.steps=60", "train.batch=256", "data.samples=20000",
+        "data.evaluation_samples=2000", "data.jagged=false",
+    )  # fmt: skip
+    assert metrics[-1]["auc"] > 0.75
+    assert metrics[-1]["evaluation_loss"] < 0.9 * metrics[0]["loss"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["auc"] == metrics[-1]["auc"]
+    assert summary["parameters"] == 86 * 4 + (3 * 8 + 8) + (8 * 4 + 4) + (19 * 8 + 8) + (8 + 1)
+    assert summary["bytes_sent"]["data"] > 0
+
+
+def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(ranks: MakeRanks, tmp_path: Path) -> None:
+    run(ranks, tmp_path / "run", "train.steps=1")
+    checkpoint = f"train.resume={tmp_path / 'run'}"
+    for override, words in {
+        "model.top=[6, 1]": r"model.top is \[8, 1\] there and \[6, 1\] here",
+        "model.max_rows=20": r"model.rows is \[30, 3, 1, 12, 40\] there and \[20, 3, 1, 12, 20\] here",
+        "train.table_optimizer=sgd": "written with adamw, rowwise-adagrad.*train.table_optimizer='rowwise-adagrad'",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            preflight(dlrm_runs.configure(tmp_path / "other", checkpoint, override))
+    preflight(dlrm_runs.configure(tmp_path / "other", checkpoint, "model.pooling=[3]"))
+    with pytest.raises(ValueError, match="is of another model"):
+        check_checkpoint(checkpoint_path(tmp_path / "run", 1), GPTConfig(layers=1, hidden=4, heads=1))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.batch=15", "train.batch is 15, but ranks = 4 must divide it; the nearest batch that would do is 16"),
+        ("model.bottom=[8, 5]", "model.bottom ends with 5, but must end with 4"),
+        ("model.rows=[3, 0]", "model.rows is 0, but must be at least 1"),
+        ("model.rows=none", "model.rows is missing: give model.rows"),
+        ("model.name=smal", "did you mean 'small'?"),
+        ("model.kind=dlmr", "model.kind is 'dlmr', but must be one of gpt, dlrm; did you mean 'dlrm'?"),
+        ("model.layers=2", "model.layers is an unknown option"),
+        ("train.seq_len=2", "train.seq_len is an unknown option"),
+        ("grid.x=2", "grid is an unknown section"),
+        ("data.format=criteo", "data.path is missing: name Criteo's files"),
+        ("data.path=logs.txt", "data.path is 'logs.txt', but synthetic samples come from no file"),
+        ("train.table_optimizer=adam", "train.table_optimizer is 'adam', but must be one of rowwise-adagrad, sgd"),
+        ("train.table_lr=0", "train.table_lr is 0, but must be above 0"),
+        ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr"),
+    ],
+)
+def test_what_is_wrong_is_said_with_key_value_rule_and_what_would_do(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        dlrm_runs.configure(Path("unused"), "ranks=4", override)
+    assert words in str(refused.value)
+
+
+def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
+    config = dlrm_runs.configure(tmp_path, "train.evaluate_every=3")
+    (tmp_path / "run.toml").write_text(config_to_toml(config))
+    assert load_config(tmp_path / "run.toml") == config
+    assert job_from_json(config.model_dump_json()) == config
+
+
+def test_tables_that_no_machine_holds_and_a_kernel_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tables of 4,000,000,000,344 numbers needs .*a model.max_rows of 1/"):
+        preflight(dlrm_runs.configure(tmp_path, "model.rows=[30, 3, 1, 12, 40, 1000000000000]", "model.pooling=[1]"))
+    with pytest.raises(ValueError, match=r"implementation is 'kernel', but"):
+        preflight(dlrm_runs.configure(tmp_path, "train.implementation=kernel"))
+
+
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    for name, count in (("logs", 30), ("others", 7)):
+        lines = ["\t".join(["1", *[str(number)] * 13, *["a"] * 26]) for number in range(count)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    options = [
+        f"data={{format='criteo', path='{tmp_path / 'logs.txt'}', samples=1048576, jagged=false}}",
+        f"model.rows={[5] * 26}", "model.pooling=[1]", "model.dense=13",
+    ]  # fmt: skip
+
+    def opened(*more: str) -> Any:
+        return open_clicks(dlrm_runs.configure(tmp_path / "out", *options, *more))
+
+    held_out = opened("data.evaluation_samples=10")
+    assert (held_out.samples, held_out.evaluation_start, held_out.evaluation_samples) == (20, 20, 10)
+    apart = opened(f"data.evaluation_path={tmp_path / 'others.txt'}", "data.evaluation_samples=100")
+    assert (apart.samples, apart.evaluation_start, apart.evaluation_samples) == (30, 0, 7)
+    assert len(apart.evaluation) == 7
+    with pytest.raises(ValueError, match=r"data.evaluation_samples is 30, but .* has 30 samples"):
+        opened("data.evaluation_samples=30")
+    with pytest.raises(ValueError, match=r"model.dense is 3, but Criteo's samples have 13 numbers"):
+        opened("model.dense=3")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_auc_is_that_of_all_pairs(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 2, (60,), generator=generator)
+    labels[:2] = torch.tensor([0, 1])
+    few = torch.randint(0, 5, (60,), generator=generator).float()  # many equal scores
+    many = torch.randn(60, generator=generator)
+    for scores in (few, many, torch.zeros(60)):
+        assert roc_auc(scores, labels) == pytest.approx(brute_force_auc(scores, labels), abs=1e-15)
+
+
+def test_the_auc_of_one_kind_of_label_or_of_no_number_is_undefined() -> None:
+    assert roc_auc(torch.randn(3), torch.ones(3)) is None
+    assert roc_auc(torch.randn(3), torch.zeros(3)) is None
+    assert roc_auc(torch.tensor([0.0, torch.nan]), torch.tensor([0, 1])) is None
+    for shape in ((3,), (2, 1)):
+        with pytest.raises(ValueError, match=r"scores and labels are \[samples\] both, not \[2\] and"):
+            roc_auc(torch.randn(2), torch.ones(shape))

@@ -1,0 +1,84 @@
+"""What ranks do in the tests of `launch`: small functions in place of training, imported by name."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from stretto.train.config.options import TrainConfig
+from stretto.train.observe.metrics import DivergenceError
+
+
+def write_environment(config: TrainConfig) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    text = " ".join(os.environ[name] for name in names)
+    (config.out / f"environment-{os.environ['RANK']}").write_text(text)
+
+
+def write_pid(config: TrainConfig) -> None:
+    (config.out / f"pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+
+
+def sum_until_stopped(config: TrainConfig) -> None:
+    """All ranks add a number, again and again; all end after the same step once one got SIGTERM."""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    write_pid(config)
+    total = torch.zeros(1)
+    while not total:
+        total = torch.tensor([float(bool(asked))])
+        dist.all_reduce(total)
+        time.sleep(0.01)
+    (config.out / f"stopped-{dist.get_rank()}").touch()
+    dist.destroy_process_group()
+
+
+def fail_on_last_rank(config: TrainConfig) -> None:
+    """The last rank raises; the others wait for it in a collective."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    write_pid(config)
+    if dist.get_rank() == config.ranks - 1:
+        raise RuntimeError("the loss is gone\nand with it a second line")
+    dist.all_reduce(torch.zeros(1))
+
+
+def exit_on_rank_0(config: TrainConfig) -> None:
+    """Rank 0 leaves without an exception; the other waits deaf to SIGTERM, as one stuck in a kernel would."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_pid(config)
+    if os.environ["RANK"] == "0":
+        while not (config.out / "pid-1").exists():
+            time.sleep(0.01)
+        os._exit(3)
+    time.sleep(120)
+
+
+def exit_together(config: TrainConfig) -> None:
+    """Both ranks leave without an exception."""
+    write_pid(config)
+    os._exit(3)
+
+
+def ignore_sigterm(config: TrainConfig) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_pid(config)
+    time.sleep(120)
+
+
+def stop_in_process(config: TrainConfig) -> None:
+    """As the trainer does: handle the signal, end normally, put the handler back."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+
+
+def diverge(config: TrainConfig) -> None:
+    raise DivergenceError("the loss is nan in step 4; the last checkpoint whose weights had a finite loss is another")
+
+
+def raise_in_process(config: TrainConfig) -> None:
+    raise RuntimeError("no luck")

@@ -1,0 +1,316 @@
+"""Ranks are started, stopped and mourned for: real processes, with small functions in place of training."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.processes import forks_processes
+from tests.train.launch import launch_entries
+
+from stretto.train.config import TrainConfig, make_config
+from stretto.train.launch import RankFailure, allocator_environment, launch, resolve_device
+from stretto.train.launch.supervisor import StopTimeouts, Supervisor
+
+QUICK = StopTimeouts(stop=20.0, report=0.3, end=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _starts_quickly(request: pytest.FixtureRequest) -> None:
+    """Ranks are forked, but those of exhaustive tests: Python starts them, as users' are."""
+    if request.node.get_closest_marker("exhaustive") is None:
+        request.getfixturevalue("forks_processes")
+
+
+def config_for(out: Path, ranks: int, **changes: object) -> TrainConfig:
+    values = {
+        "out": str(out),
+        "grid": {"data": ranks},
+        "model": {"layers": 1, "hidden": 4, "heads": 1},
+        "data": {"path": "unused"},
+        "train": {"steps": 1, "batch": ranks, "seq_len": 4},
+    }
+    return make_config(values | changes)
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder, beside an empty folder for temporary files."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def pids(out: Path, ranks: int) -> list[int]:
+    """Wait until every rank has written its process id."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [file.read_text() for file in out.glob("pid-*")]
+        if len(found) == ranks and all(found):
+            return [int((out / f"pid-{rank}").read_text()) for rank in range(ranks)]
+        time.sleep(0.05)
+    raise AssertionError("the ranks did not start")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def assert_nothing_left(out: Path, processes: list[int]) -> None:
+    deadline = time.monotonic() + 2.0
+    while forks_processes() and any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [pid for pid in processes if is_alive(pid)]
+    assert not list((out.parent / "temporary").iterdir())
+
+
+def once_running(out: Path, ranks: int, action: Callable[[list[int]], None]) -> threading.Thread:
+    """Do something to the ranks' processes as soon as all are there."""
+    thread = threading.Thread(target=lambda: action(pids(out, ranks)))
+    thread.start()
+    return thread
+
+
+def signal_launcher(number: signal.Signals) -> Callable[[list[int]], None]:
+    return lambda processes: os.kill(os.getpid(), number)
+
+
+def write_complete_checkpoint(out: Path) -> Path:
+    """The smallest folder that counts as a checkpoint: an index of nothing."""
+    folder = out / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    index = {"format": 1, "step": 7, "torch": "", "optimizer": "sgd"}
+    (folder / "metadata.json").write_text(json.dumps(index | {"model": {}, "run": {}, "data": {}, "tensors": {}}))
+    return folder
+
+
+@pytest.mark.exhaustive
+def test_every_rank_gets_torchruns_environment_and_its_share_of_the_cores(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
+    before = dict(os.environ)
+    assert launch(launch_entries.write_environment, config_for(out, 2)) is None
+    assert (out / "environment-0").read_text() == "0 0 2 3"
+    assert (out / "environment-1").read_text() == "1 1 2 3"
+    assert dict(os.environ) == before
+    assert_nothing_left(out, [])
+
+
+def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(out: Path) -> None:
+    checkpoint = write_complete_checkpoint(out)
+    with pytest.raises(RankFailure) as failed:
+        launch(launch_entries.fail_on_last_rank, config_for(out, 2), QUICK)
+    assert (failed.value.rank, failed.value.reason) == (1, "RuntimeError: the loss is gone")
+    assert failed.value.checkpoint == checkpoint
+    assert "rank 1 of 2 failed: RuntimeError: the loss is gone" in str(failed.value)
+    assert f"the last checkpoint is {checkpoint}" in str(failed.value)
+    assert "and with it a second line" in (out / "rank-1-error.txt").read_text()
+    assert_nothing_left(out, pids(out, 2))
+
+
+def test_a_rank_killed_in_mid_step_ends_the_job_with_its_name_and_signal(out: Path) -> None:
+    killer = once_running(out, 2, lambda processes: os.kill(processes[1], signal.SIGKILL))
+    with pytest.raises(RankFailure, match="rank 1 of 2 failed: it was killed by SIGKILL") as failed:
+        launch(launch_entries.sum_until_stopped, config_for(out, 2), QUICK)
+    killer.join()
+    assert failed.value.checkpoint is None
+    assert "there is no checkpoint" in str(failed.value)
+    assert_nothing_left(out, pids(out, 2))
+
+
+@pytest.mark.exhaustive
+def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
+    with pytest.raises(RankFailure, match="rank 0 of 2 failed: it exited with status 3"):
+        launch(launch_entries.exit_on_rank_0, config_for(out, 2), QUICK)
+    assert_nothing_left(out, pids(out, 2))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (launch_entries.fail_on_last_rank, "rank 1 of 2 failed: RuntimeError: the loss is gone"),
+        (launch_entries.exit_on_rank_0, "rank 0 of 2 failed: it exited with status 3"),  # the other is deaf to SIGTERM
+        (launch_entries.exit_together, "rank 0 of 2 failed: it exited with status 3"),
+    ],
+)
+def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
+    out: Path, monkeypatch: pytest.MonkeyPatch, entry: Callable[[TrainConfig], None], reason: str
+) -> None:
+    look, looks = Supervisor.look, []
+
+    def look_too_early(supervisor: Supervisor) -> None:
+        looks.append(True)
+        if len(looks) > 1:
+            look(supervisor)
+        else:  # at ranks that all run, and return when one has failed
+            deadline = time.monotonic() + 60
+            while not any(rank.has_failed() for rank in supervisor._ranks.values()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(Supervisor, "look", look_too_early)
+    with pytest.raises(RankFailure, match=reason):
+        launch(entry, config_for(out, 2), QUICK)
+    assert_nothing_left(out, pids(out, 2))
+
+
+def test_a_signal_is_passed_on_and_the_ranks_end_by_themselves(out: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    sender = once_running(out, 2, signal_launcher(signal.SIGINT))
+    assert launch(launch_entries.sum_until_stopped, config_for(out, 2), QUICK) == signal.SIGINT
+    sender.join()
+    assert {file.name for file in out.glob("stopped-*")} == {"stopped-0", "stopped-1"}
+    assert signal.getsignal(signal.SIGINT) == before
+    assert_nothing_left(out, pids(out, 2))
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_do_not_stop_in_time_are_killed(out: Path) -> None:
+    sender = once_running(out, 2, signal_launcher(signal.SIGTERM))
+    timeouts = StopTimeouts(stop=0.5, report=0.1, end=1.0)
+    assert launch(launch_entries.ignore_sigterm, config_for(out, 2), timeouts) == signal.SIGTERM
+    sender.join()
+    assert_nothing_left(out, pids(out, 2))
+
+
+@pytest.mark.exhaustive
+def test_ranks_stop_when_the_launcher_is_killed(out: Path) -> None:
+    script = (
+        "from tests.train.launch import test_launch, launch_entries; from pathlib import Path; "
+        f"test_launch.launch(launch_entries.sum_until_stopped, test_launch.config_for(Path({str(out)!r}), 2))"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": tempfile.gettempdir()},
+    )
+    processes = pids(out, 2)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 30
+    while any(is_alive(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert {file.name for file in out.glob("stopped-*")} == {"stopped-0", "stopped-1"}
+    assert not [pid for pid in processes if is_alive(pid)]
+
+
+def test_one_rank_runs_in_this_process(out: Path) -> None:
+    assert launch(launch_entries.write_pid, config_for(out, 1)) is None
+    assert pids(out, 1) == [os.getpid()]
+
+
+def test_a_signal_that_one_rank_handles_itself_is_returned(out: Path) -> None:
+    assert launch(launch_entries.stop_in_process, config_for(out, 1)) == signal.SIGTERM
+
+
+def test_an_exception_in_this_process_is_reported_as_that_of_another(out: Path) -> None:
+    checkpoint = write_complete_checkpoint(out)
+    with pytest.raises(RankFailure, match="rank 0 of 1 failed: RuntimeError: no luck\n") as failed:
+        launch(launch_entries.raise_in_process, config_for(out, 1))
+    assert failed.value.checkpoint == checkpoint
+    assert f"the last checkpoint is {checkpoint}: continue with --set train.resume=latest" in str(failed.value)
+    assert "raise_in_process" in (out / "rank-0-error.txt").read_text()
+
+
+def test_the_newest_checkpoint_is_not_advised_where_training_has_diverged(out: Path) -> None:
+    write_complete_checkpoint(out)
+    with pytest.raises(
+        RankFailure, match="DivergenceError: the loss is nan in step 4; the last checkpoint whose"
+    ) as failed:
+        launch(launch_entries.diverge, config_for(out, 1))
+    assert "train.resume=latest" not in str(failed.value)
+
+
+def test_a_full_disk_costs_the_traceback_and_not_the_message(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = write_complete_checkpoint(out)
+
+    def write_nothing(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_nothing)
+    with pytest.raises(RankFailure, match="rank 0 of 1 failed: RuntimeError: no luck") as failed:
+        launch(launch_entries.raise_in_process, config_for(out, 1))
+    assert failed.value.checkpoint == checkpoint
+    assert "traceback" not in str(failed.value)
+
+
+def test_after_a_checkpoint_that_cannot_be_read_the_one_before_it_is_named(out: Path) -> None:
+    older = write_complete_checkpoint(out)
+    shutil.copytree(older, newest := older.with_name("step-00000008"))
+
+    def damaged(config: TrainConfig) -> None:
+        raise ValueError(f"the checkpoint {newest} cannot be read: on rank 0, UnpicklingError: no")
+
+    with pytest.raises(RankFailure) as failed:
+        launch(damaged, config_for(out, 1))
+    assert failed.value.checkpoint == older
+    assert f"continue with --set train.resume={older}" in str(failed.value)
+    assert "resume=latest" not in str(failed.value)
+
+
+def test_a_rank_of_torchrun_runs_in_its_process(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch(launch_entries.write_pid, config_for(out, 2))
+    assert (out / "pid-1").read_text() == str(os.getpid())
+
+
+def test_another_number_of_ranks_than_torchrun_started_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="ranks is 2, but torchrun started 4; ranks=4 would do"):
+        launch(launch_entries.write_pid, config_for(out, 2))
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "device"), [(0, 1, "cpu"), (3, 4, "cpu"), (4, 4, "cuda"), (8, 2, "cuda")])
+def test_auto_takes_cuda_where_there_is_a_gpu_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert resolve_device(config_for(Path("unused"), ranks)).device == device
+
+
+def test_ranks_that_may_share_gpus_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_SHARE_GPUS", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("auto", "cuda"):
+        assert resolve_device(config_for(Path("unused"), 4, device=device)).device == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_device(config_for(Path("unused"), 4)).device == "cpu"
+    with pytest.raises(ValueError, match="needs a GPU for each of 4 ranks, but there are 0"):
+        resolve_device(config_for(Path("unused"), 4, device="cuda"))
+
+
+def test_cuda_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="needs a GPU for each of 4 ranks, but there are 2; ranks=2 or device='cpu'"):
+        resolve_device(config_for(Path("unused"), 4, device="cuda"))
+
+
+def test_segments_grow_and_nccl_is_told_unless_the_user_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_environment() == grows | {"NCCL_GRAPH_REGISTER": "0"}
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    assert allocator_environment() == grows
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert allocator_environment() == {}

@@ -1,0 +1,53 @@
+"""What a run shows on the screen."""
+
+import io
+import os
+
+import pytest
+from rich.console import Console
+
+from stretto.train.observe.metrics import StepMetrics
+from stretto.train.observe.progress import Bar, Lines, open_reporter
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(step=step, loss=5 / step, grad_norm=1.0, lr=0.1, rate=12345.6, seconds=30.0, seen=step * 100)
+
+
+def test_without_a_terminal_there_are_lines_for_some_steps_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_reporter("auto", start=10, steps=25, every=10) as reporter:
+        for step in range(11, 26):
+            reporter.show(metrics(step))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 11/25  loss 0.4545  12,346 tokens/s  0:07:00 left",
+        "step 20/25  loss 0.2500  12,346 tokens/s  0:02:30 left",
+        "step 25/25  loss 0.2000  12,346 tokens/s  0:00:00 left",
+    ]
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as screen:
+        lines = Lines(Console(file=screen), start=0, steps=2, every=1)
+        lines.show(metrics(1))
+        lines.show(metrics(2))
+        screen.flush()  # as Python does at its end: nothing is left that could fail
+
+
+def test_nothing_is_shown_where_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_reporter("none", start=0, steps=1, every=1) as reporter:
+        reporter.show(metrics(1))
+        reporter.say("stopped")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_a_bar_has_loss_rate_and_time_left() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, color_system=None)
+    with Bar(console, start=0, steps=20) as bar:
+        bar.show(metrics(10))
+        bar.say("stopped after step 10")
+    shown = screen.getvalue()
+    for part in ("10/20", "loss 0.5000", "12,346 tokens/s", "left", "stopped after step 10"):
+        assert part in shown
