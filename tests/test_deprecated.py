@@ -8,6 +8,7 @@ from stretto.deprecated import alias
 
 RENAMED = {
     ("stretto.planner", "Plan"): "GridPlan",
+    ("stretto.report", "Run"): "RunRecord",
     ("stretto.tuning", "Store"): "TuningStore",
 }
 

@@ -1,5 +1,6 @@
 """Reports: plots and tables from what runs leave in their folders."""
 
+from stretto.deprecated import alias
 from stretto.report.loss_plot import plot_loss
 from stretto.report.run import RunRecord, largest_difference, read_metrics, read_run, remove_report, write_report
 from stretto.report.timeline import plot_timeline
@@ -17,3 +18,5 @@ __all__ = [
     "remove_report",
     "write_report",
 ]
+
+__getattr__ = alias(__name__, {"Run": "RunRecord"})

@@ -1,5 +1,6 @@
 """Weights as safetensors: out of a checkpoint, into a model on any grid."""
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -132,3 +133,9 @@ def test_an_index_is_checked_and_leads_to_no_other_folder(tmp_path: Path) -> Non
 def test_a_name_that_is_no_safetensors_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.bin does not end in \.safetensors; .*model\.safetensors would do"):
         export_safetensors(tmp_path, tmp_path / "model.bin")
+
+
+def test_the_old_module_name_finds_the_functions_with_a_warning():
+    old = importlib.import_module("stretto.train.weights")
+    with pytest.warns(DeprecationWarning, match=r"is now stretto\.train\.checkpoint\.weights\.export_safetensors"):
+        assert old.export_safetensors is export_safetensors
