@@ -37,7 +37,7 @@ def _register(module: Any) -> None:
 
 
 def _create(request: Any, options: object = None) -> "Backend":
-    from stretto.collectives.backend.creation import create_backend  # only now: it compiles and is not small
+    from stretto.collectives.backend.factory import create_backend  # only now: it compiles and is not small
 
     return create_backend(request, options)
 

@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from stretto.collectives.backend import by_host
+from stretto.collectives.backend import host_fallback
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.runner import Member
 from stretto.memory import shared_gpus
@@ -210,7 +210,7 @@ def fall_back_by_host() -> None:
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
     total = sum(range(1, world + 1))
     with installed() as ran:
-        call = by_host.FallbackByHost(
+        call = host_fallback.FallbackByHost(
             Dispatcher(member, {"cpu": "gloo"}), gloo, dist.HashStore(), member, device_type="cpu"
         )
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from stretto.collectives.backend.calls import Call, find_obstacle
-from stretto.collectives.backend.comparing import Comparison
-from stretto.collectives.backend.connecting import Connection
 from stretto.collectives.backend.counting import CallCounter
+from stretto.collectives.backend.debug_check import Comparison
 from stretto.collectives.backend.installed import Installed
+from stretto.collectives.backend.nccl_warmup import Connection
 from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
 from stretto.memory import failures, is_debugging
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.two_level.between import SubGroup, gather_slots, reduce_slots
-from stretto.collectives.two_level.inside import (
+from stretto.collectives.two_level.inter_node import SubGroup, gather_slots, reduce_slots
+from stretto.collectives.two_level.intra_node import (
     NodeGroup,
     all_reduce_flat,
     gather_and_shuffle,

@@ -9,7 +9,7 @@ from tests.collectives.backend import operations
 
 from stretto.collectives import install
 from stretto.collectives.algorithms import find
-from stretto.collectives.backend import comparing
+from stretto.collectives.backend import debug_check
 from stretto.memory import PeerError
 
 
@@ -119,7 +119,7 @@ def call_without_the_variable(debug):
     """Nobody says anything where the group was made without STRETTO_DEBUG."""
     group = make_group(debug)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparing, "tell", lambda *_: pytest.fail("ranks compared their calls"))
+        patch.setattr(debug_check, "tell", lambda *_: pytest.fail("ranks compared their calls"))
         patch.setenv("STRETTO_DEBUG", "1")
         dist.all_reduce(torch.ones(4), group=group)
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stretto.collectives.backend.connecting import Connection
-from stretto.collectives.backend.creation import find_dispatcher
 from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.backend.nccl_warmup import Connection
 from stretto.collectives.backend.runner import Best, Member
 
 

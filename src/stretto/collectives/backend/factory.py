@@ -8,10 +8,10 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from stretto.collectives.backend.by_host import FallbackByHost
-from stretto.collectives.backend.connecting import Connection
 from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.host_fallback import FallbackByHost
 from stretto.collectives.backend.native import make_backend
+from stretto.collectives.backend.nccl_warmup import Connection
 from stretto.collectives.backend.runner import Member
 from stretto.memory import shared_gpus
 
