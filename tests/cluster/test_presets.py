@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stretto.cluster import Cluster, InNodeBandwidth
-from stretto.cluster.datasheets import DATASHEETS
+from stretto.cluster.detection import DATASHEETS
 from stretto.cluster.schema import dotted_keys
 
 NAMES = (

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import gpus as gpus_module
-from stretto.memory import nvml
 from stretto.memory.gpus import find_obstacle
 
 H200 = ("NVIDIA H200", 132)
@@ -33,12 +32,12 @@ def look(gpus, hosts, visible, unreached, without_atomics=(), needs_atomics=True
         return {seen[device][0], seen[peer][0]} not in without_atomics
 
     def supports(capability, own, others):
-        assert capability == nvml.ATOMICS
+        assert capability == gpus_module.NVML_ATOMICS
         return not any({own, other} in without_atomics for other in others)
 
     with (
         mock.patch.object(gpus_module, "has_native_atomics", has_atomics),
-        mock.patch.object(nvml, "supports", supports),
+        mock.patch.object(gpus_module, "nvml_supports", supports),
         mock.patch("socket.gethostname", return_value=hosts[rank]),
         mock.patch.object(torch.cuda, "get_device_properties", properties),
         mock.patch.object(torch.cuda, "device_count", return_value=len(seen)),

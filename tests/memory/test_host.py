@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stretto import memory
-from stretto.memory import host, ordering
+from stretto.memory import host
 
 
 def mapped() -> int:
@@ -182,7 +182,7 @@ def test_a_fence_stands_between_data_and_counter(monkeypatch):
     assert seen == [0]
     assert second.has_reached(0, 0, 1)
     assert seen == [0, 1]  # after it is loaded
-    ordering.membarrier()()
+    host.membarrier()()
 
 
 def allocate_too_much():

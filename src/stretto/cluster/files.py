@@ -4,9 +4,8 @@ import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
-
-from stretto.cluster.bounded import read_bounded
 
 LARGEST_FILE = 256 * 1024  # bytes; a preset has about 3 KB
 LONGEST_LINE = 4096  # characters; tomllib's time grows with the square of a dotted key's parts
@@ -46,3 +45,21 @@ def parse(text: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: is not valid TOML: {error}") from None
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply for a cluster file") from None
+
+
+def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
+    """The content of a file that is not trusted; `what` it is, for people: "a configuration".
+
+    ValueError, which names the path, for a file of more than max_bytes, before it is read, and for what is no regular
+    file. OSError where it cannot be read.
+    """
+    status = path.stat()
+    if not S_ISREG(status.st_mode):  # a pipe might never end, or never begin
+        raise ValueError(f"{path}: is not a regular file")
+    content = b""
+    if status.st_size <= max_bytes:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    if max(status.st_size, len(content)) > max_bytes:  # it may have grown meanwhile
+        raise ValueError(f"{path}: is larger than {max_bytes} bytes, the most {what} may have")
+    return content

@@ -1,14 +1,11 @@
 """Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
 
 from stretto.memory import failures, shared_gpus
-from stretto.memory.allocation import allocate
+from stretto.memory.allocation import allocate, empty, find_symmetric, peer_tensor
 from stretto.memory.cuda import allocated_bytes
-from stretto.memory.exchange import exchange, find_own_rank, is_debugging, tell
+from stretto.memory.groups import exchange, find_own_rank, group_timeout, is_debugging, tell
 from stretto.memory.host import HostMemory, allocate_in_process
-from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
-from stretto.memory.tensors import empty, find_symmetric, peer_tensor
-from stretto.memory.timeouts import group_timeout
-from stretto.memory.waiting import Backoff, PeerError
+from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, Backoff, PeerError, SymmetricMemory
 
 if shared_gpus.is_enabled():  # before any rank's first collective
     shared_gpus.install()

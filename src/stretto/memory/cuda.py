@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import shared_gpus
-from stretto.memory.exchange import find_own_rank, require_same
-from stretto.memory.symmetric import SymmetricMemory
-from stretto.memory.waiting import MASK, PeerError, has_reached
+from stretto.memory.groups import find_own_rank, require_same
+from stretto.memory.symmetric import MASK, PeerError, SymmetricMemory, has_reached
 
 _ALIGNMENT = 128
 _alive: weakref.WeakSet["CudaMemory"] = weakref.WeakSet()

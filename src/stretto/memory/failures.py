@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stretto.memory.waiting import PeerError
+from stretto.memory.symmetric import PeerError
 
 RECORD_WORDS = 16
 MAX_RECORDS = 4096

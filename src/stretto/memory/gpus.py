@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from stretto.memory import nvml, shared_gpus
+from stretto.memory import shared_gpus
 
 NCCL_BLOCKS = 32
 """The most blocks that a collective of NCCL takes."""
@@ -47,7 +47,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
     near = not needs_atomics or all(
         has_native_atomics(device.index, visible[gpu])
         if gpu in visible
-        else nvml.supports(nvml.ATOMICS, here.identity, [gpu]) is not False
+        else nvml_supports(NVML_ATOMICS, here.identity, [gpu]) is not False
         for gpu in gpus
         if gpu != here.identity
     )
@@ -81,3 +81,46 @@ def bound_blocks(multiprocessors: int) -> int:
     """
     others = max(multiprocessors // 4, min(NCCL_BLOCKS + 1, multiprocessors // 2), 1)
     return max(multiprocessors - others, 1)
+
+
+NVML_NVLINK = 2
+"""NVML_P2P_CAPS_INDEX_NVLINK: the pair is linked by NVLink."""
+NVML_ATOMICS = 3
+"""NVML_P2P_CAPS_INDEX_ATOMICS: each GPU's atomic operations work on the other's memory."""
+
+_SUCCESS = 0
+_P2P_OK = 0  # NVML_P2P_STATUS_OK
+
+
+def nvml_supports(capability: int, own: str, gpus: list[str]) -> bool | None:
+    """Whether this GPU has a capability with all others, by their UUIDs; None where NVML is not there to be asked."""
+    others = [gpu for gpu in gpus if gpu != own]
+    if not others:
+        return True
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != _SUCCESS:
+        return None
+    try:
+        here = _find_gpu(nvml, own)
+        return all(_has_capability(nvml, capability, here, _find_gpu(nvml, other)) for other in others)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _find_gpu(nvml: ctypes.CDLL, gpu: str) -> ctypes.c_void_p | None:
+    handle = ctypes.c_void_p()
+    name = (gpu if gpu.startswith("GPU-") else f"GPU-{gpu}").encode()  # torch leaves the prefix out
+    return handle if nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) == _SUCCESS else None
+
+
+def _has_capability(
+    nvml: ctypes.CDLL, capability: int, first: ctypes.c_void_p | None, second: ctypes.c_void_p | None
+) -> bool:
+    if first is None or second is None:
+        return False
+    status = ctypes.c_int(-1)
+    asked = nvml.nvmlDeviceGetP2PStatus(first, second, capability, ctypes.byref(status))
+    return bool(asked == _SUCCESS and status.value == _P2P_OK)

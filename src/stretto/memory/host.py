@@ -8,13 +8,15 @@ frees the memory when the last process that maps it ends, however it ends, at an
 A region is the rank's signal pad, then its buffer. Counter (writer, index) of a reader lies in the reader's pad at
 writer * signals + index: only that writer stores to it, only that reader loads it. With one writer, counting up is a
 load of what it stored last and an aligned store of 4 bytes (one instruction in CPython's memoryview), which no reader
-ever sees half done; no atomic addition is needed, which Python does not have. `ordering.find_fence` puts the counter
+ever sees half done; no atomic addition is needed, which Python does not have. `find_fence` puts the counter
 after the data. Kernels that do have atomic additions may use these counters too, with other rules on who writes.
 """
 
+import ctypes
 import os
 import platform
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory.exchange import exchange, find_own_rank, meet, require_same
-from stretto.memory.ordering import find_fence
-from stretto.memory.symmetric import SymmetricMemory
-from stretto.memory.waiting import MASK, Backoff, PeerError, has_reached
+from stretto.memory.groups import exchange, find_own_rank, meet, require_same
+from stretto.memory.symmetric import MASK, Backoff, PeerError, SymmetricMemory, has_reached
 
 _ALIGNMENT = 64
 _SECONDS_BEFORE_ASKING = 0.1  # a wait this long looks whether the peer still lives
@@ -216,3 +216,39 @@ def _started(process: int) -> int:
     except OSError:
         return -1
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+_TOTAL_STORE_ORDER = {"x86_64", "AMD64", "i686", "i386", "s390x"}
+_MEMBARRIER = {"aarch64": 283, "riscv64": 283, "loongarch64": 283, "ppc64le": 365, "x86_64": 324}  # system call numbers
+_GLOBAL_EXPEDITED = 1 << 1
+
+
+def find_fence() -> Callable[[], None] | None:
+    """A full memory fence to call between the data and the counter, on both sides; None where the CPU needs none.
+
+    Counters and data are stored and loaded by separate calls into compiled code (torch, memoryview), so that no
+    compiler reorders them, and only the CPU could. x86 and s390x keep stores in order with stores, and loads with loads
+    and later stores, which is all that publishing, reading and freeing take; a copy that goes around the cache ends
+    with a fence of its own (sfence, in glibc). Other CPUs promise none of that, and Python has no fence: there it is
+    the system call membarrier, a full barrier for its caller too (smp_mb() at its entry and exit, in Linux's
+    kernel/sched/membarrier.c). OSError where it is missing.
+    """
+    if platform.machine() in _TOTAL_STORE_ORDER:
+        return None
+    return membarrier()
+
+
+def membarrier() -> Callable[[], None]:
+    """The system call membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) as a fence; OSError where there is none."""
+    number = _MEMBARRIER.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        raise OSError(f"no memory fence is known for {platform.system()} on {platform.machine()}")
+    call = ctypes.CDLL(None, use_errno=True).syscall
+
+    def fence() -> None:
+        if call(number, _GLOBAL_EXPEDITED, 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"membarrier: {os.strerror(code)}")
+
+    fence()
+    return fence

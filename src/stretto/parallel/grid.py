@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.memory import group_timeout, shared_gpus
-from stretto.memory.timeouts import check_timeout, set_timeout
+from stretto.memory.groups import check_timeout, set_timeout
 
 AXES = ("data", "x", "y", "z")
 # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left: with z

@@ -9,7 +9,7 @@ import ctypes
 
 from torch import Tensor
 
-from stretto.memory.ordering import find_fence
+from stretto.memory.host import find_fence
 from stretto.tiles.channel import BlockChannel
 from stretto.tiles.signals import wait_for_all, wait_for_channel
 from stretto.tiles.streams import find_driver, find_handle

@@ -6,9 +6,9 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.collectives.two_level import Links, Nodes, choose, find_crossovers, predict
+from stretto.collectives.two_level.buffers import Piece, cut_ranges, cut_slots
+from stretto.collectives.two_level.inter_node import Step, all_gather_steps, reduce_scatter_steps
 from stretto.collectives.two_level.nodes import Host, nodes_of
-from stretto.collectives.two_level.parts import Piece, cut_ranges, cut_slots
-from stretto.collectives.two_level.steps import Step, all_gather_steps, reduce_scatter_steps
 
 # 2 ms and 1 MB/s inside a node, 10 ms and 4 MB/s between nodes.
 LINKS = Links(in_node_latency=2e-3, in_node_bandwidth=1e6, latency=10e-3, node_bandwidth=4e6)

@@ -6,7 +6,7 @@ call).
 """
 
 from stretto.collectives.backend.api import counts, install, uninstall
-from stretto.collectives.backend.extension import CompilerError
-from stretto.collectives.backend.installed import Installed
+from stretto.collectives.backend.dispatcher import Installed
+from stretto.collectives.backend.native import CompilerError
 
 __all__ = ["CompilerError", "Installed", "counts", "install", "uninstall"]

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.collectives.backend.calls import COLLECTIVES
-from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.dispatcher import Dispatcher, Installed
 from stretto.collectives.backend.factory import find_dispatcher
-from stretto.collectives.backend.installed import Installed
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify

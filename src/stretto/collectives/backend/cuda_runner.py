@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.calls import Call, require_room, run_staged, runs_in_place
 from stretto.collectives.backend.native import make_enqueued_work, profiled
 from stretto.collectives.backend.runner import Best, Member
-from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel

@@ -1,21 +1,84 @@
 """What the backend asks at every call: does a schedule run it, or the backend inside?"""
 
 import contextlib
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from stretto.collectives.backend.calls import Call, find_obstacle
-from stretto.collectives.backend.counting import CallCounter
 from stretto.collectives.backend.debug_check import Comparison
-from stretto.collectives.backend.installed import Installed
 from stretto.collectives.backend.nccl_warmup import Connection
 from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
+from stretto.collectives.said import SaidOnce
+from stretto.collectives.schedule import Schedule
 from stretto.memory import failures, is_debugging
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
+
+
+@dataclass(frozen=True, eq=False)
+class Installed:
+    """A verified schedule in a group, for calls of its collective from min_bytes to max_bytes (both inclusive).
+
+    max_bytes: 0 for any; dtypes: None for all that the device's runner has; even_sizes: also for all-to-alls that are
+    given sizes, which somebody has promised to be equal on all ranks.
+    """
+
+    schedule: Schedule
+    min_bytes: int
+    max_bytes: int
+    dtypes: frozenset[torch.dtype] | None
+    even_sizes: bool = False
+
+    def find_obstacle(self, call: Call, dtypes: frozenset[torch.dtype], reductions: frozenset[str]) -> str | None:
+        """Why it does not run this call, on a runner of these dtypes and reductions; None where it does."""
+        schedule = self.schedule
+        if schedule.collective.name != call.collective:
+            return f"it does {schedule.collective.name}"
+        if call.bytes < self.min_bytes:
+            return f"it is for at least {self.min_bytes} bytes"
+        if self.max_bytes and call.bytes > self.max_bytes:
+            return f"it is for at most {self.max_bytes} bytes"
+        if call.dtype not in (dtypes if self.dtypes is None else dtypes & self.dtypes):
+            return f"it is not for {str(call.dtype)[6:]}"
+        if call.reduction and call.reduction not in reductions:
+            return f"its executor has no {call.reduction}"
+        wanted = "sum" if call.reduction == "avg" else call.reduction
+        if call.reduction and schedule.reduction not in (None, wanted):
+            return f"it is made for {schedule.reduction}"
+        if call.collective in ("broadcast", "reduce") and schedule.collective.root != call.root:
+            return f"its root is rank {schedule.collective.root}"
+        if call.note.endswith("sizes") and not self.even_sizes:
+            return "sizes are given, and may be others on other ranks (even_sizes=True promises that they are equal)"
+        return None
+
+
+class CallCounter:
+    """Counts calls by (operation, what ran it); several threads may."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._said = SaidOnce()
+
+    def count(self, call: Call, ran_as: str, why: str) -> None:
+        """Count a call, and say what ran it at debug level, once for calls that are alike."""
+        with self._lock:
+            self._counts[call.operation, ran_as] += 1
+        if self._said.is_heard:
+            self._said.say(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
+
+    def read(self) -> dict[tuple[str, str], int]:
+        """The counts so far."""
+        with self._lock:
+            return dict(self._counts)
 
 
 class Dispatcher:

@@ -5,8 +5,12 @@ free; then the schedule runs on the call's tensors. The calling thread goes on a
 which a rank may be left in the middle of a schedule the group's memory is not used again: every later call raises.
 """
 
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.backend.agreement import Agreement, DisagreementError
-from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.calls import Call, require_room, run_staged, runs_in_place
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
-from stretto.collectives.backend.staging import require_room, run_staged, runs_in_place
-from stretto.collectives.backend.worker import Worker
 from stretto.collectives.executor.host import Patience
 from stretto.collectives.executor.layout import Buffers
 from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, DTYPES, REDUCTIONS, Plan, make_plan
@@ -29,6 +31,7 @@ from stretto.memory import HostMemory, allocate
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
+
 
 _MAX_PLANS = 256
 
@@ -236,3 +239,61 @@ def _make_plan(schedule: Schedule, elements: int, dtype: torch.dtype, reduction:
         tile_bytes=DEFAULT_TILE_BYTES,
         slots=None,
     )
+
+
+Job = Callable[[], None]
+_GRACE = 5.0  # seconds for a job to end when nobody has closed the worker
+
+
+class Worker:
+    """Starts with its first job; ends with `close`, when nobody holds it any more, or when the interpreter ends."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was any job yet."""
+        return self._thread is not None
+
+    def submit(self, job: Job) -> None:
+        """Have a job done, which must not raise. RuntimeError once the worker is closed."""
+        with self._lock:
+            if self.is_closed:
+                raise RuntimeError(f"{self._name} is closed: its process group was destroyed or aborted")
+            if self._thread is None:
+                self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+                weakref.finalize(self, _end, self._jobs, self._thread, _GRACE)
+                self._thread.start()
+            self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Wait until all jobs so far are done."""
+        if self._thread is not None and not self.is_closed:
+            done = threading.Event()
+            self.submit(done.set)
+            done.wait()
+
+    def close(self, seconds: float) -> None:
+        """Take no more jobs, and wait up to so many seconds for those so far."""
+        with self._lock:
+            self.is_closed = True
+        if self._thread is not None:
+            _end(self._jobs, self._thread, seconds)
+
+
+def _work(jobs: SimpleQueue[Job | None]) -> None:
+    with torch.inference_mode():  # of this thread: elsewhere nothing may be written into a caller's inference tensors
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # or it would keep its tensors until the next one
+
+
+def _end(jobs: SimpleQueue[Job | None], thread: threading.Thread, seconds: float) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(seconds)

@@ -9,10 +9,10 @@ work.wait()
 """
 
 from stretto.collectives.two_level.group import Call, TwoLevelGroup
+from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
 from stretto.collectives.two_level.model import TYPICAL, Links, choose, find_crossovers, predict
 from stretto.collectives.two_level.nodes import Nodes
-from stretto.collectives.two_level.transport import GroupTransport, Message, Transfer, Transport
-from stretto.collectives.two_level.work import Work
+from stretto.collectives.two_level.work import Transfer, Work
 
 __all__ = [
     "TYPICAL",

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.two_level.inter_node import SubGroup, gather_slots, reduce_slots
+from stretto.collectives.two_level.buffers import DEFAULT_PART_BYTES, check_reduction, library_reduces
+from stretto.collectives.two_level.inter_node import (
+    Between,
+    GroupTransport,
+    SubGroup,
+    Transport,
+    all_gather_steps,
+    gather_slots,
+    reduce_scatter_steps,
+    reduce_slots,
+)
 from stretto.collectives.two_level.intra_node import (
     NodeGroup,
     all_reduce_flat,
@@ -20,14 +30,9 @@ from stretto.collectives.two_level.intra_node import (
     reduce_scatter_flat,
     shuffle_and_reduce,
 )
-from stretto.collectives.two_level.limits import Deadline
 from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose
 from stretto.collectives.two_level.nodes import Host, Nodes, nodes_of
-from stretto.collectives.two_level.parts import DEFAULT_PART_BYTES
-from stretto.collectives.two_level.reduction import check_reduction, library_reduces
-from stretto.collectives.two_level.steps import Between, all_gather_steps, reduce_scatter_steps
-from stretto.collectives.two_level.transport import GroupTransport, Transport
-from stretto.collectives.two_level.work import InOrder, Work
+from stretto.collectives.two_level.work import Deadline, InOrder, Work
 from stretto.memory import PeerError, exchange, find_own_rank
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.two_level.limits import Deadline
+from stretto.collectives.two_level.buffers import (
+    Reduction,
+    as_bytes,
+    cut_ranges,
+    cut_slots,
+    library_op,
+    library_reduces,
+    reduce_rows,
+)
 from stretto.collectives.two_level.nodes import Nodes
-from stretto.collectives.two_level.parts import cut_ranges, cut_slots
-from stretto.collectives.two_level.reduction import Reduction, library_op, library_reduces, reduce_rows
-from stretto.collectives.two_level.transport import as_bytes
+from stretto.collectives.two_level.work import Deadline
 
 # torch 2.13 renamed these two, and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

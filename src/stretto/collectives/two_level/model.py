@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, cast
 
 from stretto.cluster import Cluster
-from stretto.collectives.two_level.steps import Between, all_gather_steps
+from stretto.collectives.two_level.inter_node import Between, all_gather_steps
 
 Algorithm = Literal["ring", "recursive", "flat"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]

@@ -1,8 +1,11 @@
 """What a collective that was started returns: on the CPU a thread runs it, on a GPU a stream."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -24,6 +27,17 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
+        ...
+
+
+class Transfer(Protocol):
+    """A message on its way, as torch.distributed's Work."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Wait until it has been received, or its buffer may be used again. RuntimeError where it is not, in time.
+
+        On a GPU the current stream waits, and the host only where there is a limit other than 0.
+        """
         ...
 
 
@@ -83,3 +97,52 @@ class _StreamWork:
 
     def is_completed(self) -> bool:
         return self._event.query()
+
+
+_LEAST = timedelta(milliseconds=1)  # 0 would mean no limit
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The end of a collective's time, and the rank and the collective that errors name.
+
+    `rank` of `world` is in the whole group; `place` says where that is, in words. On a GPU (`on_stream`) a limit would
+    make the host wait: there NCCL's watchdog keeps the limit that the sub-groups were made with.
+    """
+
+    end: float
+    seconds: float
+    rank: int
+    world: int
+    place: str
+    collective: str
+    on_stream: bool
+
+    @classmethod
+    def start(
+        cls, seconds: float, rank: int, world: int, place: str, collective: str, *, on_stream: bool
+    ) -> "Deadline":
+        """A limit of so many seconds from now."""
+        return cls(time.monotonic() + seconds, seconds, rank, world, place, collective, on_stream)
+
+    @contextmanager
+    def watch(self, doing: str) -> Iterator[None]:
+        """Turn what a backend raises into a PeerError with `doing` (phase, step, peer)."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise PeerError(self.describe(doing, str(error))) from error
+
+    def wait(self, transfer: Transfer, doing: str) -> None:
+        """Wait for a transfer. PeerError, with `doing`, where it fails or time is up."""
+        left = timedelta(seconds=self.end - time.monotonic())
+        with self.watch(doing):
+            done = transfer.wait() if self.on_stream else transfer.wait(max(left, _LEAST))
+            if not done:
+                raise RuntimeError("it was not done within the limit, or aborted")
+
+    def describe(self, doing: str, cause: str) -> str:
+        """The words of the error."""
+        if "imed out" in cause or "imeout" in cause:
+            cause = f"not done within {self.seconds:g} s ({cause})"
+        return f"rank {self.rank} of {self.world} ({self.place}), {self.collective}, {doing}: {cause}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.models import GPTConfig
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
-MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.timeouts allows
+MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
 MAX_STEPS = 1 << 53  # numbers beyond it are not whole in floating point
 # Of a model. Far above any that was ever trained, and low enough that to check a configuration takes seconds.
 MAX_LAYERS = 1 << 12

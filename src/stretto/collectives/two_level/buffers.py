@@ -1,11 +1,58 @@
 """Adding up what ranks send: in fp32 where the dtype is narrow, in an order that the algorithm fixes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+DEFAULT_PART_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `begin` to `end` of each of the slots `first` to `last` (both ends not included)."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
+    @property
+    def slots(self) -> int:
+        """How many slots it has a part of."""
+        return self.last - self.first
+
+    @property
+    def elements(self) -> int:
+        """How many elements of each."""
+        return self.end - self.begin
+
+
+def cut_ranges(elements: int, limit: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of consecutive ranges of at most `limit` elements, at least one of them each; none for none."""
+    limit = max(1, limit)
+    for begin in range(0, elements, limit):
+        yield begin, min(begin + limit, elements)
+
+
+def cut_slots(slots: int, elements: int, limit: int) -> Iterator[Piece]:
+    """Pieces of `slots` rows of `elements`, each piece of at most `limit` elements together.
+
+    Whole slots while one fits into the limit, else ranges of one slot; one piece where everything fits.
+    """
+    if not elements:
+        return
+    if elements <= limit:
+        for first, last in cut_ranges(slots, limit // elements):
+            yield Piece(first, last, 0, elements)
+        return
+    for slot in range(slots):
+        for begin, end in cut_ranges(elements, limit):
+            yield Piece(slot, slot + 1, begin, end)
+
 
 Reduction = Literal["sum", "avg", "max", "min"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "max", "min")
@@ -81,3 +128,8 @@ def _compare(pick: Callable[..., Tensor], total: Tensor, incoming: Tensor) -> No
 def _wider(dtype: torch.dtype) -> torch.dtype | None:
     """What sums of a narrow floating-point dtype are made in."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat, as a view: backends carry every dtype so."""
+    return tensor.view(-1).view(torch.uint8)
