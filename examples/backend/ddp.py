@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto  # noqa: F401  (makes the backend's name known where Stretto is not installed)
-from stretto.collectives import counts
+from stretto.collectives import call_counts
 
 
 def train(steps: int = 5) -> list[float]:
@@ -43,5 +43,5 @@ if __name__ == "__main__":
     losses = train()
     if dist.get_rank() == 0:
         print(losses)
-        print(dict(counts()) if backend == "stretto" else backend)
+        print(dict(call_counts()) if backend == "stretto" else backend)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stretto  # noqa: F401  (makes the backend's name known where Stretto is not installed)
-from stretto.collectives import counts
+from stretto.collectives import call_counts
 
 
 def train(steps: int = 5) -> list[float]:
@@ -51,5 +51,5 @@ if __name__ == "__main__":
     losses = train()
     if dist.get_rank() == 0:
         print(losses)
-        print(dict(counts()) if backend == "stretto" else backend)
+        print(dict(call_counts()) if backend == "stretto" else backend)
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto  # noqa: F401  (makes the backend's name known)
-from stretto.collectives import counts, install
+from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 from stretto.memory import shared_gpus
 from tests.gpu.watched import run_watched
@@ -65,11 +65,11 @@ def train_all(folder: Path, backend: str) -> None:
     dist.init_process_group("stretto" if backend == "stretto" else shared_gpus.default_backend("cuda"))
     found = {}
     for name, make in MODELS.items():
-        before = dict(counts()) if backend == "stretto" else {}
+        before = dict(call_counts()) if backend == "stretto" else {}
         losses = train(make(), shares_batch=name == "dtensor")
         ran = {}
         if backend == "stretto":
-            ran = {" ".join(key): number - before.get(key, 0) for key, number in counts().items()}
+            ran = {" ".join(key): number - before.get(key, 0) for key, number in call_counts().items()}
         found[name] = {"losses": losses, "ran": ran}
     (folder / f"{backend}-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -114,7 +114,7 @@ def check_operations(folder: Path) -> None:
             torch.cuda.default_stream().wait_stream(side)
     if not (x == 1).all():
         wrong.append("all_reduce on two streams")
-    found = {"wrong": wrong, "ran": {" ".join(key): number for key, number in counts().items()}}
+    found = {"wrong": wrong, "ran": {" ".join(key): number for key, number in call_counts().items()}}
     (folder / f"operations-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -128,7 +128,7 @@ def exchange_among_some(folder: Path, before: str) -> None:
         dist.barrier()
     else:
         dist.all_reduce(torch.ones(4, device="cuda"))
-        assert any("schedule" in ran for _, ran in counts()), counts()
+        assert any("schedule" in ran for _, ran in call_counts()), call_counts()
     if dist.get_rank() == 0:
         sent, taken = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, taken, 0), dist.P2POp(dist.isend, sent, 0)]):

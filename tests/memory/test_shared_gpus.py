@@ -210,7 +210,7 @@ def fall_back_by_host() -> None:
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
     total = sum(range(1, world + 1))
     with installed() as ran:
-        call = host_fallback.FallbackByHost(
+        call = host_fallback.HostFallback(
             Dispatcher(member, {"cpu": "gloo"}), gloo, dist.HashStore(), member, device_type="cpu"
         )
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import stretto
 from stretto.cli import app
-from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, NodeLink, Transfer
+from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NodeLink
 from stretto.models import GPTConfig
 from stretto.parallel import linear
 from stretto.planner import compute, cost, predict
@@ -110,8 +110,11 @@ def test_a_measured_product_takes_the_time_that_was_measured():
 def test_a_measured_collective_takes_the_time_that_was_measured_between_sizes_by_a_line():
     # x = 4: each of 10 blocks sums two outputs and two input gradients of 16 x 1024 x 1024 numbers of 2 bytes.
     sent = 2 * 3 / 4 * 16 * 1024 * 1024 * 2
-    flat = tuple(Transfer("all_reduce", 1, 4, size, 5e-3) for size in (1000, 10**9))
-    line = (Transfer("all_reduce", 1, 4, 1000, 5e-3), Transfer("all_reduce", 1, 4, int(2 * sent), 10e-3))
+    flat = tuple(MeasuredCollective("all_reduce", 1, 4, size, 5e-3) for size in (1000, 10**9))
+    line = (
+        MeasuredCollective("all_reduce", 1, 4, 1000, 5e-3),
+        MeasuredCollective("all_reduce", 1, 4, int(2 * sent), 10e-3),
+    )
     with_flat = step(cluster(transfers=flat), {"x": 4}, overlaps=False)
     with_line = step(cluster(transfers=line), {"x": 4}, overlaps=False)
     assert with_flat.communication["all_reduce_x"] == pytest.approx(5e-3 * (10 * 4 + 4))
@@ -123,7 +126,7 @@ def test_a_measured_collective_takes_the_time_that_was_measured_between_sizes_by
 
 def test_a_collective_larger_than_all_that_were_measured_has_the_largest_ones_bandwidth():
     sent = 2 * 3 / 4 * 16 * 1024 * 1024 * 2
-    measured = tuple(Transfer("all_reduce", 1, 4, int(size), size / 1e9) for size in (sent / 8, sent / 4))
+    measured = tuple(MeasuredCollective("all_reduce", 1, 4, int(size), size / 1e9) for size in (sent / 8, sent / 4))
     plan = step(cluster(transfers=measured), {"x": 4}, overlaps=False)
     # 1 GB/s: 40 sums of the blocks, the embedding's and the head's; the loss's statistics are small
     assert plan.communication["all_reduce_x"] == pytest.approx(42 * sent / 1e9, rel=0.02)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stretto.bench.harness import TORCH_DTYPES, machine_kind, run_ranks, time_steps
-from stretto.cluster import Cluster, InNodeBandwidth, Matmul, Transfer
+from stretto.cluster import Cluster, InNodeBandwidth, Matmul, MeasuredCollective
 from stretto.parallel import Grid
 from stretto.parallel.communication import start_all_reduce, start_gather_rows, start_scatter_rows
 
@@ -207,7 +207,7 @@ def _slowdown(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
 
 
 def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any]) -> Cluster:
-    transfers = tuple(Transfer(*row) for row in measured["transfers"])
+    transfers = tuple(MeasuredCollective(*row) for row in measured["transfers"])
     in_node = []
     for preceding, size in hierarchies(ranks):
         rows = [row for row in transfers if (row.preceding, row.size) == (preceding, size)]

@@ -3,7 +3,8 @@
 from stretto.cluster.cluster import Cluster
 from stretto.cluster.description import name_grid
 from stretto.cluster.files import read_bounded
-from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, NetworkLink, NodeLink, Transfer
+from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
+from stretto.deprecated import alias
 
 __all__ = [
     "GPU",
@@ -11,9 +12,11 @@ __all__ = [
     "FlopRates",
     "InNodeBandwidth",
     "Matmul",
+    "MeasuredCollective",
     "NetworkLink",
     "NodeLink",
-    "Transfer",
     "name_grid",
     "read_bounded",
 ]
+
+__getattr__ = alias(__name__, {"Transfer": "MeasuredCollective"})

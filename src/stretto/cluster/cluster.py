@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stretto.cluster import detection, files
 from stretto.cluster.description import describe
-from stretto.cluster.model import GPU, InNodeBandwidth, Matmul, NetworkLink, NodeLink, Transfer
+from stretto.cluster.model import GPU, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
 from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
 
 _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generation
@@ -28,7 +28,7 @@ class Cluster:
     nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
     in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
     matmuls: tuple[Matmul, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Matmul))
-    transfers: tuple[Transfer, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Transfer))
+    transfers: tuple[MeasuredCollective, ...] = field(default=(), metadata=figure(Kind.ROWS, of=MeasuredCollective))
     gpu: GPU = field(metadata=figure(Kind.TABLE, of=GPU))
     in_node: NodeLink = field(default=NodeLink(), metadata=figure(Kind.TABLE, of=NodeLink))
     between_nodes: NetworkLink = field(default=NetworkLink(), metadata=figure(Kind.TABLE, of=NetworkLink))
@@ -113,7 +113,7 @@ class Cluster:
                 return row.bandwidth
         return None
 
-    def measured_transfers(self, collective: str, preceding: int, size: int) -> tuple[Transfer, ...]:
+    def measured_transfers(self, collective: str, preceding: int, size: int) -> tuple[MeasuredCollective, ...]:
         """What such groups were measured at, by rising size of message; () if they were not."""
         rows = (
             row for row in self.transfers if (row.collective, row.preceding, row.size) == (collective, preceding, size)

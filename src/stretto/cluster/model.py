@@ -133,7 +133,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MeasuredCollective:
     """A measured collective inside a node: all groups of `size` GPUs that lie `preceding` apart at once.
 
     `bytes` is what a ring algorithm sends from one GPU, `seconds` what the collective took.

@@ -33,9 +33,10 @@ from stretto.collectives.language import Program, ProgramError, Reference, chunk
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
 from stretto.collectives.verifier import Race, Verification, verify
 from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
+from stretto.deprecated import alias
 
 if TYPE_CHECKING:
-    from stretto.collectives.backend import counts, install, uninstall
+    from stretto.collectives.backend import call_counts, install, uninstall
 
 __all__ = [
     "PROTOCOLS",
@@ -62,9 +63,9 @@ __all__ = [
     "ThreadBlock",
     "Verification",
     "algorithm",
+    "call_counts",
     "chunk",
     "compile_program",
-    "counts",
     "from_xml",
     "install",
     "parallelize",
@@ -78,6 +79,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("counts", "install", "uninstall"):  # they need torch, and the rest here does not
+    if name in ("call_counts", "install", "uninstall"):  # they need torch, and the rest here does not
         return getattr(import_module("stretto.collectives.backend"), name)
-    raise AttributeError(f"module 'stretto.collectives' has no attribute {name!r}")
+    return _find_renamed(name)
+
+
+_find_renamed = alias(__name__, {"counts": "stretto.collectives.backend.call_counts"})

@@ -1,9 +1,10 @@
 """Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
 
+from stretto.deprecated import alias
 from stretto.memory import failures, shared_gpus
 from stretto.memory.allocation import allocate, empty, find_symmetric, peer_tensor
 from stretto.memory.cuda import allocated_bytes
-from stretto.memory.groups import exchange, find_own_rank, group_timeout, is_debugging, tell
+from stretto.memory.groups import exchange, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, Backoff, PeerError, SymmetricMemory
 
@@ -28,5 +29,7 @@ __all__ = [
     "group_timeout",
     "is_debugging",
     "peer_tensor",
-    "tell",
+    "store_all_gather",
 ]
+
+__getattr__ = alias(__name__, {"tell": "store_all_gather"})

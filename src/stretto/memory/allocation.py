@@ -48,12 +48,12 @@ def allocate_as(what: str, size: int, group: dist.ProcessGroup | None, backend: 
 
 
 _memories = WeakTensorKeyDictionary()
-"""Each tensor's `_Made`, as long as the tensor lives."""
+"""Each tensor's `_Allocation`, as long as the tensor lives."""
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many each group has made; not by its name, which a group of other ranks may get when it is gone."""
 
 
-class _Made(NamedTuple):
+class _Allocation(NamedTuple):
     """What `empty` knows of a tensor that it made: where it began, since others may be put into its place (`.data`)."""
 
     memory: SymmetricMemory
@@ -62,7 +62,7 @@ class _Made(NamedTuple):
     num_bytes: int
 
 
-class Found(NamedTuple):
+class SymmetricLocation(NamedTuple):
     """Where a tensor lies: the memory, how many tensors its group had made before, and bytes from the beginning."""
 
     memory: SymmetricMemory
@@ -105,7 +105,7 @@ def empty(
     if group is not None:
         number = _counts.get(group, 0)
         _counts[group] = number + 1  # all ranks have made it
-    _memories[made] = _Made(memory, number, made.data_ptr(), made.nbytes)
+    _memories[made] = _Allocation(memory, number, made.data_ptr(), made.nbytes)
     return made
 
 
@@ -126,14 +126,14 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
     return tensor if rank == memory.rank else _view(memory, rank, tensor.dtype, tuple(tensor.shape))
 
 
-def find_symmetric(tensor: Tensor) -> Found | None:
+def find_symmetric(tensor: Tensor) -> SymmetricLocation | None:
     """Where a contiguous tensor lies in one that `empty` made and that lives; None for all others."""
     if _memories:
         start = tensor.data_ptr()
         for memory, number, begin, num_bytes in _memories.values():
             # GPUs of one process and its CPU have addresses of their own.
             if 0 <= start - begin <= num_bytes - tensor.nbytes:
-                return Found(memory, number, start - begin)
+                return SymmetricLocation(memory, number, start - begin)
     return None
 
 

@@ -67,7 +67,7 @@ def is_debugging() -> bool:
     return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
 
 
-def tell(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
+def store_all_gather(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
     """What every rank says as the number-th of a topic, from 1 on, in rank order. All ranks of the group call it.
 
     It goes through the store, from host to host: nothing is done on a device. `timeout` is in seconds. PeerError names

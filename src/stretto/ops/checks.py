@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, tell
+from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.ops.gemm.tile import FP8, Scales
 from stretto.ops.workspace import find_group, find_known
 
@@ -171,7 +171,7 @@ def require_agreement(said: str, by_tma: bool, group: str, device: torch.device)
     failures.check()  # before ranks are waited for that may never come
     members = find_group(group)
     told = said + _BY_TMA if by_tma else said
-    heard = tell(told, members, f"stretto ops {device.type}", kept.count + 1, group_timeout(members))
+    heard = store_all_gather(told, members, f"stretto ops {device.type}", kept.count + 1, group_timeout(members))
     kept.count += 1
     rank = dist.get_rank(members)
     for peer, other in enumerate(heard):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from stretto.cluster import Cluster, Transfer
+from stretto.cluster import Cluster, MeasuredCollective
 from stretto.planner.architecture import Linear
 from stretto.planner.communication import (
     AXIS_OF,
@@ -248,7 +248,7 @@ def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
 
 
-def _interpolate(measured: Sequence[Transfer], num_bytes: float) -> float:
+def _interpolate(measured: Sequence[MeasuredCollective], num_bytes: float) -> float:
     """Seconds of a message among measured ones: linear between two of them, by bandwidth beyond the largest."""
     sizes = [row.bytes for row in measured]
     above = bisect_left(sizes, num_bytes)

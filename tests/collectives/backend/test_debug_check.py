@@ -119,7 +119,7 @@ def call_without_the_variable(debug):
     """Nobody says anything where the group was made without STRETTO_DEBUG."""
     group = make_group(debug)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(debug_check, "tell", lambda *_: pytest.fail("ranks compared their calls"))
+        patch.setattr(debug_check, "store_all_gather", lambda *_: pytest.fail("ranks compared their calls"))
         patch.setenv("STRETTO_DEBUG", "1")
         dist.all_reduce(torch.ones(4), group=group)
 

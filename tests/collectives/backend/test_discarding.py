@@ -9,7 +9,7 @@ import torch
 
 from stretto.collectives.algorithms import find
 from stretto.collectives.backend import cuda_runner
-from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.runner import Member
 
 
@@ -33,7 +33,7 @@ def test_a_kernel_lives_on_where_a_graph_has_captured_it(is_captured, monkeypatc
     runner.prepare(schedule, None, 1.0)
 
     def start():
-        runner.start(schedule, Call("alltoall", (torch.zeros(4),), (torch.zeros(4),), "", 0, 1.0, ""))
+        runner.start(schedule, BackendCall("alltoall", (torch.zeros(4),), (torch.zeros(4),), "", 0, 1.0, ""))
 
     for is_capturing in (False, is_captured):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_capturing: now)

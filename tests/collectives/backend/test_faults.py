@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
 
-from stretto.collectives import Collective, ScheduleFileError, counts, install, uninstall, write_schedule
+from stretto.collectives import Collective, ScheduleFileError, call_counts, install, uninstall, write_schedule
 from stretto.collectives.algorithms import find
 from stretto.memory import PeerError
 
@@ -223,7 +223,7 @@ def refuse(folder):
         install((path, __file__)[rank], group)
     with pytest.raises(FileNotFoundError):
         install("/nowhere/ring.xml", group)
-    for asked in (lambda: install(right, plain), lambda: counts(plain), counts):
+    for asked in (lambda: install(right, plain), lambda: call_counts(plain), call_counts):
         with pytest.raises(ValueError, match=r"the group's backend is .*gloo.*, not stretto"):
             asked()
     if rank == 0:
@@ -231,12 +231,12 @@ def refuse(folder):
             install(right, dist.new_group([0, 1], backend="stretto", use_local_synchronization=True), timeout=0.5)
     else:
         dist.new_group([0, 1], backend="stretto", use_local_synchronization=True)
-    assert counts(group) == {}
+    assert call_counts(group) == {}
     installed = install(path, group, max_bytes=100)
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0] * 3
-    assert counts(group) == {("allreduce", f"schedule {installed.schedule.name}"): 1}
+    assert call_counts(group) == {("allreduce", f"schedule {installed.schedule.name}"): 1}
     uninstall(group=group)
 
 

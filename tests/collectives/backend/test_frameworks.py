@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from tests.collectives.backend import operations
 
-from stretto.collectives import counts, install
+from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "backend"
@@ -50,7 +50,7 @@ def train(script, backend, store):
     if backend == "stretto":
         module["install_schedules"]()
     losses = module["train"]()
-    return losses, dict(counts()) if backend == "stretto" else {}
+    return losses, dict(call_counts()) if backend == "stretto" else {}
 
 
 @pytest.mark.parametrize("script", CALLS)
@@ -119,14 +119,14 @@ def call_functional():
     assert torch.equal(whole, gathered)
     turned = functional.all_to_all_single(given, None, None, group)
     assert turned.tolist() == [3.0 * rank + at + peer for peer in range(size) for at in range(3)]
-    assert counts(group) == {
+    assert call_counts(group) == {
         ("allreduce", "schedule ring-all-reduce"): 2,
         ("broadcast", "schedule binomial-broadcast"): 1,
         ("allgather_into_tensor_coalesced", "schedule ring-all-gather"): 2,
         ("reduce_scatter_tensor_coalesced", "schedule ring-reduce-scatter"): 1,
         ("allreduce_coalesced", "schedule ring-all-reduce"): 1,
         ("alltoall_base", "schedule direct-all-to-all"): 1,
-    }, counts(group)
+    }, call_counts(group)
 
 
 def test_functional_collectives_reach_the_schedules(ranks):
@@ -145,7 +145,7 @@ def call_compiled(compiler):
 
     given = torch.arange(4.0)
     assert torch.compile(compute, backend=compiler, fullgraph=True)(given) == compute(given) == 56
-    ran_as = counts(group)
+    ran_as = call_counts(group)
     assert ran_as["allreduce", "schedule ring-all-reduce"] == 2
     assert sum(count for (name, ran), count in ran_as.items() if ran == "schedule ring-all-gather") == 2
     assert sum(ran_as.values()) == 4

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.factory import find_dispatcher
-from stretto.collectives.backend.nccl_warmup import Connection
-from stretto.collectives.backend.runner import Best, Member
+from stretto.collectives.backend.nccl_warmup import NcclWarmup
+from stretto.collectives.backend.runner import FastestRun, Member
 
 
 class Recorder:
@@ -24,11 +24,11 @@ class Recorder:
         return SimpleNamespace(wait=lambda: None)
 
 
-class ChoosingRunner:
+class FastestRunner:
     """Runs what has 4 elements."""
 
-    def start_best(self, call):
-        return Best("a Work" if call.inputs[0].numel() == 4 else None, "magic", "")
+    def start_fastest(self, call):
+        return FastestRun("a Work" if call.inputs[0].numel() == 4 else None, "magic", "")
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def not_capturing(monkeypatch):
 )
 def test_it_connects_once_where_a_schedule_runs_on_gpus(device, operation, elements, connects):
     nccl, member = Recorder(), Member(0, 2, "g")
-    dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, Connection(nccl, member))
-    dispatcher._runners[device] = ChoosingRunner()
+    dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, NcclWarmup(nccl, member))
+    dispatcher._runners[device] = FastestRunner()
     with FakeTensorMode():
         tensors = [torch.zeros(elements, device=device)]
         for _ in range(3):
@@ -59,19 +59,19 @@ def test_it_connects_once_where_a_schedule_runs_on_gpus(device, operation, eleme
 
 def test_it_connects_after_a_graph_is_captured(monkeypatch):
     nccl = Recorder()
-    connection = Connection(nccl, Member(0, 2, "g"))
+    warmup = NcclWarmup(nccl, Member(0, 2, "g"))
     for is_capturing, calls in ((True, 0), (False, 1), (False, 1)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_capturing: now)
-        connection.make(torch.device("cpu"))
+        warmup.warm_up(torch.device("cpu"))
         assert nccl.calls == calls
 
 
-class OnHost(Connection):
+class OnHost(NcclWarmup):
     """Connects by a tensor on the host."""
 
-    def make(self, device):
+    def warm_up(self, device):
         assert device == torch.device("cuda", 0)
-        super().make(torch.device("cpu"))
+        super().warm_up(torch.device("cpu"))
 
 
 def wait_at_barriers(gpus):
@@ -79,7 +79,7 @@ def wait_at_barriers(gpus):
     rank = dist.get_rank()
     dispatcher = find_dispatcher(dist.new_group(backend="stretto"))
     nccl = Recorder()
-    dispatcher._connection = OnHost(nccl, dispatcher.member)
+    dispatcher._nccl_warmup = OnHost(nccl, dispatcher.member)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -88,7 +88,7 @@ def wait_at_barriers(gpus):
             gpu = SimpleNamespace(uuid=str(used[rank]))
             patch.setattr(torch.cuda, "is_initialized", lambda now=used[rank] is not None: now)
             patch.setattr(torch.cuda, "get_device_properties", lambda device, now=gpu: now)
-            dispatcher.connect_where_ready()  # as the C++ part does on machines with GPUs
+            dispatcher.warm_up_nccl_if_ready()  # as the C++ part does on machines with GPUs
             found.append(nccl.calls)
     return found
 

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
 
-from stretto.collectives import counts, install, uninstall
+from stretto.collectives import call_counts, install, uninstall
 from stretto.collectives.algorithms import find
 
 
 def counts_of(group, function):
     """What a function's calls in the group ran as."""
-    before = Counter(counts(group))
+    before = Counter(call_counts(group))
     result = function()
-    return result, dict(Counter(counts(group)) - before)
+    return result, dict(Counter(call_counts(group)) - before)
 
 
 def compare(operation, dtype, n, group, reference):
@@ -31,7 +31,7 @@ def compare(operation, dtype, n, group, reference):
 def compare_all(in_place):
     group, reference = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
     operations.install_all(group, in_place)
-    assert counts(group) == {}  # Stretto's own messages are not the job's
+    assert call_counts(group) == {}  # Stretto's own messages are not the job's
     for dtype, sizes in (
         (torch.float32, (0, 1, 5, 1001)),
         (torch.bfloat16, (7,)),
@@ -133,7 +133,7 @@ def average_and_stride():
     columns = torch.zeros(2, size)
     group.allgather([[columns[:, peer] for peer in range(size)]], [torch.full((2, 3), float(rank))[:, 1]]).wait()
     assert columns.tolist() == [[0, 1, 2]] * 2
-    assert {ran for _, ran in counts(group)} == {
+    assert {ran for _, ran in call_counts(group)} == {
         "schedule ring-all-reduce",
         "schedule ring-all-gather",
         "schedule ring-reduce-scatter",
@@ -215,7 +215,7 @@ def compare_odd_lists():
     assert dict(bring_odd_lists(group)) == right
     assert right["allreduce"] == [[33.0] * 2] * 2  # the two tensors are summed up, too
     assert right["broadcast"] == [[1.0, 1.0]] * 2
-    assert {ran for _, ran in counts(group)} == {"gloo"}
+    assert {ran for _, ran in call_counts(group)} == {"gloo"}
 
 
 def test_lists_that_mean_something_else_to_c10d_run_on_gloo_or_are_refused_there(ranks):
@@ -258,7 +258,7 @@ def split_up():
         tensor = torch.full((3,), 1.0 + dist.get_rank())
         dist.all_reduce(tensor, group=half)
         assert tensor.tolist() == [4.0] * 3
-        assert counts(half) == {("allreduce", "schedule ring-all-reduce"): 1}
+        assert call_counts(half) == {("allreduce", "schedule ring-all-reduce"): 1}
     if operations.is_python(world):
         return  # torch crashes on ranks outside of the part
     part = world.split_group([0, 1], group_name="part")
@@ -267,9 +267,9 @@ def split_up():
         tensor = torch.ones(3)
         part.allreduce([tensor]).wait()
         assert tensor.tolist() == [2.0] * 3
-        assert counts(part) == {("allreduce", "gloo"): 1}
+        assert call_counts(part) == {("allreduce", "gloo"): 1}
         part.shutdown()
-    assert counts(world) == {}
+    assert call_counts(world) == {}
 
 
 def test_subgroups_and_splits_have_schedules_and_counts_of_their_own(ranks):

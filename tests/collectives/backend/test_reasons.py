@@ -6,24 +6,24 @@ import pytest
 import torch
 
 from stretto.collectives.algorithms import find
-from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.cuda_runner import CudaRunner, _find_buffers
 from stretto.collectives.backend.dispatcher import Dispatcher
-from stretto.collectives.backend.runner import Best, Member
+from stretto.collectives.backend.runner import FastestRun, Member
 
 
-class ChoosingRunner:
+class FastestRunner:
     """Runs what has 4 elements by a way of its own."""
 
-    def start_best(self, call):
+    def start_fastest(self, call):
         if call.inputs[0].numel() == 4:
-            return Best("a Work", "magic LL", "it was the fastest")
-        return Best(None, "", "it was slower")
+            return FastestRun("a Work", "magic LL", "it was the fastest")
+        return FastestRun(None, "", "it was slower")
 
 
 def test_the_devices_own_choice_is_counted_and_said_with_its_reason(caplog):
     dispatcher = Dispatcher(Member(0, 2, "g"), {"cpu": "gloo"})
-    dispatcher._runners["cpu"] = ChoosingRunner()
+    dispatcher._runners["cpu"] = FastestRunner()
 
     def call(elements, operation="allreduce"):
         tensors = [torch.zeros(elements)]
@@ -59,7 +59,11 @@ def test_the_devices_own_choice_is_counted_and_said_with_its_reason(caplog):
 def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     runner = CudaRunner(Member(0, 1, "g"))
-    assert runner.start_best(Call("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note)) == (None, "", why)
+    assert runner.start_fastest(BackendCall("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note)) == (
+        None,
+        "",
+        why,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_what_is_left_to_nccl_on_gpus_has_a_reason(inputs, outputs, note, why, m
     ],
 )
 def test_what_no_schedule_can_do_on_gpus_is_refused_before_anything_is_launched(operation, tensor, note, message):
-    call = Call(operation, (tensor,), (tensor,), "", 0, 1.0, note)
+    call = BackendCall(operation, (tensor,), (tensor,), "", 0, 1.0, note)
     with pytest.raises(ValueError, match=message):
         CudaRunner(Member(0, 2, "g")).start(find("direct-all-to-all").compile(ranks=2), call)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.collectives.backend import operations
 from torch.torch_version import TorchVersion
 
-from stretto.collectives import counts, install
+from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 
 
@@ -69,12 +69,12 @@ import torch.distributed as dist, stretto, torch
 dist.init_process_group("stretto", store=dist.HashStore(), rank=0, world_size=1)
 """
 RUN = """
-from stretto.collectives import install, counts
+from stretto.collectives import install, call_counts
 from stretto.collectives.algorithms import find
 install(find("ring-all-reduce").compile(ranks=1))
 work = dist.all_reduce(torch.ones(3), async_op=True)
 work.get_future()
-print(counts())
+print(call_counts())
 """
 
 
@@ -187,7 +187,7 @@ def say_why():
         "broadcast of 2 int64 (16 bytes) on cpu runs as gloo: no schedule is installed for broadcast",
         "barrier of 0 elements (0 bytes) on cpu runs as gloo: no schedule does this operation",
     ]
-    assert len(counts(group)) == 4
+    assert len(call_counts(group)) == 4
 
 
 def test_debug_level_says_what_ran_and_why(ranks):
@@ -202,7 +202,7 @@ def watch_under_detail():
         install(find("ring-all-reduce").compile(ranks=3), group)
         group.monitored_barrier(timedelta(seconds=30))  # in which rank 0 sends more than others
         dist.all_reduce(torch.ones(3), group=group)
-        assert counts(group)["allreduce", "schedule ring-all-reduce"] == 1
+        assert call_counts(group)["allreduce", "schedule ring-all-reduce"] == 1
         with pytest.raises(RuntimeError, match="mismatch between collectives"):
             dist.all_reduce(torch.ones(3 + dist.get_rank()), group=group)
     finally:

@@ -6,8 +6,8 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.collectives.two_level import Links, Nodes, choose, find_crossovers, predict
-from stretto.collectives.two_level.buffers import Piece, cut_ranges, cut_slots
-from stretto.collectives.two_level.inter_node import Step, all_gather_steps, reduce_scatter_steps
+from stretto.collectives.two_level.buffers import SlotRange, cut_ranges, cut_slots
+from stretto.collectives.two_level.inter_node import InterNodeStep, all_gather_steps, reduce_scatter_steps
 from stretto.collectives.two_level.nodes import Host, nodes_of
 
 # 2 ms and 1 MB/s inside a node, 10 ms and 4 MB/s between nodes.
@@ -43,9 +43,17 @@ def test_after_a_reduce_scatter_slot_0_has_every_nodes_part_once(algorithm, node
 
 
 def test_ring_has_a_step_a_node_and_recursive_one_a_doubling():
-    assert all_gather_steps("ring", 4) == (Step(1, 0, 1, 1), Step(1, 1, 2, 1), Step(1, 2, 3, 1))
-    assert all_gather_steps("recursive", 4) == (Step(1, 0, 1, 1), Step(2, 0, 2, 2))
-    assert all_gather_steps("recursive", 5) == (Step(1, 0, 1, 1), Step(2, 0, 2, 2), Step(4, 0, 4, 1))
+    assert all_gather_steps("ring", 4) == (
+        InterNodeStep(1, 0, 1, 1),
+        InterNodeStep(1, 1, 2, 1),
+        InterNodeStep(1, 2, 3, 1),
+    )
+    assert all_gather_steps("recursive", 4) == (InterNodeStep(1, 0, 1, 1), InterNodeStep(2, 0, 2, 2))
+    assert all_gather_steps("recursive", 5) == (
+        InterNodeStep(1, 0, 1, 1),
+        InterNodeStep(2, 0, 2, 2),
+        InterNodeStep(4, 0, 4, 1),
+    )
     assert [len(all_gather_steps("recursive", n)) for n in (1, 2, 3, 8, 9)] == [0, 1, 2, 3, 4]
 
 
@@ -159,9 +167,14 @@ def test_uneven_nodes_are_refused():
 def test_pieces_cover_all_elements_once_and_keep_to_the_limit():
     assert list(cut_ranges(5, 2)) == [(0, 2), (2, 4), (4, 5)]
     assert list(cut_ranges(0, 2)) == []
-    assert list(cut_slots(3, 4, 12)) == [Piece(0, 3, 0, 4)]
-    assert list(cut_slots(3, 4, 8)) == [Piece(0, 2, 0, 4), Piece(2, 3, 0, 4)]
-    assert list(cut_slots(2, 4, 3)) == [Piece(0, 1, 0, 3), Piece(0, 1, 3, 4), Piece(1, 2, 0, 3), Piece(1, 2, 3, 4)]
+    assert list(cut_slots(3, 4, 12)) == [SlotRange(0, 3, 0, 4)]
+    assert list(cut_slots(3, 4, 8)) == [SlotRange(0, 2, 0, 4), SlotRange(2, 3, 0, 4)]
+    assert list(cut_slots(2, 4, 3)) == [
+        SlotRange(0, 1, 0, 3),
+        SlotRange(0, 1, 3, 4),
+        SlotRange(1, 2, 0, 3),
+        SlotRange(1, 2, 3, 4),
+    ]
     # counts over 32 bits
     gigabytes = list(cut_ranges(3 * 2**31 + 1, 2**30))
     assert (len(gigabytes), gigabytes[-1]) == (7, (6 * 2**30, 6 * 2**30 + 1))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from stretto.collectives.two_level import Message, Transfer, Transport
+from stretto.collectives.two_level import Message, MessageWork, Transport
 
 
 class DelayedTransport:
@@ -25,10 +25,10 @@ class DelayedTransport:
 
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
-    ) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
+    ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
         """As the transport below, for messages of which it can start each by itself."""
         now = time.monotonic()
-        sent: list[Transfer] = []
+        sent: list[MessageWork] = []
         for message in outgoing:
             if seconds := self._seconds(message.peer):
                 delayed = _Delayed(message, now + seconds)
@@ -55,7 +55,7 @@ class _Delayed:
         self.message = message
         self.due = due
         self.left = threading.Event()
-        self.transfer: Transfer | None = None
+        self.transfer: MessageWork | None = None
         self.error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

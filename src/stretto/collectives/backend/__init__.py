@@ -5,8 +5,11 @@ calls), `dispatcher` (who runs a call), `runner` and `host_runner` (how a schedu
 call).
 """
 
-from stretto.collectives.backend.api import counts, install, uninstall
-from stretto.collectives.backend.dispatcher import Installed
+from stretto.collectives.backend.api import call_counts, install, uninstall
+from stretto.collectives.backend.dispatcher import InstalledSchedule
 from stretto.collectives.backend.native import CompilerError
+from stretto.deprecated import alias
 
-__all__ = ["CompilerError", "Installed", "counts", "install", "uninstall"]
+__all__ = ["CompilerError", "InstalledSchedule", "call_counts", "install", "uninstall"]
+
+__getattr__ = alias(__name__, {"Installed": "InstalledSchedule", "counts": "call_counts"})

@@ -1,4 +1,4 @@
-"""`install`, `uninstall` and `counts`: what users call."""
+"""`install`, `uninstall` and `call_counts`: what users call."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.collectives.backend.calls import COLLECTIVES
-from stretto.collectives.backend.dispatcher import Dispatcher, Installed
+from stretto.collectives.backend.dispatcher import Dispatcher, InstalledSchedule
 from stretto.collectives.backend.factory import find_dispatcher
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
@@ -30,7 +30,7 @@ def install(
     even_sizes: bool = False,
     waive: Collection[str] = (),
     timeout: float | None = None,
-) -> Installed:
+) -> InstalledSchedule:
     """Have a group run calls of a collective by a schedule of one's own. All ranks of the group call it.
 
     schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks.
@@ -46,9 +46,9 @@ def install(
     """
     dispatcher = find_dispatcher(group)
 
-    def check() -> tuple[Installed, str]:
+    def check() -> tuple[InstalledSchedule, str]:
         read = read_schedule(Path(schedule)) if isinstance(schedule, str | Path) else schedule
-        made = Installed(
+        made = InstalledSchedule(
             _verified(read, dispatcher.member.size, waive),
             read.min_bytes if min_bytes is None else min_bytes,
             read.max_bytes if max_bytes is None else max_bytes,
@@ -62,7 +62,7 @@ def install(
         )
         return made, f"schedule {read.name} ({digest(read)}) for {read.collective.name}, {limits}"
 
-    with dispatcher.resting():
+    with dispatcher.bypassed():
         timeout = group_timeout(group) if timeout is None else timeout
         made = _agree(check, group, timeout)
         runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
@@ -73,7 +73,7 @@ def install(
 
 
 def uninstall(
-    installed: Installed | None = None, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
+    installed: InstalledSchedule | None = None, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
 ) -> None:
     """Take a schedule that `install` returned out of its group, or all (None). All ranks of the group call it.
 
@@ -82,14 +82,14 @@ def uninstall(
     """
     dispatcher = find_dispatcher(group)
 
-    def check() -> tuple[tuple[Installed, ...], str]:
+    def check() -> tuple[tuple[InstalledSchedule, ...], str]:
         leaving = dispatcher.installed if installed is None else (installed,)
         for each in leaving:
             if each not in dispatcher.installed:
                 raise ValueError(f"the schedule {each.schedule.name} is not installed in this group")
         return leaving, "schedules out: " + ", ".join(str(dispatcher.installed.index(each)) for each in leaving)
 
-    with dispatcher.resting():
+    with dispatcher.bypassed():
         leaving = _agree(check, group, group_timeout(group) if timeout is None else timeout)
     dispatcher.installed = tuple(each for each in dispatcher.installed if each not in leaving)
     for device in dispatcher.inner:
@@ -98,7 +98,7 @@ def uninstall(
                 runner.discard(each.schedule)
 
 
-def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
+def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
     """How often this rank's calls in a group (None: the default group) ran as what, since the group was made.
 
     Keys are (c10d's operation, "schedule NAME" or the backend inside: "gloo" or "nccl"). ValueError for a group of
@@ -151,7 +151,7 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
     return checked
 
 
-def _check_options(made: Installed, dispatcher: Dispatcher) -> None:
+def _check_options(made: InstalledSchedule, dispatcher: Dispatcher) -> None:
     if made.min_bytes < 0 or made.max_bytes < 0 or 0 < made.max_bytes < made.min_bytes:
         raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {made.min_bytes} to {made.max_bytes}")
     runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]

@@ -42,7 +42,7 @@ _OF_ONE_TENSOR = {"allreduce", "broadcast", "reduce"}
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectiveTensors:
     """One collective: its input and its output, each the row of these tensors' elements, in this order."""
 
     inputs: tuple[Tensor, ...]
@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Call:
+class BackendCall:
     """One call of an operation on this rank.
 
     operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
@@ -106,13 +106,13 @@ class Call:
         """Of the larger one of input and output, all tensors together."""
         return max(sum(map(_bytes_of, side)) for side in (self.inputs, self.outputs))
 
-    def parts(self) -> Iterator[Part]:
+    def collectives(self) -> Iterator[CollectiveTensors]:
         """The collectives that it consists of."""
         if self.operation in _PAIRWISE:
             for given, taken in zip(self.inputs, self.outputs, strict=True):
-                yield Part((given,), (taken,))
+                yield CollectiveTensors((given,), (taken,))
         else:
-            yield Part(self.inputs, self.outputs)
+            yield CollectiveTensors(self.inputs, self.outputs)
 
     def describe(self) -> str:
         """The call for people, on one line."""
@@ -130,7 +130,7 @@ class Call:
         return "+".join(sizes[:4]) + ("+..." if sizes[4:] else "")
 
 
-def find_obstacle(call: Call, ranks: int) -> str | None:
+def find_obstacle(call: BackendCall, ranks: int) -> str | None:
     """Why no schedule can run this call, whichever is installed; None where one can. The same on all ranks."""
     if call.collective is None:
         return "no schedule does this operation"
@@ -157,12 +157,12 @@ def find_obstacle(call: Call, ranks: int) -> str | None:
         return None  # this rank's alone decide nothing: who has promised even ones is told, on all ranks
     factors = {"allgather": (ranks, 1), "reducescatter": (1, ranks)}
     of_input, of_output = factors.get(call.collective, (1, 1))
-    if any(part.input_elements * of_input != part.output_elements * of_output for part in call.parts()):
+    if any(part.input_elements * of_input != part.output_elements * of_output for part in call.collectives()):
         return "its input does not fit its output"
     return None
 
 
-def _find_obstacle_in_lists(call: Call, ranks: int) -> str | None:
+def _find_obstacle_in_lists(call: BackendCall, ranks: int) -> str | None:
     """Why its lists are not those of one collective: c10d has other meanings for such, or refuses them."""
     if call.operation in _OF_ONE_TENSOR:
         return "it has several tensors" if len(call.inputs) > 1 else None
@@ -201,7 +201,7 @@ def runs_in_place(schedule: Schedule) -> bool:
     return schedule.in_place
 
 
-def require_room(call: Call) -> None:
+def require_room(call: BackendCall) -> None:
     """ValueError for an output whose elements share memory (an expanded tensor): torch writes into none."""
     for output in call.outputs:
         if any(size > 1 and stride == 0 for size, stride in zip(output.shape, output.stride(), strict=True)):
@@ -211,7 +211,9 @@ def require_room(call: Call) -> None:
             )
 
 
-def run_staged(part: Part, collective: str, in_place: bool, rank: int, root: int, average: int, run: Run) -> None:
+def run_staged(
+    part: CollectiveTensors, collective: str, in_place: bool, rank: int, root: int, average: int, run: Run
+) -> None:
     """Run one collective of a call and leave its output in the part's tensors.
 
     collective: its name in schedules; rank, root: in the group; average: what sums are divided by, 1 for nothing.

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from stretto.collectives.backend.calls import Call, require_room, run_staged, runs_in_place
+from stretto.collectives.backend.calls import BackendCall, require_room, run_staged, runs_in_place
 from stretto.collectives.backend.native import make_enqueued_work, profiled
-from stretto.collectives.backend.runner import Best, Member
+from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.kernel import LaneKernel
@@ -54,7 +54,7 @@ class CudaRunner:
         communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
         self._schedules[id(schedule)] = schedule
 
-    def start(self, schedule: Schedule, call: Call) -> "Work":
+    def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """See `Runner`. Everything is enqueued on the current stream before it returns."""
         if call.note == "uneven sizes":
             raise ValueError(f"{call.describe()}: its sizes are not equal, as even_sizes=True had promised")
@@ -69,11 +69,11 @@ class CudaRunner:
             return _own_output(kernel, self._member.rank, input) if output is None else output
 
         with profiled(call.title, call.inputs):
-            for part in call.parts():
+            for part in call.collectives():
                 run_staged(part, schedule.collective.name, in_place, self._member.rank, call.root, 1, run)
         return make_enqueued_work(self._member.rank, call.title, call.outputs)
 
-    def start_best(self, call: Call) -> Best:
+    def start_fastest(self, call: BackendCall) -> FastestRun:
         """See `Runner`."""
         if call.note:
             return _left("the sizes of its parts are given" if call.note.endswith("sizes") else f"it is {call.note}")
@@ -96,7 +96,7 @@ class CudaRunner:
             return _left(why)
         with profiled(call.title, call.inputs):
             kernel(*buffers)
-        return Best(make_enqueued_work(self._member.rank, call.title, call.outputs), name, why)
+        return FastestRun(make_enqueued_work(self._member.rank, call.title, call.outputs), name, why)
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """See `Runner`. The stream keeps the order."""
@@ -132,7 +132,7 @@ class CudaRunner:
                 logger.debug("group %s runs no schedules of its own accord: %s", self._member.name, self._obstacle)
         return self._communicator
 
-    def _kernel(self, schedule: Schedule, call: Call, in_place: bool) -> LaneKernel | InterpretedSchedule:
+    def _kernel(self, schedule: Schedule, call: BackendCall, in_place: bool) -> LaneKernel | InterpretedSchedule:
         assert self._communicator is not None
         dtype, reduction = str(call.dtype).removeprefix("torch."), call.reduction or "sum"
         key = (id(schedule), dtype, reduction)
@@ -152,9 +152,9 @@ class CudaRunner:
         return self._kernels[key]
 
 
-def _left(why: str) -> Best:
+def _left(why: str) -> FastestRun:
     """A call that NCCL is to run."""
-    return Best(None, "", why)
+    return FastestRun(None, "", why)
 
 
 def _own_output(kernel: LaneKernel | InterpretedSchedule, rank: int, whole: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import re
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from stretto.collectives.backend.agreement import DisagreementError
-from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.runner import Member
-from stretto.memory import tell
+from stretto.memory import store_all_gather
 
 # What not all ranks call, and a barrier with a time limit of its own, which names ranks itself.
 _OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
@@ -19,14 +19,14 @@ _WITH_ROOT = {"broadcast", "reduce"}  # c10d does not say it of others
 _MOST_SHAPES = 4
 
 
-class Comparison:
+class DebugCheck:
     """The calls that a group's ranks have compared so far. All ranks have one, or none has."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self._calls = 0
 
-    def require_same(self, call: Call) -> None:
+    def require_same(self, call: BackendCall) -> None:
         """Wait for what all ranks call. Nothing is done on a device.
 
         DisagreementError, on all ranks, where some call something else, and the next call may go on; PeerError for a
@@ -36,7 +36,7 @@ class Comparison:
             return
         self._calls += 1
         group = _resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-        heard = tell(describe(call), group, "stretto calls", self._calls, call.timeout)
+        heard = store_all_gather(describe(call), group, "stretto calls", self._calls, call.timeout)
         if len(set(_ignore_given_sizes(heard))) == 1:
             return
         callers: dict[str, list[str]] = {}
@@ -49,7 +49,7 @@ class Comparison:
         )
 
 
-def describe(call: Call) -> str:
+def describe(call: BackendCall) -> str:
     """What must be the same on all ranks, for people, on one line."""
     root = f" with root {call.root}" if call.operation in _WITH_ROOT else ""
     reduction = f" {call.reduction}" if call.reduction else ""
@@ -57,7 +57,7 @@ def describe(call: Call) -> str:
     return f"{call.operation}{reduction}{root}{_describe_shapes(call)}{dtype} on {call.device_type}"
 
 
-def _describe_shapes(call: Call) -> str:
+def _describe_shapes(call: BackendCall) -> str:
     if call.operation == "alltoall":
         return ""  # each pair of ranks has its own
     # Parts of a list may have several sizes: then the list is what all ranks have alike.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stretto.collectives.backend.calls import Call, find_obstacle
-from stretto.collectives.backend.debug_check import Comparison
-from stretto.collectives.backend.nccl_warmup import Connection
-from stretto.collectives.backend.runner import Best, Member, Runner, runner_for
+from stretto.collectives.backend.calls import BackendCall, find_obstacle
+from stretto.collectives.backend.debug_check import DebugCheck
+from stretto.collectives.backend.nccl_warmup import NcclWarmup
+from stretto.collectives.backend.runner import FastestRun, Member, Runner, runner_for
 from stretto.collectives.said import SaidOnce
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures, is_debugging
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Installed:
+class InstalledSchedule:
     """A verified schedule in a group, for calls of its collective from min_bytes to max_bytes (both inclusive).
 
     max_bytes: 0 for any; dtypes: None for all that the device's runner has; even_sizes: also for all-to-alls that are
@@ -36,7 +36,9 @@ class Installed:
     dtypes: frozenset[torch.dtype] | None
     even_sizes: bool = False
 
-    def find_obstacle(self, call: Call, dtypes: frozenset[torch.dtype], reductions: frozenset[str]) -> str | None:
+    def find_obstacle(
+        self, call: BackendCall, dtypes: frozenset[torch.dtype], reductions: frozenset[str]
+    ) -> str | None:
         """Why it does not run this call, on a runner of these dtypes and reductions; None where it does."""
         schedule = self.schedule
         if schedule.collective.name != call.collective:
@@ -68,7 +70,7 @@ class CallCounter:
         self._lock = threading.Lock()
         self._said = SaidOnce()
 
-    def count(self, call: Call, ran_as: str, why: str) -> None:
+    def count(self, call: BackendCall, ran_as: str, why: str) -> None:
         """Count a call, and say what ran it at debug level, once for calls that are alike."""
         with self._lock:
             self._counts[call.operation, ran_as] += 1
@@ -87,15 +89,15 @@ class Dispatcher:
     inner: the name of the backend inside by device type ("gloo", "nccl"). connection: NCCL's, where there are GPUs.
     """
 
-    def __init__(self, member: Member, inner: dict[str, str], connection: Connection | None = None) -> None:
+    def __init__(self, member: Member, inner: dict[str, str], nccl_warmup: NcclWarmup | None = None) -> None:
         self.member = member
         self.inner = inner
         self.counter = CallCounter(member.name)
-        self.installed: tuple[Installed, ...] = ()
+        self.installed: tuple[InstalledSchedule, ...] = ()
         self._runners: dict[str, Runner | None] = {}
-        self._connection = connection
-        self._is_resting = False
-        self._comparison = Comparison(member) if is_debugging() else None
+        self._nccl_warmup = nccl_warmup
+        self._is_bypassed = False
+        self._debug_check = DebugCheck(member) if is_debugging() else None
         self.is_closed = False
 
     def __call__(
@@ -116,18 +118,18 @@ class Dispatcher:
         """
         if self.is_closed:
             raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
-        if self._is_resting:
+        if self._is_bypassed:
             return None
         failures.check()
-        call = Call(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
-        if self._comparison is not None:
-            self._comparison.require_same(call)
+        call = BackendCall(operation, tuple(outputs), tuple(inputs), reduction, root, milliseconds / 1000, note)
+        if self._debug_check is not None:
+            self._debug_check.require_same(call)
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None:
-            best = self._start_best(call) if obstacle is None else None
+            best = self._start_fastest(call) if obstacle is None else None
             if best is not None and best.work is not None:
-                self._connect(call)
+                self._warm_up_nccl(call)
                 self.counter.count(call, f"schedule {best.name}", best.why)
                 return best.work
             reason = why if best is None else f"{why}; {best.why}"
@@ -136,20 +138,20 @@ class Dispatcher:
         runner = self.runner(call.device_type)
         assert runner is not None
         work = runner.start(chosen.schedule, call)
-        self._connect(call)
+        self._warm_up_nccl(call)
         self.counter.count(call, f"schedule {chosen.schedule.name}", why)
         return work
 
     def after_schedules(self, barrier: "Work") -> "Work":
         """A Work that ends with this barrier of the CPU's backend, and after the schedules that were begun before."""
         runner = self._runners.get("cpu")
-        return barrier if runner is None or self._is_resting else runner.after_schedules(barrier)
+        return barrier if runner is None or self._is_bypassed else runner.after_schedules(barrier)
 
-    def connect_where_ready(self) -> None:
+    def warm_up_nccl_if_ready(self) -> None:
         """At a barrier of the CPU's backend, which its caller awaits: have NCCL connect where all ranks use GPUs."""
-        if self._connection is not None and not self._is_resting and not self.is_closed:
-            with self.resting():
-                self._connection.make_where_ready()
+        if self._nccl_warmup is not None and not self._is_bypassed and not self.is_closed:
+            with self.bypassed():
+                self._nccl_warmup.warm_up_if_ready()
 
     def runner(self, device_type: str) -> Runner | None:
         """The group's runner for tensors on such devices, made at its first use; None where there is none."""
@@ -158,13 +160,13 @@ class Dispatcher:
         return self._runners[device_type]
 
     @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
+    def bypassed(self) -> Iterator[None]:
         """A context in which the backend inside runs everything, uncounted: Stretto's own messages."""
-        self._is_resting = True
+        self._is_bypassed = True
         try:
             yield
         finally:
-            self._is_resting = False
+            self._is_bypassed = False
 
     def close(self, seconds: float) -> None:
         """The group ends, and calls that have begun may still take so long. The counts stay.
@@ -178,20 +180,20 @@ class Dispatcher:
                 runner.close(seconds)
         failures.raise_unseen()
 
-    def _connect(self, call: Call) -> None:
+    def _warm_up_nccl(self, call: BackendCall) -> None:
         """A schedule runs the call, to which all ranks come: have NCCL connect, too, if it is on GPUs."""
-        if self._connection is not None and call.device_type == "cuda":
-            self._connection.make(call.inputs[0].device)
+        if self._nccl_warmup is not None and call.device_type == "cuda":
+            self._nccl_warmup.warm_up(call.inputs[0].device)
 
-    def _start_best(self, call: Call) -> Best | None:
+    def _start_fastest(self, call: BackendCall) -> FastestRun | None:
         """Have the device's runner choose, where nothing that was installed is for this call."""
         runner = self.runner(call.device_type)
         if runner is None:
             return None
-        with self.resting():  # at its first call it meets the other ranks, over this very group
-            return runner.start_best(call)
+        with self.bypassed():  # at its first call it meets the other ranks, over this very group
+            return runner.start_fastest(call)
 
-    def _choose(self, call: Call) -> tuple[Installed | None, str]:
+    def _choose(self, call: BackendCall) -> tuple[InstalledSchedule | None, str]:
         """The schedule for a call and why; the one that was installed last, where several would do."""
         if not self.installed:
             return None, "no schedule is installed"

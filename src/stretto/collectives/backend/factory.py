@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.collectives.backend.dispatcher import Dispatcher
-from stretto.collectives.backend.host_fallback import FallbackByHost
+from stretto.collectives.backend.host_fallback import HostFallback
 from stretto.collectives.backend.native import make_backend
-from stretto.collectives.backend.nccl_warmup import Connection
+from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import Member
 from stretto.memory import shared_gpus
 
@@ -69,10 +69,10 @@ def _create(
     elif shared_gpus.is_enabled():
         shared_gpus.install()
         dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "gloo"})
-        dispatch = FallbackByHost(dispatcher, cpu, dist.PrefixStore("by host", store), member)
+        dispatch = HostFallback(dispatcher, cpu, dist.PrefixStore("by host", store), member)
     else:
         cuda = _create_nccl(store, rank, size, timeout, name, ranks, options)
-        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, Connection(cuda, member))
+        dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, NcclWarmup(cuda, member))
     _dispatchers[name] = dispatcher
     milliseconds = round(timeout.total_seconds() * 1000)
     backend: Any = make_backend(rank, size, cpu, cuda, dispatch or dispatcher, _split, milliseconds)

@@ -24,7 +24,7 @@ _REDUCTIONS = {
 }
 
 
-class FallbackByHost:
+class HostFallback:
     """Asks the dispatcher at every call, and runs what is left to a backend inside through gloo, in NCCL's place.
 
     The backend holds it as its dispatcher. gloo: the backend inside for CPU tensors. device_type: whose calls it runs.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.backend.agreement import Agreement, DisagreementError
-from stretto.collectives.backend.calls import Call, require_room, run_staged, runs_in_place
+from stretto.collectives.backend.calls import BackendCall, require_room, run_staged, runs_in_place
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
 from stretto.collectives.executor.host import Patience
@@ -37,7 +37,7 @@ _MAX_PLANS = 256
 
 
 @dataclass
-class _Prepared:
+class _PreparedSchedule:
     """A schedule's memory, what its connections have carried there, and the plans of sizes that were called."""
 
     schedule: Schedule
@@ -53,7 +53,7 @@ class HostRunner:
         self._member = member
         self._worker = Worker(f"stretto, group {member.name}")
         self._agreement: Agreement | None = None
-        self._prepared: dict[int, _Prepared] = {}
+        self._prepared: dict[int, _PreparedSchedule] = {}
         self._calls = 0
         self._broken: str | None = None
 
@@ -76,9 +76,9 @@ class HostRunner:
         largest = _make_plan(schedule, elements, torch.uint8, None, schedule.in_place)
         memory = allocate(largest.buffer_bytes, group, signals=largest.signals, timeout=timeout)
         assert isinstance(memory, HostMemory)
-        self._prepared[id(schedule)] = _Prepared(schedule, memory)
+        self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory)
 
-    def start(self, schedule: Schedule, call: Call) -> "Work":
+    def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """See `Runner`."""
         work = make_work(self._member.rank, call.title, call.outputs)
         prepared = self._prepared[id(schedule)]
@@ -112,7 +112,7 @@ class HostRunner:
         self._worker.submit(job)
         return work
 
-    def start_best(self, call: Call) -> None:
+    def start_fastest(self, call: BackendCall) -> None:
         """See `Runner`. On a CPU gloo is faster than any schedule here."""
 
     def discard(self, schedule: Schedule) -> None:
@@ -132,7 +132,7 @@ class HostRunner:
 
     # What follows runs in the worker's thread.
 
-    def _run(self, prepared: _Prepared, call: Call) -> None:
+    def _run(self, prepared: _PreparedSchedule, call: BackendCall) -> None:
         if self._broken is not None:
             raise RuntimeError(f"no schedule runs in this group any more, since an earlier call failed: {self._broken}")
         self._calls += 1
@@ -144,13 +144,13 @@ class HostRunner:
             self._break(prepared, error)
             raise
 
-    def _run_parts(self, prepared: _Prepared, call: Call) -> None:
+    def _run_parts(self, prepared: _PreparedSchedule, call: BackendCall) -> None:
         if call.note == "uneven sizes":
             self._meet(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
         collective = prepared.schedule.collective.name
         average = self._member.size if call.reduction == "avg" else 1
         in_place = runs_in_place(prepared.schedule)
-        parts = list(call.parts())
+        parts = list(call.collectives())
         for number, part in enumerate(parts, 1):
             position = f"{number} of {len(parts)}"
             run = partial(self._run_part, prepared, call, part.input_elements, position, in_place)
@@ -158,8 +158,8 @@ class HostRunner:
 
     def _run_part(
         self,
-        prepared: _Prepared,
-        call: Call,
+        prepared: _PreparedSchedule,
+        call: BackendCall,
         elements: int,
         position: str,
         in_place: bool,
@@ -186,11 +186,13 @@ class HostRunner:
         assert plan is not None  # or the meeting has raised
         return self._execute(prepared, plan, input, output, call.timeout)
 
-    def _meet(self, call: Call, description: dict[str, object]) -> None:
+    def _meet(self, call: BackendCall, description: dict[str, object]) -> None:
         assert self._agreement is not None
         self._agreement.meet(call.describe(), description, call.timeout)
 
-    def _execute(self, prepared: _Prepared, plan: Plan, input: Tensor, output: Tensor | None, timeout: float) -> Tensor:
+    def _execute(
+        self, prepared: _PreparedSchedule, plan: Plan, input: Tensor, output: Tensor | None, timeout: float
+    ) -> Tensor:
         rank = self._member.rank
         buffers = Buffers(prepared.schedule, plan.collective, plan.layout, rank, input, output)
         run = RankRun(plan, rank, prepared.memory, buffers, prepared.passed)
@@ -200,7 +202,7 @@ class HostRunner:
         return buffers.finish()
 
     def _find_plan(
-        self, prepared: _Prepared, call: Call, elements: int, in_place: bool
+        self, prepared: _PreparedSchedule, call: BackendCall, elements: int, in_place: bool
     ) -> tuple[Plan, dict[str, object]]:
         reduction = "sum" if call.reduction == "avg" else call.reduction or None
         assert call.dtype is not None
@@ -212,7 +214,7 @@ class HostRunner:
             prepared.plans[key] = plan, plan.describe()
         return prepared.plans[key]
 
-    def _break(self, prepared: _Prepared, error: BaseException) -> None:
+    def _break(self, prepared: _PreparedSchedule, error: BaseException) -> None:
         """Run nothing any more, tell the others why, and tell in the error what the others told."""
         self._broken = str(error)
         if self._agreement is None:  # closed meanwhile

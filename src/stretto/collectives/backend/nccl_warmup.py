@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 from stretto.collectives.backend.runner import Member
 
 
-class Connection:
+class NcclWarmup:
     """Has NCCL connect a group's ranks when they first come together.
 
     NCCL connects in the first call that it is given, to which all ranks have to come; from then on some of them may
@@ -21,21 +21,21 @@ class Connection:
     def __init__(self, nccl: Any, member: Member) -> None:
         self._nccl = nccl
         self._member = member
-        self._is_made = False
+        self._is_warm = False
 
-    def make(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Connect this GPU with the other ranks'. All ranks are here; at once but for the first time.
 
         While a CUDA graph is captured nothing can be connected, and the next call does.
         """
-        if self._is_made or torch.cuda.is_current_stream_capturing():
+        if self._is_warm or torch.cuda.is_current_stream_capturing():
             return
-        self._is_made = True
+        self._is_warm = True
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
 
-    def make_where_ready(self) -> None:
-        """As `make`, if each rank has a GPU of its own that it uses already. All ranks are here, at a barrier."""
-        if self._is_made or self._member.size < 2:
+    def warm_up_if_ready(self) -> None:
+        """As `warm_up`, if each rank has a GPU of its own that it uses already. All ranks are here, at a barrier."""
+        if self._is_warm or self._member.size < 2:
             return
         mine = None
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
@@ -44,4 +44,4 @@ class Connection:
         everyone: list[tuple[str, str] | None] = [mine] * self._member.size
         dist.all_gather_object(everyone, mine, group=group)
         if None not in everyone and len(set(everyone)) == len(everyone):
-            self.make(torch.device("cuda", torch.cuda.current_device()))
+            self.warm_up(torch.device("cuda", torch.cuda.current_device()))

@@ -211,7 +211,7 @@ class PythonBackend(Backend):
         if on_gpu:
             return self._cuda.barrier(opts)
         if self._cuda is not None and not opts.asyncOp:
-            self.dispatch.connect_where_ready()  # type: ignore[attr-defined]
+            self.dispatch.warm_up_nccl_if_ready()  # type: ignore[attr-defined]
         return self.dispatch.after_schedules(self._cpu.barrier(opts))  # type: ignore[attr-defined]
 
     def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from stretto.collectives.backend.calls import Call
+from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Member:
     name: str
 
 
-class Best(NamedTuple):
+class FastestRun(NamedTuple):
     """What the fastest known way made of a call: its Work, or None for what the backend inside is to run; why."""
 
     work: "Work | None"
@@ -47,7 +47,7 @@ class Runner(Protocol):
         ValueError where this schedule cannot be run here; PeerError for ranks that do not come in `timeout` seconds.
         """
 
-    def start(self, schedule: Schedule, call: Call) -> "Work":
+    def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Begin to run a prepared schedule on a call's tensors, after all calls before it, and return at once.
 
         The Work's wait raises what went wrong: ValueError where ranks disagree, with nothing written; PeerError and
@@ -55,7 +55,7 @@ class Runner(Protocol):
         call of this group raises.
         """
 
-    def start_best(self, call: Call) -> Best | None:
+    def start_fastest(self, call: BackendCall) -> FastestRun | None:
         """Begin to run a call for which nothing was installed by the fastest way that is known; None: there is none.
 
         Its work is None where the backend inside is the fastest, or alone can do it.

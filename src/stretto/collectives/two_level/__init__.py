@@ -8,24 +8,27 @@ work = two_level.all_reduce(gradients, "avg", async_op=True)
 work.wait()
 """
 
-from stretto.collectives.two_level.group import Call, TwoLevelGroup
+from stretto.collectives.two_level.group import TwoLevelCall, TwoLevelGroup
 from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
 from stretto.collectives.two_level.model import TYPICAL, Links, choose, find_crossovers, predict
 from stretto.collectives.two_level.nodes import Nodes
-from stretto.collectives.two_level.work import Transfer, Work
+from stretto.collectives.two_level.work import MessageWork, Work
+from stretto.deprecated import alias
 
 __all__ = [
     "TYPICAL",
-    "Call",
     "GroupTransport",
     "Links",
     "Message",
+    "MessageWork",
     "Nodes",
-    "Transfer",
     "Transport",
+    "TwoLevelCall",
     "TwoLevelGroup",
     "Work",
     "choose",
     "find_crossovers",
     "predict",
 ]
+
+__getattr__ = alias(__name__, {"Call": "TwoLevelCall", "Transfer": "MessageWork"})

@@ -12,7 +12,7 @@ DEFAULT_PART_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotRange:
     """Elements `begin` to `end` of each of the slots `first` to `last` (both ends not included)."""
 
     first: int
@@ -38,7 +38,7 @@ def cut_ranges(elements: int, limit: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + limit, elements)
 
 
-def cut_slots(slots: int, elements: int, limit: int) -> Iterator[Piece]:
+def cut_slots(slots: int, elements: int, limit: int) -> Iterator[SlotRange]:
     """Pieces of `slots` rows of `elements`, each piece of at most `limit` elements together.
 
     Whole slots while one fits into the limit, else ranges of one slot; one piece where everything fits.
@@ -47,11 +47,11 @@ def cut_slots(slots: int, elements: int, limit: int) -> Iterator[Piece]:
         return
     if elements <= limit:
         for first, last in cut_ranges(slots, limit // elements):
-            yield Piece(first, last, 0, elements)
+            yield SlotRange(first, last, 0, elements)
         return
     for slot in range(slots):
         for begin, end in cut_ranges(elements, limit):
-            yield Piece(slot, slot + 1, begin, end)
+            yield SlotRange(slot, slot + 1, begin, end)
 
 
 Reduction = Literal["sum", "avg", "max", "min"]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from stretto.collectives.two_level.buffers import DEFAULT_PART_BYTES, check_reduction, library_reduces
 from stretto.collectives.two_level.inter_node import (
-    Between,
     GroupTransport,
-    SubGroup,
+    InterNodeAlgorithm,
+    InterNodeGroup,
     Transport,
     all_gather_steps,
     gather_slots,
@@ -24,7 +24,7 @@ from stretto.collectives.two_level.inter_node import (
     reduce_slots,
 )
 from stretto.collectives.two_level.intra_node import (
-    NodeGroup,
+    IntraNodeGroup,
     all_reduce_flat,
     gather_and_shuffle,
     reduce_scatter_flat,
@@ -32,7 +32,7 @@ from stretto.collectives.two_level.intra_node import (
 )
 from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose
 from stretto.collectives.two_level.nodes import Host, Nodes, nodes_of
-from stretto.collectives.two_level.work import Deadline, InOrder, Work
+from stretto.collectives.two_level.work import Deadline, SerialRunner, Work
 from stretto.memory import PeerError, exchange, find_own_rank
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _LEAST_PART_BYTES = 16  # one element of any dtype
 Choice = Literal["auto", "ring", "recursive", "flat"]
 
 
-class Call(NamedTuple):
+class TwoLevelCall(NamedTuple):
     """What a call ran as."""
 
     collective: Collective
@@ -83,26 +83,26 @@ class TwoLevelGroup:
             raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_LEAST_PART_BYTES}")
         self.rank, self.world = find_own_rank(group)
         self.links = links
-        self.calls: Counter[Call] = Counter()
+        self.calls: Counter[TwoLevelCall] = Counter()
         self._group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         self._timeout = timeout
         self.nodes = self._agree(ranks_per_node, (links, part_bytes))
         self._node, self._place = self.nodes.place_of(self.rank)
-        self._runners: dict[torch.device, InOrder] = {}
+        self._runners: dict[torch.device, SerialRunner] = {}
         self._failure: Exception | None = None
         self._made: list[dist.ProcessGroup] = []
         everyone = Nodes.of_consecutive(self.world, self.world)
-        self._flat = NodeGroup(everyone, 0, self.rank, self._group, part_bytes)
+        self._flat = IntraNodeGroup(everyone, 0, self.rank, self._group, part_bytes)
         mine = self.nodes.ranks[self._node]
         column = tuple(node[self._place] for node in self.nodes.ranks)
         # With one node, all there is to do is the library's collective on the group itself.
         has_levels = self.nodes.count > 1
         inner = self._make_group(mine) if has_levels and len(mine) > 1 else None
-        self._inside = NodeGroup(self.nodes, self._node, self._place, inner, part_bytes)
-        self._between: SubGroup | None = None
+        self._inside = IntraNodeGroup(self.nodes, self._node, self._place, inner, part_bytes)
+        self._between: InterNodeGroup | None = None
         if has_levels:
             transport = make_transport(self._make_group(column))
-            self._between = SubGroup(column, self._node, transport, part_bytes)
+            self._between = InterNodeGroup(column, self._node, transport, part_bytes)
 
     def all_gather(
         self, output: Tensor, input: Tensor, *, algorithm: Choice = "auto", async_op: bool = False
@@ -229,7 +229,7 @@ class TwoLevelGroup:
         if self.nodes.count == 1:
             return "flat"
         if algorithm != "auto":
-            return cast(Between, algorithm)
+            return cast(InterNodeAlgorithm, algorithm)
         # an all-reduce's tensor is the whole, the others' a rank's part
         shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
         return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links)
@@ -245,7 +245,7 @@ class TwoLevelGroup:
         self._require_usable()
         first = tensors[0]
         on_stream = first.is_cuda
-        self.calls[Call(collective, algorithm)] += 1
+        self.calls[TwoLevelCall(collective, algorithm)] += 1
         logger.debug("rank %d: %s of %s %s runs as %s", self.rank, collective, first.numel(), first.dtype, algorithm)
 
         def guarded() -> None:
@@ -261,7 +261,7 @@ class TwoLevelGroup:
                 raise
 
         if first.device not in self._runners:
-            self._runners[first.device] = InOrder(first.device)
+            self._runners[first.device] = SerialRunner(first.device)
         work = self._runners[first.device].start(guarded, tensors)
         if async_op:
             return work

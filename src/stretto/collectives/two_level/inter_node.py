@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.two_level.buffers import Reduction, accumulate, as_bytes, cut_ranges
-from stretto.collectives.two_level.work import Deadline, Transfer
+from stretto.collectives.two_level.work import Deadline, MessageWork
 
-Between = Literal["ring", "recursive"]
+InterNodeAlgorithm = Literal["ring", "recursive"]
 
 
 @dataclass(frozen=True)
-class Step:
+class InterNodeStep:
     """One step of an all-gather on node n of N.
 
     Slots `source` to `source + blocks - 1` go to node n - distance, and as many from node n + distance come into
@@ -34,7 +34,7 @@ class Step:
     blocks: int
 
 
-def all_gather_steps(algorithm: Between, nodes: int) -> tuple[Step, ...]:
+def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
     """The steps of an all-gather of one slot a node; before it, a node has its slot 0, after it all of them.
 
     ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, which double what a node has until it has all:
@@ -46,7 +46,7 @@ def all_gather_steps(algorithm: Between, nodes: int) -> tuple[Step, ...]:
     return tuple(_ring(nodes) if algorithm == "ring" else _recursive(nodes))
 
 
-def reduce_scatter_steps(algorithm: Between, nodes: int) -> tuple[Step, ...]:
+def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
     """The steps of a reduce-scatter, after which slot 0 of a node is the sum of all nodes' slots for it.
 
     recursive: recursive halving (section 6.2.3), for every N as `all_gather_steps`.
@@ -54,16 +54,16 @@ def reduce_scatter_steps(algorithm: Between, nodes: int) -> tuple[Step, ...]:
     return all_gather_steps(algorithm, nodes)[::-1]
 
 
-def _ring(nodes: int) -> Iterator[Step]:
+def _ring(nodes: int) -> Iterator[InterNodeStep]:
     for slot in range(nodes - 1):
-        yield Step(distance=1, source=slot, target=slot + 1, blocks=1)
+        yield InterNodeStep(distance=1, source=slot, target=slot + 1, blocks=1)
 
 
-def _recursive(nodes: int) -> Iterator[Step]:
+def _recursive(nodes: int) -> Iterator[InterNodeStep]:
     held = 1
     while held < nodes:
         blocks = min(held, nodes - held)
-        yield Step(distance=held, source=0, target=held, blocks=blocks)
+        yield InterNodeStep(distance=held, source=0, target=held, blocks=blocks)
         held += blocks
 
 
@@ -81,7 +81,7 @@ class Transport(Protocol):
 
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
-    ) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
+    ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
         """Start to send and to receive, and return one transfer for each; messages between two ranks keep order."""
         ...
 
@@ -98,8 +98,8 @@ class GroupTransport:
 
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
-    ) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
-        """Start them all; see `Transfer.wait` for what waiting means."""
+    ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
+        """Start them all; see `MessageWork.wait` for what waiting means."""
         messages = [*incoming, *outgoing]
         if messages and messages[0].data.is_cuda:
             return self._start_batch(outgoing, incoming)
@@ -113,7 +113,7 @@ class GroupTransport:
 
     def _start_batch(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
-    ) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
+    ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(operation, message.data, group=self._group, group_peer=message.peer)
@@ -121,11 +121,11 @@ class GroupTransport:
                 for message in messages
             ]
         )
-        batch = _Batch(works)
+        batch = _BatchWork(works)
         return [batch] * len(outgoing), [batch] * len(incoming)
 
 
-class _Batch:
+class _BatchWork:
     """All of a batch, which NCCL runs as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -138,7 +138,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class SubGroup:
+class InterNodeGroup:
     """The ranks of one place on all nodes: `ranks[node]` is their rank in the whole group; this one is on `node`."""
 
     ranks: tuple[int, ...]
@@ -147,9 +147,9 @@ class SubGroup:
     part_bytes: int
 
 
-def gather_slots(slots: Tensor, steps: Sequence[Step], group: SubGroup, deadline: Deadline) -> None:
+def gather_slots(slots: Tensor, steps: Sequence[InterNodeStep], group: InterNodeGroup, deadline: Deadline) -> None:
     """Fill `slots` [nodes, elements] (contiguous), of which this node's own, slot 0, is there."""
-    sent: list[tuple[Transfer, str]] = []
+    sent: list[tuple[MessageWork, str]] = []
     for number, step in enumerate(steps, 1):
         to, source = _peers(group, -step.distance)
         doing = f"phase between nodes, step {number} of {len(steps)}"
@@ -166,8 +166,8 @@ def gather_slots(slots: Tensor, steps: Sequence[Step], group: SubGroup, deadline
 
 def reduce_slots(
     slots: Tensor,
-    steps: Sequence[Step],
-    group: SubGroup,
+    steps: Sequence[InterNodeStep],
+    group: InterNodeGroup,
     reduction: Reduction,
     divisor: int | None,
     deadline: Deadline,
@@ -176,7 +176,7 @@ def reduce_slots(
 
     The order of additions is the steps', the same in each run. Each step rounds to the dtype; the last one divides.
     """
-    sent: list[tuple[Transfer, str]] = []
+    sent: list[tuple[MessageWork, str]] = []
     elements = slots.shape[1]
     scratch = torch.empty(max(step.blocks for step in steps) * elements, dtype=slots.dtype, device=slots.device)
     for number, step in enumerate(steps, 1):
@@ -195,16 +195,16 @@ def reduce_slots(
         deadline.wait(send, doing)
 
 
-def _peers(group: SubGroup, distance: int) -> tuple[int, int]:
+def _peers(group: InterNodeGroup, distance: int) -> tuple[int, int]:
     """The nodes `distance` after this one, to send to, and as far before it, to receive from."""
     nodes = len(group.ranks)
     return (group.node + distance) % nodes, (group.node - distance) % nodes
 
 
-def _ranges(tensor: Tensor, group: SubGroup) -> list[tuple[int, int]]:
+def _ranges(tensor: Tensor, group: InterNodeGroup) -> list[tuple[int, int]]:
     return list(cut_ranges(tensor.numel(), group.part_bytes // tensor.element_size()))
 
 
-def _messages(tensor: Tensor, peer: int, group: SubGroup) -> list[Message]:
+def _messages(tensor: Tensor, peer: int, group: InterNodeGroup) -> list[Message]:
     flat = tensor.view(-1)
     return [Message(as_bytes(flat[begin:end]), peer, part) for part, (begin, end) in enumerate(_ranges(flat, group))]

@@ -33,7 +33,7 @@ _MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class IntraNodeGroup:
     """The ranks of this rank's `node`, in the order of their places; `group` is None where there is only one."""
 
     nodes: Nodes
@@ -52,7 +52,7 @@ class NodeGroup:
         return f"{phase}, step 1 of 1, with rank {named}"
 
 
-def gather_and_shuffle(output: Tensor, slots: Tensor, node: NodeGroup, deadline: Deadline) -> None:
+def gather_and_shuffle(output: Tensor, slots: Tensor, node: IntraNodeGroup, deadline: Deadline) -> None:
     """Fill `output` [world, elements] from every place's `slots` [nodes, elements]; all are contiguous."""
     nodes, elements = slots.shape
     size, limit = node.nodes.size, node.part_bytes // slots.element_size()
@@ -75,7 +75,7 @@ def gather_and_shuffle(output: Tensor, slots: Tensor, node: NodeGroup, deadline:
 
 
 def shuffle_and_reduce(
-    slots: Tensor, input: Tensor, node: NodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
+    slots: Tensor, input: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
     """Fill `slots` [nodes, elements] with the node's sums of this place's part of `input` [world, elements].
 
@@ -103,7 +103,7 @@ def shuffle_and_reduce(
 
 
 def reduce_scatter_flat(
-    output: Tensor, input: Tensor, node: NodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
+    output: Tensor, input: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
     """The library's reduce-scatter of `input` [world, elements] into `output` [elements] on a group of all ranks."""
     elements, world = output.numel(), input.shape[0]
@@ -121,7 +121,7 @@ def reduce_scatter_flat(
 
 
 def all_reduce_flat(
-    flat: Tensor, node: NodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
+    flat: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
     """The library's all-reduce of a `flat` tensor in place, on a group of all ranks, for a dtype that it reduces."""
     for begin, end in cut_ranges(flat.numel(), node.part_bytes // flat.element_size()):
@@ -133,7 +133,7 @@ def all_reduce_flat(
 def _exchange_and_reduce(
     target: Tensor,
     staging: Tensor,
-    node: NodeGroup,
+    node: IntraNodeGroup,
     reduction: Reduction,
     divisor: int | None,
     deadline: Deadline,
@@ -144,7 +144,7 @@ def _exchange_and_reduce(
     reduce_rows(received.view(received.shape[0], *target.shape), target, reduction, divisor)
 
 
-def _owners(node: NodeGroup, first: int, last: int) -> list[tuple[slice | Tensor, int, int]]:
+def _owners(node: IntraNodeGroup, first: int, last: int) -> list[tuple[slice | Tensor, int, int]]:
     """(ranks, begin, end): slots `begin` to `end` belong to nodes with these ranks; slots that wrap around are apart.
 
     Ranks come node by node, in the order of their places: as a slice where they follow each other.
@@ -164,7 +164,7 @@ def _owners(node: NodeGroup, first: int, last: int) -> list[tuple[slice | Tensor
     return found
 
 
-def _run(collective: Callable[..., Any], *arguments: Any, node: NodeGroup, deadline: Deadline) -> None:
+def _run(collective: Callable[..., Any], *arguments: Any, node: IntraNodeGroup, deadline: Deadline) -> None:
     """Start a collective of the library in the node's group and wait for it."""
     with deadline.watch(node.doing):
         work: dist.Work = collective(*arguments, group=node.group, async_op=True)

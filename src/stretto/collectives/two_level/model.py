@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, cast
 
 from stretto.cluster import Cluster
-from stretto.collectives.two_level.inter_node import Between, all_gather_steps
+from stretto.collectives.two_level.inter_node import InterNodeAlgorithm, all_gather_steps
 
 Algorithm = Literal["ring", "recursive", "flat"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -102,7 +102,7 @@ def predict(
         return _flat(shard_bytes, nodes, size, links)
     between = sum(
         links.latency + step.blocks * shard_bytes * size * links.slowdown(step.distance, nodes) / links.node_bandwidth
-        for step in all_gather_steps(cast(Between, algorithm), nodes)
+        for step in all_gather_steps(cast(InterNodeAlgorithm, algorithm), nodes)
     )
     inside = (size - 1) * (links.in_node_latency + nodes * shard_bytes / links.in_node_bandwidth)
     return between + inside
@@ -127,7 +127,7 @@ def find_crossovers(
 ) -> list[float]:
     """Where `first` and `second` (seconds for a size) change places between neighbours of the rising `sizes`.
 
-    Between them, the logarithms of both times are taken to be straight over the logarithm of the size.
+    InterNodeAlgorithm them, the logarithms of both times are taken to be straight over the logarithm of the size.
     """
     found = []
     gaps = [math.log(first(size) / second(size)) for size in sizes]

@@ -30,7 +30,7 @@ class Work(Protocol):
         ...
 
 
-class Transfer(Protocol):
+class MessageWork(Protocol):
     """A message on its way, as torch.distributed's Work."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
@@ -41,7 +41,7 @@ class Transfer(Protocol):
         ...
 
 
-class InOrder:
+class SerialRunner:
     """Runs collectives one after another in the order in which they were started, apart from the caller.
 
     Ranks that start them in one order so exchange messages of one collective at a time.
@@ -133,7 +133,7 @@ class Deadline:
         except (RuntimeError, ValueError) as error:
             raise PeerError(self.describe(doing, str(error))) from error
 
-    def wait(self, transfer: Transfer, doing: str) -> None:
+    def wait(self, transfer: MessageWork, doing: str) -> None:
         """Wait for a transfer. PeerError, with `doing`, where it fails or time is up."""
         left = timedelta(seconds=self.end - time.monotonic())
         with self.watch(doing):

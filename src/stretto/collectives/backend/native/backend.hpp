@@ -220,7 +220,7 @@ class StrettoBackend : public Backend {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
     ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
     if (cuda_ && !on_gpu && !opts.asyncOp) {
-      connect_where_ready();
+      warm_up_nccl_if_ready();
     }
     auto work = inner(on_gpu ? at::kCUDA : at::kCPU)->barrier(opts);
     return on_gpu ? work : after_schedules(work);
@@ -418,9 +418,9 @@ class StrettoBackend : public Backend {
   }
 
   // Whoever awaits a barrier awaits all ranks, so NCCL may connect.
-  void connect_where_ready() {
+  void warm_up_nccl_if_ready() {
     py::gil_scoped_acquire gil;
-    dispatch_.get().attr("connect_where_ready")();
+    dispatch_.get().attr("warm_up_nccl_if_ready")();
   }
 
   void close(double seconds) {
