@@ -7,6 +7,12 @@ import pytest
 from stretto.deprecated import alias
 
 RENAMED = {
+    ("stretto.cluster", "Transfer"): "MeasuredCollective",
+    ("stretto.collectives.backend", "Installed"): "InstalledSchedule",
+    ("stretto.collectives.backend", "counts"): "call_counts",
+    ("stretto.collectives.two_level", "Call"): "TwoLevelCall",
+    ("stretto.collectives.two_level", "Transfer"): "MessageWork",
+    ("stretto.memory", "tell"): "store_all_gather",
     ("stretto.planner", "Plan"): "GridPlan",
     ("stretto.report", "Run"): "RunRecord",
     ("stretto.tuning", "Store"): "TuningStore",
