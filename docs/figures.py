@@ -39,7 +39,7 @@ def draw_matrix(axes: Axes, title: str, rows: tuple[str, str], columns: tuple[st
 
 
 def draw_grid(path: Path) -> None:
-    """How a normal linear's input, weight and output lie on a grid of x=2, y=2, z=2."""
+    """How a colwise linear's input, weight and output lie on a grid of x=2, y=2, z=2."""
     figure = Figure(figsize=(10.5, 3.9), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     draw_matrix(left, "input", ("z", "batch: over z"), ("y", "in features: over y"), "the same on every x")
@@ -57,7 +57,7 @@ def draw_grid(path: Path) -> None:
         ("x", "out features: over x"),
         "summed over y; the same on every y",
     )
-    figure.suptitle("A normal linear. The next one is swapped: read x for y and y for x", fontsize=11)
+    figure.suptitle("A colwise linear. The next one is rowwise: read x for y and y for x", fontsize=11)
     figure.savefig(path, dpi=130)
 
 

@@ -13,8 +13,8 @@ from stretto.registration import register
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
+    from stretto.parallel.api import parallelize
     from stretto.parallel.grid import Grid
-    from stretto.parallel.parallelize import parallelize
     from stretto.planner import plan
 
 __version__ = "0.1.0"

@@ -8,13 +8,13 @@ from typing import Any
 
 # The styles of a tensor-parallel plan, and the roles that they are.
 STYLES = {
-    "colwise": "normal",
-    "rowwise": "swapped",
+    "colwise": "colwise",
+    "rowwise": "rowwise",
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "head_norm",
 }
 # Linears whose output or input every rank wants whole, and what they are where x and y are 1, so that it is.
-WHOLE = {"colwise_gather_output": "normal", "colwise_rep": "normal", "rowwise_split_input": "swapped"}
+WHOLE = {"colwise_gather_output": "colwise", "colwise_rep": "colwise", "rowwise_split_input": "rowwise"}
 # The one head that needs no word from the user.
 LANGUAGE_MODEL_HEAD = "lm_head"
 

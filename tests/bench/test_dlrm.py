@@ -11,7 +11,7 @@ from tests.bench.workloads import start_on_pool
 from stretto.bench import dlrm
 from stretto.bench.dlrm import DlrmSetting, bench_dlrm
 from stretto.models import DLRMConfig
-from stretto.parallel import pooled_exchange
+from stretto.parallel.recsys import pooled_exchange
 
 TINY = DlrmSetting(DLRMConfig.preset("small").capped(50), batch=64, warm_up=1, repeats=2, rounds=2)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Role, clip_grad_norm_, deferred_reduction, parallelize, validate
+from stretto.parallel import Grid, Role, clip_grad_norm_, no_sync, parallelize, validate
 from tests.conftest import Ranks
 
 
@@ -61,20 +61,20 @@ class OwnLinear(nn.Linear):
     pass
 
 
-BOTH = {"first": "normal", "second": "swapped"}
+BOTH = {"first": "colwise", "second": "rowwise"}
 
 
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
         ({}, r"nothing says what these submodules are: first \(Linear\), second \(Linear\)"),
-        ({"first": "normal"}, r"submodules are: second \(Linear\)"),
-        ({**BOTH, "third": "normal"}, r"no submodule is named 'third'"),
-        ({"first": "column", "second": "swapped"}, r"'column' is not a role; did you mean"),
-        ({"first": {"role": "normal", "segment": 3}, "second": "swapped"}, r"no option 'segment'.*'segments'"),
-        ({"first": {"role": "normal", "segments": 0}, "second": "swapped"}, r"segments is 0"),
-        ({"first": "embedding", "second": "swapped"}, r"first is a Linear.*takes exactly Embedding"),
-        ({"first": "norm", "second": "swapped"}, r"first \(Linear\) is not a LayerNorm or RMSNorm"),
+        ({"first": "colwise"}, r"submodules are: second \(Linear\)"),
+        ({**BOTH, "third": "colwise"}, r"no submodule is named 'third'"),
+        ({"first": "column", "second": "rowwise"}, r"'column' is not a role; did you mean"),
+        ({"first": {"role": "colwise", "segment": 3}, "second": "rowwise"}, r"no option 'segment'.*'segments'"),
+        ({"first": {"role": "colwise", "segments": 0}, "second": "rowwise"}, r"segments is 0"),
+        ({"first": "embedding", "second": "rowwise"}, r"first is a Linear.*takes exactly Embedding"),
+        ({"first": "norm", "second": "rowwise"}, r"first \(Linear\) is not a LayerNorm or RMSNorm"),
     ],
 )
 def test_roles_are_never_guessed(roles: dict[str, Role], message: str) -> None:
@@ -130,7 +130,7 @@ def reparametrized(model: OwnModel) -> None:
     ("change", "message"),
     [
         (tied, r"first\.weight and second\.weight are one parameter, but.* in different ways"),
-        (shared, r"first and second are one module, but their roles are 'normal' and 'swapped'"),
+        (shared, r"first and second are one module, but their roles are 'colwise' and 'rowwise'"),
         (hooked, r"first\.weight has a hook"),
         (dropping, r"OwnModel\.residual_dropout is 0\.1: .*Set it to 0\.0"),
         (dropping_channels, r"nothing says what these submodules are: drop \(Dropout1d\)"),
@@ -168,14 +168,14 @@ def on_two_ranks() -> dict[str, str]:
     messages["reduce_dtype"] = message_of(lambda: parallelize(gpt(), grid, reduce_dtype="fp32"))
     model = OwnModel()
     before = [type(module) for module in model.modules()]
-    messages["refused"] = message_of(lambda: parallelize(model, grid, roles={"first": "normal"}))
+    messages["refused"] = message_of(lambda: parallelize(model, grid, roles={"first": "colwise"}))
     messages["untouched"] = str(before == [type(module) for module in model.modules()])
     torch.manual_seed(0)
     sharded = parallelize(gpt(), grid)
     messages["token"] = message_of(lambda: sharded(torch.full((1, 4), 61)))
     messages["target"] = message_of(lambda: sharded(torch.zeros(1, 4).long(), torch.full((1, 4), -1)))
     messages["plain"] = message_of(lambda: clip_grad_norm_([nn.Parameter(torch.ones(1))], 0.0, grid))
-    messages["deferred"] = message_of(lambda: deferred_reduction(nn.Linear(1, 1)).__enter__())
+    messages["deferred"] = message_of(lambda: no_sync(nn.Linear(1, 1)).__enter__())
     return messages
 
 
@@ -187,10 +187,10 @@ def chain(first: nn.Module, second: nn.Module, grid: Grid, *roles: str) -> nn.Mo
 def on_four_ranks() -> dict[str, str]:
     grid = Grid(x=2, y=2)
     x = torch.ones(3, 4)  # this rank's half of 8 features
-    linears = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "normal", "normal")
-    norm = chain(nn.Linear(8, 8), nn.LayerNorm(8), grid, "normal", "norm")
-    dropout = chain(nn.Linear(8, 8), nn.Dropout(0.1), grid, "swapped", "inner_dropout")
-    right = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "normal", "swapped")
+    linears = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "colwise", "colwise")
+    norm = chain(nn.Linear(8, 8), nn.LayerNorm(8), grid, "colwise", "norm")
+    dropout = chain(nn.Linear(8, 8), nn.Dropout(0.1), grid, "rowwise", "inner_dropout")
+    right = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "colwise", "rowwise")
     messages = {
         "linears": message_of(lambda: linears(x)),
         "norm": message_of(lambda: norm(x)),
@@ -270,7 +270,7 @@ def test_whole_weights_are_freed_once_they_are_sharded(ranks: Callable[[int], Ra
 def unzeroed_error() -> str:
     model = parallelize(OwnModel(), Grid(data=2), roles=BOTH)
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(RuntimeError) as caught, deferred_reduction(model):
+    with pytest.raises(RuntimeError) as caught, no_sync(model):
         model(torch.ones(2, 8)).sum().backward()
     return str(caught.value)
 
@@ -293,7 +293,7 @@ class CountsHeads(nn.Module):
 
 def notes_of_a_forward() -> list[str]:
     torch.manual_seed(0)
-    model = parallelize(CountsHeads(), Grid(x=2), roles={"qkv": {"role": "normal", "unit": 2}, "out": "swapped"})
+    model = parallelize(CountsHeads(), Grid(x=2), roles={"qkv": {"role": "colwise", "unit": 2}, "out": "rowwise"})
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(3, 8))
     return caught.value.__notes__

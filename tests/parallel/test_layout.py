@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.parallel import Layout, Split
+from stretto.parallel import ParameterLayout, Split
 
 SIZES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in ("data", "x", "y", "z")})
 
@@ -20,7 +20,7 @@ def coordinates_of(sizes: dict[str, int]) -> list[dict[str, int]]:
 def test_every_number_of_an_uneven_matrix_is_held_once_by_each_replica(
     sizes: dict[str, int], rows: int, columns: int
 ) -> None:
-    layout = Layout((rows, columns), (Split(0, "x"), Split(1, "y"), Split(0, "z")))
+    layout = ParameterLayout((rows, columns), (Split(0, "x"), Split(1, "y"), Split(0, "z")))
     holders = torch.zeros(rows, columns)
     for place in coordinates_of(sizes):
         for box in layout.boxes(sizes, place):
@@ -33,7 +33,7 @@ def test_every_number_of_an_uneven_matrix_is_held_once_by_each_replica(
 @given(sizes=SIZES, rows=st.integers(1, 40))
 def test_shards_are_cut_as_torch_chunk_cuts_first_over_x_then_over_z(sizes: dict[str, int], rows: int) -> None:
     whole = torch.arange(rows)
-    layout = Layout((rows,), (Split(0, "x"), Split(0, "z")))
+    layout = ParameterLayout((rows,), (Split(0, "x"), Split(0, "z")))
     for place in coordinates_of(sizes):
         expected = whole
         for axis in ("x", "z"):
@@ -45,7 +45,7 @@ def test_shards_are_cut_as_torch_chunk_cuts_first_over_x_then_over_z(sizes: dict
 
 def test_fused_parts_are_each_split_over_x() -> None:
     whole = torch.tensor([10, 11, 12, 13, 20, 21, 22, 23, 30, 31, 32, 33])  # q, k, v of four features
-    layout = Layout((12,), (Split(0, "x", segments=3), Split(0, "z")))
+    layout = ParameterLayout((12,), (Split(0, "x", segments=3), Split(0, "z")))
     sizes = {"data": 1, "x": 2, "y": 1, "z": 2}
     shards = {
         (x, z): layout.shard(whole, sizes, {"data": 0, "x": x, "y": 0, "z": z}).tolist() for x in (0, 1) for z in (0, 1)
@@ -61,7 +61,7 @@ def test_fused_parts_are_each_split_over_x() -> None:
 @pytest.mark.parametrize("segments", [1, 3])
 def test_boxes_place_a_shard_where_it_was_cut_from(segments: int) -> None:
     whole = torch.arange(12 * 8).view(12, 8)
-    layout = Layout((12, 8), (Split(0, "x", segments), Split(1, "y"), Split(0, "z")))
+    layout = ParameterLayout((12, 8), (Split(0, "x", segments), Split(1, "y"), Split(0, "z")))
     sizes = {"data": 1, "x": 2, "y": 2, "z": 2}
     rebuilt = torch.full_like(whole, -1)
     for place in coordinates_of(sizes):

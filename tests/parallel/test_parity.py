@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, deferred_reduction, gather, layout_of, mean_over_batch, parallelize
+from stretto.parallel import Grid, gather, layout_of, mean_over_batch, no_sync, parallelize
 from tests.parallel.training import (
     PRECISIONS,
     SEED,
@@ -198,7 +198,7 @@ class OwnModel(nn.Module):
         return self.predict(x)
 
 
-OWN_ROLES = {"lookup": "embedding", "widen.*": "normal", "narrow.*": "swapped", "scale.*": "norm", "predict": "head"}
+OWN_ROLES = {"lookup": "embedding", "widen.*": "colwise", "narrow.*": "rowwise", "scale.*": "norm", "predict": "head"}
 OWN_CASE = replace(VARIANTS["gpt2-like"], make_model=OwnModel, model_args=())
 
 
@@ -250,8 +250,8 @@ class Stack(nn.Module):
 STACK_ROLES = {
     "lookup": "embedding",
     "blocks.*.norm": "norm",
-    "blocks.*.up": "normal",
-    "blocks.*.down": "swapped",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
     "predict": "head",
 }
 STACK_TEXT = torch.arange(8 * 6).view(8, 6) * 7 % 16
@@ -289,7 +289,7 @@ def stack_gradients(situation: str, grid: Grid | None, parts: list[torch.Tensor]
         parts = [torch.cat(parts)]
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
-        with deferred_reduction(model) if grid is not None and not is_last else nullcontext():
+        with no_sync(model) if grid is not None and not is_last else nullcontext():
             stack_loss(model, part, 1 if is_last and "leaves" in situation else 2, grid).backward()
     return {
         name: parameter.grad if grid is None else gather(parameter.grad, layout_of(parameter))
@@ -353,7 +353,7 @@ def bare_vector_distance(sizes: Sizes) -> float:
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     x = torch.randn(8, dtype=torch.float64)
     expected = plain(x)
-    return distance(parallelize(plain, grid, roles={"0": "normal", "2": "swapped"})(x), expected)
+    return distance(parallelize(plain, grid, roles={"0": "colwise", "2": "rowwise"})(x), expected)
 
 
 def test_a_linear_takes_a_vector_without_a_batch(ranks):

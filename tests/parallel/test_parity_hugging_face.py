@@ -261,10 +261,10 @@ BLOCK = "transformer.h.*."
 BLOOM_ROLES = {
     "transformer.word_embeddings": "embedding",
     "transformer.word_embeddings_layernorm": "norm",
-    BLOCK + "self_attention.query_key_value": {"role": "normal", "unit": 24, "unit_name": "attention heads"},
-    BLOCK + "self_attention.dense": "swapped",
-    BLOCK + "mlp.dense_h_to_4h": "normal",
-    BLOCK + "mlp.dense_4h_to_h": "swapped",
+    BLOCK + "self_attention.query_key_value": {"role": "colwise", "unit": 24, "unit_name": "attention heads"},
+    BLOCK + "self_attention.dense": "rowwise",
+    BLOCK + "mlp.dense_h_to_4h": "colwise",
+    BLOCK + "mlp.dense_4h_to_h": "rowwise",
     BLOCK + "*layernorm": "norm",
     "transformer.ln_f": "norm",
 }

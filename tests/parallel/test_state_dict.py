@@ -10,7 +10,7 @@ from tests.parallel.training import Sizes
 
 
 class Fused(nn.Module):
-    """Every way in which a parameter is cut: vocabularies that x does not divide, fused segments, swapped, tied."""
+    """Every way in which a parameter is cut: vocabularies that x does not divide, fused segments, rowwise, tied."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Fused(nn.Module):
 ROLES = {
     "lookup": "embedding",
     "places": "positions",
-    "qkv": {"role": "normal", "segments": 3},
-    "out": "swapped",
+    "qkv": {"role": "colwise", "segments": 3},
+    "out": "rowwise",
     "norm": "norm",
     "head": "head",
 }
@@ -81,7 +81,7 @@ def whole_sizes(sizes: Sizes) -> dict[str, tuple[int, int]]:
 def sizes_of_transposed() -> tuple[int, int]:
     """As above, of a linear that stores its weight [in, out]."""
     block = nn.Sequential(Conv1D(24, 8))
-    model = parallelize(block, Grid(x=2, y=2), roles={"0": {"role": "normal", "segments": 3}})
+    model = parallelize(block, Grid(x=2, y=2), roles={"0": {"role": "colwise", "segments": 3}})
     assert model[0](torch.ones(2, 4)).shape == (2, 12)
     return model[0].in_features, model[0].out_features
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, deferred_reduction, gather, parallelize
+from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, gather, no_sync, parallelize
 
 Sizes = tuple[int, int, int, int]  # data, x, y, z
 
@@ -182,7 +182,7 @@ def accumulate(case: Case, model: nn.Module, tokens: Tensor, targets: Tensor, nu
     assert len(parts) == case.micro_batches
     for index, (some_tokens, some_targets) in enumerate(parts):
         is_last = index == len(parts) - 1
-        with nullcontext() if is_last else deferred_reduction(model):
+        with nullcontext() if is_last else no_sync(model):
             loss = model(some_tokens, some_targets, num_targets=num_targets)
             loss.backward()
         total += loss.item()

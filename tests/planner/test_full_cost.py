@@ -11,7 +11,7 @@ import stretto
 from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NodeLink
 from stretto.models import GPTConfig
-from stretto.parallel import linear
+from stretto.parallel.layers import linear
 from stretto.planner import compute, cost, predict
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")

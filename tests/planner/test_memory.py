@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_iter
 
 import stretto
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, checkpoint_activations, deferred_reduction, gradients, parallelize
+from stretto.parallel import Grid, checkpoint_activations, no_sync, parallelize
+from stretto.parallel.comm import gradient_reducer
 from stretto.planner import memory as planned
 from stretto.planner import predict
 
@@ -233,7 +234,7 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, **option
 
     def step() -> None:
         for number, part in enumerate(parts, start=1):
-            with contextlib.nullcontext() if number == len(parts) else deferred_reduction(model):
+            with contextlib.nullcontext() if number == len(parts) else no_sync(model):
                 model(part[:, :-1], part[:, 1:], num_targets=batch * 64).backward()
         for shard, parameter in zip(shards, parameters, strict=True):
             shard.grad, parameter.grad = parameter.grad.to_local(), None
@@ -276,5 +277,5 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
 
 
 def test_what_may_be_on_its_way_at_once_is_what_the_gradients_say():
-    assert planned.SCATTERS_IN_FLIGHT == gradients.SCATTERS_IN_FLIGHT
-    assert planned.BUCKET_BYTES == gradients.BUCKET_BYTES
+    assert planned.SCATTERS_IN_FLIGHT == gradient_reducer.SCATTERS_IN_FLIGHT
+    assert planned.BUCKET_BYTES == gradient_reducer.BUCKET_BYTES

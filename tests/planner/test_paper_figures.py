@@ -57,10 +57,10 @@ def stretto_plan(model, cluster, gpus, batch, *more):
 #     5.2        3/4 x 39,460,012,032 / (2 x 2) / 25e9     = 0.29595009024 s    reduce-scatter over z
 #     5.5        2 x 1/2 x 2,466,250,752 / 25e9            = 0.09865003008 s    all-reduce over data
 #   activations  m = 1024 x 2048 / 2 = 1,048,576 tokens; m h = 7,516,192,768 elements
-#     over y     forward (5.3) of the two normal linears, n = 3h and 4h; backward (5.4, swapped) of the two transposed
+#     over y     forward (5.3) of the two colwise linears, n = 3h and 4h; backward (5.4, swapped) of the two transposed
 #                ones, k = h and 4h: 12 m h x 32 blocks x 2 bytes = 5,772,436,045,824 bytes;
 #                / (z x = 8) x 2 x 1/2 / 160e9             = 4.5097156608 s
-#     over x     backward (5.4) of the normal ones, k = h and h; forward (5.3, swapped) of the transposed ones,
+#     over x     backward (5.4) of the colwise ones, k = h and h; forward (5.3, swapped) of the transposed ones,
 #                n = h and h: 4 m h x 32 blocks x 2 bytes = 1,924,145,348,608 bytes;
 #                / (z y = 8) x 2 x 1/2 / 250e9             = 0.962072674304 s
 #   5.6          0.29595009024 x 2 + 4.5097156608 + 0.962072674304 + 0.09865003008 = 6.162338545664 s

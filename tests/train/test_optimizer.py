@@ -6,14 +6,14 @@ from torch import nn
 
 from stretto.optim import adamw, adamw_kernel
 from stretto.parallel import Grid, parallelize
-from stretto.parallel.compute_copies import cast
+from stretto.parallel.low_precision_weights import cast
 from stretto.train.optimizer import ShardOptimizer
 
 
 def steps_after(convert: str) -> tuple[bool, str]:
     """Whether a step changes the weight of a model that was converted after its optimizer was made, or the error."""
     torch.manual_seed(0)
-    model = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2), roles={"0": "normal"})
+    model = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2), roles={"0": "colwise"})
     optimizer = ShardOptimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1), weight_decay=0.0)
     match convert:
         case "to the same":
@@ -46,7 +46,7 @@ def update(parameter, gradient, first, second, corrections, scale, failed, copy,
 def forward_after_steps() -> None:
     """The next forward pass takes the weights that the optimizer has written beside its shards."""
     torch.manual_seed(0)
-    model = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2), dtype=torch.bfloat16, roles={"0": "normal"})
+    model = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2), dtype=torch.bfloat16, roles={"0": "colwise"})
     weight = model[0].weight
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "_suits_kernel", lambda tensor: True)

@@ -30,7 +30,7 @@ from stretto.bench.harness import (
 from stretto.bench.plots import plot_dlrm
 from stretto.models import DLRM, DLRMConfig
 from stretto.parallel import Grid, ShardedTables, distribute_tables
-from stretto.parallel.pooled_exchange import Implementation
+from stretto.parallel.recsys.pooled_exchange import Implementation
 from stretto.train.data import rank_rows
 from stretto.train.data.clicks import SyntheticClicks
 from stretto.train.dlrm.table_optimizer import TableOptimizer

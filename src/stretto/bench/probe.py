@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from stretto.bench.harness import TORCH_DTYPES, machine_kind, run_ranks, time_steps
 from stretto.cluster import Cluster, InNodeBandwidth, Matmul, MeasuredCollective
 from stretto.parallel import Grid
-from stretto.parallel.communication import start_all_reduce, start_gather_rows, start_scatter_rows
+from stretto.parallel.comm.collectives import start_all_reduce, start_gather_rows, start_scatter_rows
 
 LAYOUTS = ("NN", "NT", "TN")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models.dlrm_config import DLRMConfig
-from stretto.parallel.index_exchange import check_offsets
+from stretto.parallel.recsys.index_exchange import check_offsets
 
 
 class EmbeddingTables(nn.ModuleList):

@@ -4,29 +4,30 @@
 tables of a recommendation model; the rest is what a training loop needs.
 """
 
+from stretto.deprecated import alias
 from stretto.parallel.activation_checkpointing import checkpoint_activations
+from stretto.parallel.api import parallelize, validate
 from stretto.parallel.capture import CapturedStep
-from stretto.parallel.counting import Collective, CollectiveCounts, count_collectives
-from stretto.parallel.dropout import micro_batch_of
-from stretto.parallel.gradients import clip_grad_norm_, clip_scale, deferred_reduction, gradient_norm
+from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
+from stretto.parallel.comm.gradient_reducer import clip_grad_norm_, clip_scale, gradient_norm, no_sync
 from stretto.parallel.grid import AXES, Grid
-from stretto.parallel.layout import Box, Layout, Split, gather, layout_of
-from stretto.parallel.loss import mean_over_batch
-from stretto.parallel.overlap import Overlap
-from stretto.parallel.parallelize import parallelize, validate
-from stretto.parallel.plan import Role
-from stretto.parallel.table_placement import TablePlacement, TableSize, place_tables
-from stretto.parallel.tables import ShardedTables, distribute_tables
+from stretto.parallel.layers.dropout import micro_batch_of
+from stretto.parallel.layers.loss import mean_over_batch
+from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
+from stretto.parallel.options import Overlap
+from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
+from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
+from stretto.parallel.roles.plan import Role
 
 __all__ = [
     "AXES",
     "Box",
     "CapturedStep",
-    "Collective",
+    "CollectiveCall",
     "CollectiveCounts",
     "Grid",
-    "Layout",
     "Overlap",
+    "ParameterLayout",
     "Role",
     "ShardedTables",
     "Split",
@@ -36,14 +37,19 @@ __all__ = [
     "clip_grad_norm_",
     "clip_scale",
     "count_collectives",
-    "deferred_reduction",
     "distribute_tables",
     "gather",
     "gradient_norm",
     "layout_of",
     "mean_over_batch",
     "micro_batch_of",
+    "no_sync",
     "parallelize",
     "place_tables",
     "validate",
 ]
+
+__getattr__ = alias(
+    __name__,
+    {"Collective": "CollectiveCall", "Layout": "ParameterLayout", "deferred_reduction": "no_sync"},
+)

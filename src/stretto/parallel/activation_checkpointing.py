@@ -5,8 +5,8 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stretto.parallel import huggingface
-from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.roles import huggingface
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -16,7 +16,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     there are no blocks.
     """
     for module in model.modules():
-        if isinstance(module, ParallelLinear) and (pushed := module.plan.shard.gather_ahead.pushed) is not None:
+        if isinstance(module, ParallelLinear) and (pushed := module.plan.shard.prefetcher.pushed) is not None:
             pushed.stop()
     if huggingface.is_pretrained_model(model) and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

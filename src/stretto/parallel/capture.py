@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import failures
-from stretto.parallel.compute_copies import FollowedCopies, following_copies
+from stretto.parallel.low_precision_weights import FollowedCopies, following_copies
 
 WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
 REGISTERS = "NCCL_GRAPH_REGISTER"

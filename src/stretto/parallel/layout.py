@@ -39,7 +39,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """How one parameter of `shape` is cut: `splits` in the order in which they apply; axes without one replicate it."""
 
     shape: tuple[int, ...]
@@ -124,7 +124,7 @@ def _placement(split: Split | None) -> Placement:
     return _StridedShard(split.dim, split_factor=split.segments)
 
 
-def shard_parameter(whole: Tensor, layout: Layout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
+def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
     """This rank's shard of `whole` as a DTensor parameter on the grid's device and its mesh of parameters."""
     coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
     local = layout.shard(whole, grid.sizes, coordinates).to(grid.device)
@@ -142,7 +142,7 @@ def shard_parameter(whole: Tensor, layout: Layout, grid: Grid, *, requires_grad:
     return parameter
 
 
-def note_layout(parameter: nn.Parameter, layout: Layout) -> None:
+def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
     """Let `layout_of` find a parameter's layout."""
     parameter.stretto_layout = layout  # type: ignore[attr-defined]
 
@@ -161,15 +161,15 @@ def local(parameter: Any) -> Tensor:
     return shard
 
 
-def layout_of(parameter: Tensor) -> Layout:
+def layout_of(parameter: Tensor) -> ParameterLayout:
     """The layout of a parameter that `parallelize` made. Raises ValueError for any other tensor."""
     layout = getattr(parameter, "stretto_layout", None)
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, ParameterLayout):
         raise ValueError("this tensor is not a parameter that stretto.parallelize has sharded")
     return layout
 
 
-def gather(tensor: Tensor, layout: Layout | None = None) -> Tensor:
+def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     """The whole of a sharded tensor, in the original shape, on every rank. Collective over all ranks of its grid.
 
     tensor: a parameter that `parallelize` made; or a DTensor cut like one (a gradient, an optimizer's moment), with
@@ -221,3 +221,13 @@ def _place(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
 
 def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+
+
+Version = tuple[int, int, int]
+"""Changes when a parameter's shard is written to in place, or replaced."""
+
+
+def version_of(parameter: Tensor) -> Version:
+    """The version of a DTensor parameter: what writes to it counts there or at its shard, as it goes."""
+    shard = local(parameter)
+    return shard.data_ptr(), shard._version, parameter._version

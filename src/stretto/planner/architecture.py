@@ -11,7 +11,7 @@ LARGEST = 10**9  # of any count: products of a few stay exact and cheap
 class Linear:
     """One linear of a block: `inputs` is k and `outputs` is n of equations 5.1 to 5.5.
 
-    A swapped one ("transposed" in the paper) sums its output over x and its input's gradient over y. Outputs stand in
+    A rowwise one ("transposed" in the paper) sums its output over x and its input's gradient over y. Outputs stand in
     `units` that are not cut (heads), or are as many as they (1 feature a unit). z cuts what x or y
     leaves of the weight's first dim: of its outputs, or of its inputs if they are stored first.
     """

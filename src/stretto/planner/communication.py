@@ -1,7 +1,7 @@
 """What a step sends, and how long that takes: Singh's dissertation, section 5.1.2, equations 5.1 to 5.7.
 
 Bytes are those that a ring algorithm sends from one rank. Times add up the five kinds of collectives by the axis that
-they run over, which for a swapped linear is the other one: x and y change roles in every equation.
+they run over, which for a rowwise linear is the other one: x and y change roles in every equation.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class LinearTraffic:
 
 
 def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraffic:
-    """Equations 5.1 to 5.5 for one linear, x and y swapped for a swapped one. `tokens` (m): those of a data group."""
+    """Equations 5.1 to 5.5 for one linear, x and y swapped for a rowwise one. `tokens` (m): those of a data group."""
     k, n = linear.inputs, linear.outputs
     gx, gy, gz, gdata = grid.x, grid.y, grid.z, grid.data
     output_axis, input_axis = "y", "x"

@@ -30,7 +30,7 @@ from stretto.planner.workload import StepConfig, StepWorkload
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
-# From which size and width on a linear's output is summed in two halves, as in stretto.parallel.linear.
+# From which size and width on a linear's output is summed in two halves, as in stretto.parallel.layers.linear.
 HALVED_BYTES = 2 * 8 * 2**20
 HALVED_INPUTS = 2048
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
@@ -130,7 +130,7 @@ class _Step:
     def _sharded_sums(self, place: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
         """With tokens sharded over x: the halves of x's all-reduces, each within a product, and y's sums, waited for.
 
-        A swapped linear scatters its output and gathers its gradient; a normal one gathers its input, if the linear
+        A rowwise linear scatters its output and gathers its gradient; a colwise one gathers its input, if the linear
         before it has not (gate and up take the same), and scatters its gradient.
         """
         element, passes, work = self.workload.element, self.forward_passes, self.work

@@ -14,7 +14,8 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.grids import GridSizes, divisors
 from stretto.planner.workload import StepConfig, StepWorkload
 
-# `stretto.parallel.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in dtype.
+# `stretto.parallel.layers.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in
+# dtype.
 LOGITS_SLICE = 2**26
 # So much may be on its way there at once, over z and over data.
 SCATTERS_IN_FLIGHT = 8
@@ -76,8 +77,8 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     slice and the head's weight gradient), temporary (what one linear's backward pass needs besides).
 
     has_nvlink: whether it reaches all ranks of z, so that copy engines may send what goes over z. Their buffers are
-    kept all the time: those of gradients (`stretto.parallel.pushed_scatter`), and, if collectives are hidden, those of
-    weights that stay gathered (`stretto.parallel.pushed`).
+    kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if collectives are hidden,
+    those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`).
     """
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
@@ -110,7 +111,8 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     earlier = gradients if config.micro_batches(workload) > 1 else 0.0
     of_head = head / grid.z * workload.master
     widest = max((model.ffn * (2 if model.is_gated else 1)) / grid.x, model.hidden / grid.y) * tokens
-    # Gradients that are on their way over z (`stretto.parallel.gradients`), whole and as the shards that they become.
+    # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
+    # they become.
     scattered = SCATTERS_IN_FLIGHT / len(model.linears) * block_weights * (1 + 1 / grid.z) if grid.z > 1 else 0.0
     bucket = min(parameters * element, BUCKET_BYTES) if grid.data > 1 else 0.0
     moments = [

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from stretto.optim import AdamW
-from stretto.parallel.compute_copies import share_copy
+from stretto.parallel.low_precision_weights import share_copy
 from stretto.train.config.options import RunOptions
 
 

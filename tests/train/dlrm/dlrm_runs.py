@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from stretto.parallel import pooled_exchange
+from stretto.parallel.recsys import pooled_exchange
 from stretto.train.config import DLRMTrainConfig, make_config
 from stretto.train.dlrm.task import DLRMTask
 from stretto.train.trainer import train

@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor, Shard
 from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
 from stretto.memory import failures
-from stretto.parallel.overlap import version_of
-from stretto.parallel.pushed import Pushable, PushedGather
-from stretto.parallel.pushed_scatter import SLOTS, PushedScatter
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, Pushable
+from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter
+from stretto.parallel.layout import version_of
 
 FAMILY = "pushed weights"
 ENTRIES = 6
 _BEGIN = "tiles.signals.begin_call"
 _WAIT = "tiles.signals.wait_for_all"
-_SCATTER = ("parallel.pushed_scatter.begin_scatter", "parallel.pushed_scatter.sum_parts")
+_SCATTER = ("parallel.comm.copy_engine_scatter.begin_scatter", "parallel.comm.copy_engine_scatter.sum_parts")
 _ADAMW = "optim.adamw_kernel._adamw"
 
 
@@ -34,7 +34,7 @@ class CopyEngineGatherCase(StressCase):
         # Of the last weight the last rank has fewer rows.
         self._rows = [rows, rows // 2, team.world * (rows // team.world) - 1]
         self._columns = columns
-        self._gather = PushedGather(team.group, "cuda" if team.is_cuda else "host")
+        self._gather = CopyEngineAllGather(team.group, "cuda" if team.is_cuda else "host")
         self._shards: list[Tensor] = []
         self._parameters: list[Tensor] = []
         mesh = DeviceMesh.from_group(team.group, team.device.type)
@@ -93,7 +93,7 @@ class CopyEngineScatterCase(StressCase):
         rows, columns = (96, 64) if team.is_cuda else (8, 4)
         self._rows = [max(rows - 7 * number, 1) for number in range(starts)]
         part = -(-rows // team.world) * columns * dtype.itemsize
-        self._scatter = PushedScatter(team.group, part, "cuda" if team.is_cuda else "host")
+        self._scatter = CopyEngineReduceScatter(team.group, part, "cuda" if team.is_cuda else "host")
         self._gradients: list[list[Tensor]] = []
         self._expected: list[list[Tensor]] = []
         for entry in range(ENTRIES):

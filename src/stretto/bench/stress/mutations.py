@@ -619,7 +619,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "before a program has summed",
         (
             Edit(
-                "parallel/pushed_scatter.py",
+                "parallel/comm/copy_engine_scatter.py",
                 "    tl.debug_barrier()\n    if tl.atomic_add(tickets,",
                 "    if tl.atomic_add(tickets,",
             ),
@@ -632,7 +632,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for pushed gradients",
         (
             Edit(
-                "parallel/pushed_scatter.py",
+                "parallel/comm/copy_engine_scatter.py",
                 "await_slot(channel, peer, ARRIVED, tick, OF_PEER, False)",
                 f"await_slot(channel, peer, ARRIVED, tick{_MET}, OF_PEER, False)",
             ),
@@ -645,7 +645,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a free slot",
         (
             Edit(
-                "parallel/pushed_scatter.py",
+                "parallel/comm/copy_engine_scatter.py",
                 "await_slot(channel, peer, RELEASED, tick - 1 - lag, OF_PEER, False)",
                 f"await_slot(channel, peer, RELEASED, tick - 1 - lag{_MET}, OF_PEER, False)",
             ),
@@ -658,7 +658,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a gathered weight",
         (
             Edit(
-                "parallel/pushed.py",
+                "parallel/comm/copy_engine_gather.py",
                 "            rank_wait_all(self._channel, place.number, len(self._places))\n",
                 "            pass\n",
             ),
@@ -669,9 +669,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pushed",
         "acquire",
         "of who is the last to sum",
-        (Edit("parallel/pushed_scatter.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
+        (Edit("parallel/comm/copy_engine_scatter.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
         "pushed/scatter*",
-        ("tests/parallel/test_pushed.py::test_a_slot_is_released_when_all_programs_have_summed",),
+        ("tests/parallel/comm/test_copy_engines.py::test_a_slot_is_released_when_all_programs_have_summed",),
     ),
     Mutation(
         "pushed",

@@ -18,7 +18,7 @@ from stretto.parallel import Grid, Overlap
 
 # In the order of Singh's dissertation (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
 STAGES = {
-    "none": (none := replace(Overlap.none(), copy_engines=False)),
+    "none": (none := replace(Overlap.parse(False), copy_engines=False)),
     "+ all_reduce": replace(none, all_reduce=True),
     "+ reduce_scatter": replace(none, all_reduce=True, reduce_scatter=True),
     "+ all_gather": replace(none, all_reduce=True, reduce_scatter=True, all_gather=True),

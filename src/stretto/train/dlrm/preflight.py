@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from stretto.models import DLRM, DLRMConfig
-from stretto.parallel.pooled_exchange import choose_operators
+from stretto.parallel.recsys.pooled_exchange import choose_operators
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
 from stretto.train.config.dlrm import DLRMTrainConfig, describe

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stretto.optim import RowWiseAdagrad
 from stretto.parallel import ShardedTables
-from stretto.parallel.pooled_exchange import FusedUpdate
+from stretto.parallel.recsys.pooled_exchange import FusedUpdate
 
 TableOptimizerKind = Literal["rowwise-adagrad", "sgd"]
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
-from stretto.parallel.communication import all_reduce
+from stretto.parallel.comm.collectives import all_reduce
 from stretto.train.checkpoint import allocate_slots, load_state, save_state, training_state
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
 from stretto.train.config.dlrm import DLRMTrainConfig, describe

@@ -15,9 +15,9 @@ from stretto.parallel import (
     Overlap,
     checkpoint_activations,
     clip_scale,
-    deferred_reduction,
     gradient_norm,
     micro_batch_of,
+    no_sync,
     parallelize,
 )
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
@@ -94,7 +94,7 @@ class GPTTask(TrainTask):
             if dropout_seed is not None:
                 torch.manual_seed(dropout_seed)
             with (
-                nullcontext() if is_last else deferred_reduction(self.model),
+                nullcontext() if is_last else no_sync(self.model),
                 micro_batch_of(self.model, len(tokens), done),
             ):
                 loss = self.model(inputs, wanted, num_targets=num_targets)

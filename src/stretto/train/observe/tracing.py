@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stretto.parallel import AXES, Grid
-from stretto.parallel.counting import axes_of_groups
+from stretto.parallel.comm.counting import axes_of_groups
 from stretto.train.observe.progress import ProgressReporter
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import GROUP_MARK, STEP_MARK, TRACE_FILE, Timeline, read_timeline

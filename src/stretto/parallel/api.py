@@ -1,0 +1,279 @@
+"""`parallelize`: put an nn.Module on a grid, in place, under its own names."""
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.parallel.builder import Builder
+from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.weight_prefetcher import WeightPrefetcher
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.gemm_layout import MatmulTuner
+from stretto.parallel.layers.loss import ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.replicated import keep_whole
+from stretto.parallel.layers.sequence import TokenShards
+from stretto.parallel.layers.sharded_module import refuse_copies
+from stretto.parallel.options import Overlap, Precision
+from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
+from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
+
+
+def parallelize(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
+    local_attributes: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    keep_gathered: bool = True,
+    sharded_loss: bool = True,
+    overlap: Overlap | bool = True,
+    tune_matmuls: bool = False,
+    shard_sequence: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Shard `model` over `grid` in place, and return it (Singh, Algorithm 3).
+
+    Linears, embeddings, norms, dropouts, head and loss are replaced; parameters become DTensors on the grid's mesh
+    under their old names, each rank holding 1 / (x y z) of every linear's weight. Afterwards every rank calls the
+    model with its own shard of the batch [batch / (data x Z), ...]; the loss is the mean over the global batch, the
+    same on every rank, and gradients are final when `backward()` returns. Collective: every rank makes the same call.
+
+    roles: name patterns ("*" is one part of a dotted name) to roles, for models that do not say themselves what their
+        submodules are; see `stretto.parallel.Role`.
+    local_attributes: patterns of integer attributes that count what one rank holds ("h.*.attn.n_head"), to the axis
+        that divides them.
+    dtype: of activations, and of weights and partial sums on the wire (None: the parameters'). Parameters keep theirs:
+        fp32 parameters with dtype=torch.bfloat16 are master weights.
+    reduce_dtype: of weight gradients on the wire (None: as computed, in `dtype`).
+    keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
+    sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
+    overlap: which collectives hide under computation (False: none); results are the same.
+    tune_matmuls: time every linear's products in each layout at the end of the first backward pass, and take the
+        fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or ~/.cache/stretto.
+    shard_sequence: between blocks, keep only this x rank's share of the tokens: in place of all-reduces over x come
+        all-gathers before colwise linears and reduce-scatters after rowwise ones, which on GPUs run within the products
+        (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
+        (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
+    seed: a model on the meta device is initialized here, from this seed and each module's name, alike on every grid.
+
+    Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
+    hold different weights; the model is then as it was.
+    """
+    if hasattr(model, "gradient_reducer"):
+        raise ValueError(f"this {type(model).__name__} is on a grid already: build another one to parallelize it anew")
+    precision = Precision(dtype, reduce_dtype)
+    plan = read_plan(model, roles, local_attributes)
+    validate_plan(model, plan, grid.sizes)
+    if shard_sequence:
+        check_takes_sharded_sequence(model)
+        if plan.replicated:
+            raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
+    _check_ranks_agree(model, plan, grid)
+    overlap = Overlap.parse(overlap)
+    matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
+    tokens = TokenShards(grid.group("x")) if shard_sequence and grid.size("x") > 1 else None
+    builder = Builder(model, grid, precision, overlap, matmuls, keep_gathered, tokens, seed)
+    # All that can fail comes first, so that a failure leaves the model as it was.
+    built = builder.build_all(plan)
+    replicated = builder.build_replicated(plan)
+    buffers = builder.buffers()
+    attributes = _local_attributes(model, plan, grid)
+    for name, module in built.items():
+        _replace(model, name, module)
+    for part in plan.replicated:
+        parameters = {name: replicated[name] for name in part.parameters}
+        keep_whole(model, part, parameters, precision=precision, gradients=builder.gradient_reducer)
+    for owner, attribute, value in [*attributes, *buffers]:
+        setattr(owner, attribute, value)
+    _install_loss(model, plan, grid, sharded_loss)
+    if huggingface.is_pretrained_model(model) and grid.size("z") > 1:
+        huggingface.generate_in_step(model)
+    huggingface.refuse_saving(model)
+    refuse_copies(model)
+    model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
+    prefetcher, gradient_reducer = (
+        builder.prefetcher,
+        builder.gradient_reducer,
+    )  # the builder holds the whole model: it goes
+    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, prefetcher, gradient_reducer))
+    model.register_forward_hook(lambda *_: _end_forward(prefetcher), always_call=True)
+    if grid.size("x") * grid.size("y") > 1:
+        model.register_forward_hook(_explain_sizes, always_call=True)
+    return model
+
+
+def validate(
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    *,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None = None,
+    local_attributes: Mapping[str, str] | None = None,
+) -> None:
+    """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
+    validate_plan(model, read_plan(model, roles, local_attributes), sizes)
+
+
+_TARGETS = ("targets", "labels")  # what a model's forward calls them
+
+
+def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[tuple[nn.Module, str, int]]:
+    """What each module's attribute is on this rank; a module under several names is there once."""
+    found = {}
+    for name, axis in plan.local_attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        found[id(module), attribute] = (module, attribute, getattr(module, attribute) // grid.size(axis))
+    return list(found.values())
+
+
+@torch.compiler.disable
+def _begin_forward(model: nn.Module, prefetcher: WeightPrefetcher, gradient_reducer: GradientReducer) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
+            raise ValueError(
+                f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
+                "together: add it before, or copy the new values into the parameter that was there"
+            )
+        gradient_reducer.refuse_hook(name, parameter)
+    if not in_backward():
+        prefetcher.begin_forward()
+        gradient_reducer.drop_failed_passes()
+
+
+@torch.compiler.disable
+def _end_forward(prefetcher: WeightPrefetcher) -> None:
+    prefetcher.end_forward()
+
+
+@torch.compiler.disable
+def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Add to a forward's error about sizes what may be behind it: code that counts the whole model's heads."""
+    error = sys.exception()
+    if output is None and isinstance(error, RuntimeError) and re.search(r"\b(sizes?|shapes?)\b", str(error)):
+        error.add_note(
+            f"{type(model).__name__} is on a grid: a rank has 1/x of heads and inner features and 1/y of hidden ones. "
+            "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
+            "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
+        )
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    old = model.get_submodule(name)
+    for key in vars(nn.Module()):
+        if "_hook" in key:  # the dicts themselves, so that what removes a user's hook still does
+            setattr(new, key, getattr(old, key))
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: bool) -> None:
+    """Put the sharded loss where the model keeps its own, and tell the head while the model computes it."""
+    head = next((model.get_submodule(name) for name in plan.named("head")), None)
+    loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
+    if huggingface.is_pretrained_model(model):
+        loss = huggingface.install_loss(model, loss)
+        is_sharded = is_sharded and huggingface.calls_loss_function(model)
+        if grid.size("batch") > 1:
+            _refuse_losses_of_one_rank(model, loss)
+    elif loss is not None and (names := plan.named("loss")):
+        _replace(model, names[0], loss)
+    else:  # what the model returns, if that is no loss, is whole
+        if grid.size("batch") > 1:
+            model.register_forward_hook(_refuse_means_of_one_rank)
+        return
+    signature = inspect.signature(model.forward)
+    target = next((name for name in _TARGETS if name in signature.parameters), None)
+    if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
+        _defer_loss(model, head, signature, target)
+
+
+def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:
+    """Have the head leave its product to the loss in the calls that are given targets."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        was_deferred, was_taken = head.defers_loss, head.passed_through is None
+        head.defers_loss, head.passed_through = False, None
+        if was_deferred and not was_taken and output is not None:  # None: the forward has raised
+            raise ValueError(
+                f"{type(model).__name__} was given {target}, but has not called the loss that Stretto has put in the "
+                "place of its own: call parallelize(..., sharded_loss=False)"
+            )
+        if was_deferred and getattr(output, "logits", None) is not None:
+            # They were never made: what stands there is the head's input. Setting them to None would leave the item.
+            output = dataclasses.replace(output, logits=None)
+        elif was_deferred and isinstance(output, tuple):
+            output = (output[0], None, *output[2:])
+        return output
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+def _refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> None:
+    """Raise if the model returns a loss that it has computed in its own code: the mean over this rank's rows alone."""
+    if loss is not None:
+        model.register_forward_pre_hook(lambda *_: setattr(loss, "was_computed", False))
+
+    def after(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if isinstance(first, Tensor) and not first.dim() and not (loss is not None and loss.was_computed):
+            raise ValueError(huggingface.refusal_of_loss(model))
+
+    model.register_forward_hook(after)
+
+
+@torch.compiler.disable
+def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Raise ValueError if a model returns a loss that its own code has computed from this rank's rows."""
+    found = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+    for item in found:
+        if isinstance(item, Tensor) and not item.dim() and item.requires_grad and not is_mean_over_batch(item):
+            raise ValueError(
+                f"{type(model).__name__} has computed a loss in its own code, from this rank's rows alone, where ranks "
+                "have parts of the batch: gradients are summed over them, so it would be too large. Use "
+                "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
+                "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
+            )
+
+
+def _check_ranks_agree(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
+    """Every rank must start from the same weights (and draw the same dropout): compare sums, in one collective."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    sums = [
+        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))
+        for _, p in named
+    ]
+    flat = [float(value) for pair in sums for value in pair]
+    drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
+    flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
+    highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
+    lowest = highest.clone()
+    all_reduce(highest, grid.group("world"), dist.ReduceOp.MAX)
+    all_reduce(lowest, grid.group("world"), dist.ReduceOp.MIN)
+    spread = (highest - lowest).tolist()
+    for index, (name, _) in enumerate(named):
+        scale = 1.0 + abs(flat[2 * index + 1])
+        if max(spread[2 * index : 2 * index + 2]) > 1e-6 * scale:
+            raise ValueError(
+                f"ranks hold different values of {name}: seed them alike before building the model, "
+                "or load one checkpoint"
+            )
+    if spread[-1]:
+        raise ValueError(
+            "ranks have different random seeds, so their dropout masks would differ: torch.manual_seed(the same number)"
+        )

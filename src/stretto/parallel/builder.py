@@ -1,0 +1,216 @@
+"""Builds the parallel counterpart of each submodule and parameter of a model, without touching the model."""
+
+import dataclasses
+from types import SimpleNamespace as Namespace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, can_push, make_ring
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.weight_prefetcher import WeightPrefetcher
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.dropout import ParallelDropout
+from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
+from stretto.parallel.layers.gemm_layout import MatmulTuner
+from stretto.parallel.layers.linear import LinearPlan, ParallelLinear, WeightShard
+from stretto.parallel.layers.loss import ParallelHead
+from stretto.parallel.layers.norm import ParallelNorm
+from stretto.parallel.layers.replicated import CUT
+from stretto.parallel.layers.sequence import TokenShards
+from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
+from stretto.parallel.meta import MetaInitializer
+from stretto.parallel.options import Overlap, Precision
+from stretto.parallel.roles.formulas import norm_kind
+from stretto.parallel.roles.plan import Cut, Role, ShardingPlan, cut_of, linear_axes
+from stretto.parallel.roles.validation import is_conv1d
+
+if TYPE_CHECKING:
+    from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+
+
+class Builder:
+    """Makes the parallel counterpart of each submodule, once, and of each parameter, however many places share it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        precision: Precision,
+        overlap: Overlap,
+        matmuls: MatmulTuner,
+        keep_gathered: bool,
+        tokens: TokenShards | None,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.grid = grid
+        self.precision = precision
+        self.keep_gathered = keep_gathered
+        self.tokens = tokens
+        self.seed = seed
+        self.overlap = overlap
+        self.matmuls = matmuls
+        self.linears = 0
+        self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
+        over_z = grid.group("z")
+        pushes = overlap.copy_engines and can_push(over_z, grid.device)
+        self.ring = self.gradient_reducer.ring = make_ring(over_z) if pushes else None
+        self.prefetcher = WeightPrefetcher(
+            overlap.all_gather, CopyEngineAllGather(over_z) if pushes and keep_gathered and overlap.all_gather else None
+        )
+        self._made: dict[int, nn.Parameter] = {}
+        # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
+        self._originals = list(model.parameters())
+        self._initializer = MetaInitializer(model, grid.device, seed)
+
+    def build_all(self, plan: ShardingPlan) -> dict[str, nn.Module]:
+        """What takes the place of each submodule, by name. The model is not touched."""
+        originals = dict(self.model.named_modules(remove_duplicate=False))
+        made: dict[int, nn.Module] = {}
+        for name, role in plan.roles.items():
+            original = originals[name]
+            if role.role != "loss" and id(original) not in made:
+                made[id(original)] = self._build(name, original, role).train(original.training)
+        return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
+
+    def build_replicated(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
+        """What takes the place of each parameter that every rank has whole, by its name."""
+        made: dict[str, nn.Parameter] = {}
+        for name in (name for part in plan.replicated for name in part.parameters):
+            owner_name, _, key = name.rpartition(".")
+            owner = self.model.get_submodule(owner_name)
+            source = self._initializer.real(owner_name, owner)
+            made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), CUT)
+        return made
+
+    def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        match role.role:
+            case "colwise" | "rowwise" | "head":
+                return self._linear(name, module, role)
+            case "embedding" | "positions":
+                return self._embedding(name, module, role)
+            case "norm" | "head_norm":
+                return self._norm(name, module, role)
+            case _:
+                assert isinstance(module, nn.Dropout)
+                if role.role == "dropout":
+                    return ParallelDropout(module.p, self.grid, "y", name, self.tokens)
+                return ParallelDropout(module.p, self.grid, "x", name)
+
+    def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        grid, source = self.grid, self._initializer.real(name, module)
+        output_axis, input_axis = linear_axes(role)
+        is_transposed = is_conv1d(module)
+        cut = cut_of(role, "weight", is_transposed=is_transposed)
+        rows = cut.splits[0] if not is_transposed else cut.splits[1]
+        ring = None if role.role == "head" else self.ring  # a head's gradient would make all of its slots large
+        weight, shard = self._weight(module, source, cut, rows, stays=self.keep_gathered, ring=ring)
+        bias = None
+        if module.bias is not None:
+            bias = self._parameter(module.bias, source.bias, self._cut(role, "bias"))  # type: ignore[arg-type]
+        plan = LinearPlan(
+            name,
+            shard,
+            input_axis=input_axis,
+            output_axis=output_axis,
+            output_group=grid.group(input_axis),
+            input_group=grid.group(output_axis),
+            is_transposed=is_transposed,
+            keep_gathered=self.keep_gathered,
+            hides_all_reduce=self.overlap.all_reduce,
+            matmuls=self.matmuls,
+            place=self.linears,
+            is_rowwise=role.role == "rowwise",
+            tokens=self.tokens,
+        )
+        self.linears += 1
+        if role.role == "head":
+            return ParallelHead(weight, bias, plan, self._first(weight.shape[0]), grid)
+        return ParallelLinear(weight, bias, plan)
+
+    def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        source, cut = self._initializer.real(name, module), self._cut(role, "weight")
+        if role.role == "positions":
+            weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
+            return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
+        weight, shard = self._weight(module, source, cut, cut.splits[0], stays=False, ring=None)
+        first = self._first(module.num_embeddings)
+        return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
+
+    def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
+        source, kind = self._initializer.real(name, module), norm_kind(module, name)
+        weight, bias = (
+            None
+            if getattr(module, part, None) is None
+            else self._parameter(getattr(module, part), getattr(source, part), self._cut(role, part))
+            for part in ("weight", "bias")
+        )
+        return ParallelNorm(
+            weight,
+            bias,
+            eps=kind.eps,
+            is_centred=kind.is_centred,
+            weight_offset=kind.weight_offset,
+            precision=self.precision,
+            group=self.grid.group("y") if role.role == "norm" else None,
+            gradients=self.gradient_reducer,
+            name=name,
+        )
+
+    def _cut(self, role: Role, part: str) -> Cut:
+        """`cut_of` what is used on this rank's tokens alone: with sequence sharding, other x ranks have others."""
+        cut = cut_of(role, part)
+        is_of_tokens = role.role in ("norm", "positions") or (role.role == "rowwise" and part == "bias")
+        if self.tokens is not None and is_of_tokens:
+            return dataclasses.replace(cut, sum_axes=(*cut.sum_axes, "x"))
+        return cut
+
+    def _weight(
+        self,
+        module: nn.Module,
+        source: nn.Module | Namespace,
+        cut: Cut,
+        rows: Split,
+        *,
+        stays: bool,
+        ring: "ScatterRing | None",
+    ) -> tuple[nn.Parameter, WeightShard]:
+        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further.
+
+        stays: see `WeightShard.watch`. ring: what its gradient is scattered through, if not the process group.
+        """
+        grid, original = self.grid, module.weight
+        assert isinstance(original, nn.Parameter)
+        weight = self._parameter(original, source.weight, cut)  # type: ignore[arg-type]
+        coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
+        before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
+        local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
+        shard = WeightShard(
+            before_z, local_rows, grid.group("z"), self.precision, self.prefetcher, self.gradient_reducer, ring
+        )
+        shard.watch(weight, stays=stays)
+        return weight, shard
+
+    def _parameter(self, original: nn.Parameter, whole: Tensor, cut: Cut) -> nn.Parameter:
+        if id(original) not in self._made:
+            layout = ParameterLayout(tuple(original.shape), cut.splits)
+            parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
+            self.gradient_reducer.watch(parameter, cut.sum_axes, is_weight=cut.is_weight)
+            self._made[id(original)] = parameter
+        return self._made[id(original)]
+
+    def _first(self, vocab: int) -> int:
+        """The first row of the vocabulary on this x rank."""
+        return -(-vocab // self.grid.size("x")) * self.grid.coordinate("x")
+
+    def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Each module's buffers on the device; those that were on the meta device as the model initializes them."""
+        found = []
+        for name, module in self.model.named_modules():
+            own = dict(module.named_buffers(recurse=False))
+            is_meta = any(buffer.is_meta for buffer in own.values())
+            source = self._initializer.real(name, module) if is_meta else module
+            found += [(module, key, getattr(source, key).to(self.grid.device)) for key in own]
+        return found

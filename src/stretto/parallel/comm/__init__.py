@@ -1,0 +1,1 @@
+"""Collectives, weight gathering over z, and gradient reduction."""

@@ -1,0 +1,37 @@
+"""The state of the running autograd pass: is it a backward pass, when does it end, what does it ask for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (a forward pass that is run again for it included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that this thread is in has done everything else."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def is_asked_for(ctx: Any, place: int) -> bool:
+    """Whether the backward pass that is running is to make the gradient of a Function's tensor input number `place`.
+
+    For weights, which autograd sees no gradient of: its own flags say only that they are trainable, and
+    `torch.autograd.grad(loss, activation)` or `backward(inputs=...)` asks for no weight's. Raises RuntimeError where
+    `torch.autograd.grad` asks for a weight's.
+    """
+    node, _ = ctx.next_functions[place]
+    if node is None:  # it is frozen
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        raise RuntimeError(
+            "torch.autograd.grad was asked for the gradient of a weight that stretto.parallelize has sharded, which "
+            "reaches .grad beside autograd: call backward(), or backward(inputs=[...])"
+        ) from error

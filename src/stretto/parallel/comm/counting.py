@@ -1,0 +1,131 @@
+"""Counting what collectives send: seen where torch hands them to the process groups, whoever called them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.parallel.grid import AXES, Grid
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One call: what it was, over which axis of how many ranks, and how many bytes this rank sent by a ring."""
+
+    kind: str
+    axis: str
+    ranks: int
+    bytes_sent: int
+
+
+@dataclass
+class CollectiveCounts:
+    """What was seen while counting, in order."""
+
+    calls: list[CollectiveCall] = field(default_factory=list)
+
+    def bytes_by_axis(self) -> dict[str, int]:
+        """Bytes that this rank sent, by grid axis (and "batch", "world" or "other" groups)."""
+        total: Counter[str] = Counter()
+        for call in self.calls:
+            total[call.axis] += call.bytes_sent
+        return dict(total)
+
+    def bytes_by_kind(self) -> dict[tuple[str, str], int]:
+        """The same, by (axis, kind of collective)."""
+        total: Counter[tuple[str, str]] = Counter()
+        for call in self.calls:
+            total[call.axis, call.kind] += call.bytes_sent
+        return dict(total)
+
+
+# Where each op's payload stands among its arguments, and how many times it crosses a rank's link in a ring of n ranks
+# (Thakur et al., as in Singh's dissertation, equations 5.1 to 5.5): payload x factor(n).
+_RINGS = {
+    "allreduce_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
+    "allreduce_coalesced_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
+    "_allgather_base_": ("all_gather", 1, lambda n: n - 1),
+    "allgather_": ("all_gather", 1, lambda n: n - 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1, lambda n: n - 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
+    "reduce_scatter_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
+    "alltoall_base_": ("all_to_all", 1, lambda n: (n - 1) / n),
+    "alltoall_": ("all_to_all", 1, lambda n: (n - 1) / n),
+    "broadcast_": ("broadcast", 0, lambda n: (n - 1) / n),
+    "reduce_": ("reduce", 0, lambda n: (n - 1) / n),
+    "all_reduce": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
+    "all_reduce_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
+    "all_gather_into_tensor": ("all_gather", 0, lambda n: n - 1),
+    "all_gather_into_tensor_out": ("all_gather", 0, lambda n: n - 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0, lambda n: (n - 1) / n),
+    "all_to_all_single": ("all_to_all", 0, lambda n: (n - 1) / n),
+    "broadcast": ("broadcast", 0, lambda n: (n - 1) / n),
+    "send": ("send", 0, lambda n: 1),
+}
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, grid: Grid, counts: CollectiveCounts) -> None:
+        super().__init__()
+        self.counts = counts
+        self.axes = axes_of_groups(grid)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._record(func._schema.name.split("::")[1], args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, name: str, args: Any) -> None:
+        if name not in _RINGS:
+            return
+        kind, payload, factor = _RINGS[name]
+        group = _group_of(args)
+        sent = sum(t.numel() * t.element_size() for t in _tensors(args[payload])) * factor(group.size())
+        self.counts.calls.append(
+            CollectiveCall(kind, self.axes.get(group.group_name, "other"), group.size(), round(sent))
+        )
+
+
+def axes_of_groups(grid: Grid) -> dict[str, str]:
+    """Which axis a process group is ("batch" and "world" too), by the group's name.
+
+    Groups of one rank send nothing, so that their names need not be told apart.
+    """
+    return {grid.group(axis).group_name: axis for axis in ("world", "batch", *AXES)}
+
+
+def _group_of(args: Any) -> dist.ProcessGroup:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except RuntimeError:  # a ReduceOp, not a group
+                continue
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
+    names = [arg for arg in args if isinstance(arg, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[arg-type]
+
+
+def _tensors(payload: Any) -> list[Tensor]:
+    if isinstance(payload, Tensor):
+        return [payload]
+    return [tensor for item in payload for tensor in _tensors(item)]
+
+
+@contextmanager
+def count_collectives(grid: Grid) -> Iterator[CollectiveCounts]:
+    """Count the collectives that this process issues inside the context, forward and backward passes alike.
+
+    It slows every operation a little: count one step, not a whole run.
+    """
+    counts = CollectiveCounts()
+    with _Counter(grid, counts):
+        yield counts

@@ -1,0 +1,1 @@
+"""The modules that `parallelize` puts in place of a model's own."""

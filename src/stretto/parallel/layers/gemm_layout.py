@@ -1,0 +1,180 @@
+"""Which way to multiply two matrices: timed once for each product of a model (Singh, section 5.1.3).
+
+A BLAS library has kernels for operands as they lie and for transposed ones, and they differ in speed. A product can be
+had from any of them: by copying an operand into the other layout, and by swapping the operands and transposing.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.parallel.comm.collectives import all_reduce
+from stretto.tuning import TuningStore
+
+REPEATS = 5
+# Another way must be this much faster than the plain one: below it lies the noise of timing.
+MARGIN = 0.98
+
+
+@dataclass(frozen=True)
+class GemmLayout:
+    """How to have a @ b. `layout`: how a and b are made to lie ("" for as they are); N by rows, T by columns."""
+
+    layout: str
+    is_swapped: bool
+
+    def multiply(self, a: Tensor, b: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The product [m, n], contiguous; in `out` if that is given, in `dtype` if that is."""
+        if self.layout:
+            a, b = (_lie(tensor, kind == "T") for tensor, kind in zip((a, b), self.layout, strict=True))
+        if not self.is_swapped:
+            return _product(a, b, out, dtype)
+        product = _product(b.t(), a.t(), None, dtype).t()
+        return product.contiguous() if out is None else out.copy_(product)
+
+
+PLAIN = GemmLayout("", False)
+GEMM_LAYOUTS = (
+    PLAIN,
+    GemmLayout("", True),
+    *(GemmLayout("".join(pair), False) for pair in itertools.product("NT", repeat=2)),
+)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    if out is not None:
+        return torch.mm(a, b, out=out)
+    if dtype is None or dtype == a.dtype:
+        return a @ b
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)  # straight from the sums, which are fp32
+    return (a @ b).to(dtype)
+
+
+def _lie(tensor: Tensor, by_columns: bool) -> Tensor:
+    return tensor.t().contiguous().t() if by_columns else tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is multiplied: all that a kernel's speed depends on."""
+
+    shapes: tuple[torch.Size, torch.Size]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> "Product":
+        return cls((a.shape, b.shape), (a.stride(), b.stride()), a.dtype)
+
+    @property
+    def key(self) -> str:
+        """Its name in the store of measured times."""
+        sides = (
+            f"{'x'.join(map(str, s))}/{','.join(map(str, t))}" for s, t in zip(self.shapes, self.strides, strict=True)
+        )
+        return f"matmul {' @ '.join(sides)} {self.dtype} {len(GEMM_LAYOUTS)} ways"
+
+    def operands(self, device: torch.device) -> list[Tensor]:
+        return [
+            torch.empty_strided(tuple(shape), stride, dtype=self.dtype, device=device).normal_()
+            for shape, stride in zip(self.shapes, self.strides, strict=True)
+        ]
+
+
+class MatmulTuner:
+    """Multiplies each of a model's products the fastest way; the first backward pass's end is when they are timed.
+
+    All ranks take the same way: that whose slowest rank is the fastest. Times are kept on disk by machine.
+    """
+
+    def __init__(
+        self, is_on: bool, device: torch.device, world: dist.ProcessGroup, store: TuningStore | None = None
+    ) -> None:
+        self.is_on = is_on
+        self.device = device
+        self.world = world
+        self.store = store
+        self._seen: dict[tuple[int, str], Product] | None = {} if is_on else None
+        self._ways: dict[tuple[int, str], tuple[Product, GemmLayout]] = {}
+
+    def multiply(
+        self,
+        place: int,
+        role: str,
+        a: Tensor,
+        b: Tensor,
+        *,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """a [m, k] @ b [k, n], one of the products (`role`) of the linear that has number `place`.
+
+        Contiguous; in `out` if that is given, or in `dtype`.
+        """
+        way = PLAIN
+        if self._seen is not None:
+            self._seen.setdefault((place, role), Product.of(a, b))
+        elif self.is_on:
+            product, way = self._ways.get((place, role), (None, PLAIN))
+            # Another shape than the first step's (a last, smaller batch, say) was not timed.
+            way = way if product == Product.of(a, b) else PLAIN
+        return way.multiply(a, b, out=out, dtype=dtype)
+
+    def finish(self) -> None:
+        """Time what the first step has multiplied. Collective, once; later calls do nothing."""
+        if self._seen is None or not self._seen:
+            return
+        seen, self._seen = self._seen, None
+        store = self.store or TuningStore()
+        machine = _machine(self.device)
+        known = store.read(machine)
+        fresh: dict[str, Sequence[float]] = {}
+        for product in seen.values():
+            if len(known.get(product.key, ())) != len(GEMM_LAYOUTS):
+                fresh[product.key] = known[product.key] = tuple(
+                    _time(way, product, self.device) for way in GEMM_LAYOUTS
+                )
+        places = sorted(seen)
+        times = torch.tensor([known[seen[p].key] for p in places], dtype=torch.float64, device=self.device)
+        all_reduce(times, self.world, dist.ReduceOp.MAX)
+        if fresh and dist.get_node_local_rank(0) == 0:  # by now every rank has read the store
+            store.add(machine, fresh)
+        for place, row in zip(places, times.tolist(), strict=True):
+            fastest = min(range(len(GEMM_LAYOUTS)), key=lambda way: row[way])
+            self._ways[place] = (seen[place], GEMM_LAYOUTS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
+
+    def chosen(self) -> dict[tuple[int, str], GemmLayout]:
+        """What was chosen, by linear and product; {} before it was."""
+        return {place: way for place, (_, way) in self._ways.items()}
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name}, torch {torch.__version__}"
+
+
+def _time(way: GemmLayout, product: Product, device: torch.device) -> float:
+    """Median seconds."""
+    a, b = product.operands(device)
+    way.multiply(a, b)
+    seconds = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            way.multiply(a, b)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            way.multiply(a, b)
+            seconds.append(time.perf_counter() - began)
+    return max(statistics.median(seconds), 1e-9)

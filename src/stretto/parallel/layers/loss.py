@@ -1,0 +1,232 @@
+"""The language-model head and its loss, with the vocabulary over x: the whole logits are never in one place."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.embedding import check_ids
+from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.norm import statistics_dtype
+from stretto.parallel.layout import local
+from stretto.parallel.roles.formulas import IGNORED_TARGET
+
+# Logits of one slice of tokens, in elements: 256 MiB in fp32. Larger slices gain no speed, they only take memory.
+SLICE_ELEMENTS = 2**26
+# GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
+ROW_MULTIPLE = 64
+
+
+class ParallelHead(ParallelLinear):
+    """The head: hidden [..., hidden / Y] -> whole logits [..., vocab] on every rank.
+
+    While the model computes its own loss, `defers_loss` is set and the head hands its input through: the loss then
+    takes the product slice by slice. (`parallelize` sets it, with hooks on the model's forward.)
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, plan: LinearPlan, first_row: int, grid: Grid
+    ) -> None:
+        super().__init__(weight, bias, plan)
+        self.first_row = first_row
+        self.grid = grid
+        self.defers_loss = False
+        self.passed_through: Tensor | None = None
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        if self.defers_loss:
+            self.check_input(x)
+            self.passed_through = x
+            return x
+        return _GatherFeatures.apply(super().forward(x), self.vocab, self.first_row, self.grid.group("x"))
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """[..., vocab / X] -> [..., vocab]. Every rank then computes the same, so each keeps its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, vocab: int, first_row: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.part = slice(first_row, first_row + logits.shape[-1])
+        return gather_rows(logits.movedim(-1, 0).contiguous(), vocab, group).movedim(0, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[..., ctx.part].contiguous(), None, None, None
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The loss summed over this rank's tokens, times `scale`, with its gradients taken in the same pass over slices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        parameter: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: Tensor,
+        head: ParallelHead,
+        is_recorded: bool,
+    ) -> Tensor:
+        plan = head.plan
+        weight = plan.shard.gather(parameter, is_recorded=is_recorded)
+        rows = plan.shard.rows
+        weight = F.pad(weight, (0, 0, 0, -rows % ROW_MULTIPLE))
+        exact = statistics_dtype(hidden)
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        needs_gradient = is_recorded and any(ctx.needs_input_grad)
+        grad_hidden = torch.empty_like(hidden) if needs_gradient else None
+        grad_weight = torch.zeros(weight.shape, dtype=exact, device=hidden.device) if needs_gradient else None
+        grad_bias = (
+            torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
+        )
+        # Ranks that share these tokens must cut alike, whatever their part of the vocabulary.
+        widest = -(-head.vocab // head.grid.size("x"))
+        length = max(1, SLICE_ELEMENTS // max(widest, 1))
+        for start in range(0, hidden.shape[0], length):
+            part = slice(start, start + length)
+            logits = all_reduce(hidden[part] @ weight.t(), plan.output_group).to(exact)
+            if bias is not None:
+                logits[:, :rows] += bias
+            logits[:, rows:] = -torch.inf
+            loss, softmax = _cross_entropy(logits, targets[part] - head.first_row, rows, head.grid.group("x"))
+            is_valid = targets[part] != IGNORED_TARGET
+            total += torch.where(is_valid, loss, 0).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            softmax *= (is_valid * scale).unsqueeze(-1)
+            if grad_bias is not None:
+                grad_bias += softmax[:, :rows].sum(0)
+            gradient = softmax.to(hidden.dtype)
+            grad_hidden[part] = gradient @ weight
+            grad_weight += gradient.t() @ hidden[part]
+        if grad_hidden is not None and grad_weight is not None:
+            all_reduce(grad_hidden, plan.input_group)
+            ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(hidden.dtype), grad_bias)
+        ctx.plan, ctx.parameter = plan, parameter
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        hidden = grad_hidden * gradient.to(grad_hidden.dtype)
+        if is_asked_for(ctx, 1):
+            ctx.plan.shard.deliver(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
+        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Cross-entropy [tokens] of logits [tokens, part of the vocabulary], and its gradient by the logits (in place).
+
+    `targets` count from this rank's first row; those outside [0, rows) belong to other ranks.
+    """
+    highest = all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
+    logits -= highest.unsqueeze(-1)
+    is_here = (targets >= 0) & (targets < rows)
+    index = targets.clamp(0, max(rows - 1, 0)).unsqueeze(-1)
+    of_target = torch.where(is_here, logits.gather(-1, index).squeeze(-1), 0)
+    logits.exp_()
+    sums = all_reduce(torch.stack((logits.sum(-1), of_target)), group)
+    loss = sums[0].log() - sums[1]
+    logits /= sums[0].unsqueeze(-1)
+    logits.scatter_add_(-1, index, -is_here.to(logits.dtype).unsqueeze(-1))
+    return loss, logits
+
+
+class _SumOverBatch(torch.autograd.Function):
+    """Sum the ranks' parts of the loss. Gradients flow to a rank's own part: those of parameters are summed later."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(part.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
+
+
+def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
+    """The global mean of a loss of which each rank has a part: the sum of `total` over the sum of `count`.
+
+    `total` is this rank's sum over its own valid tokens (a scalar), `count` how many they are. The value is the same on
+    every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`.
+    """
+    counts = torch.as_tensor(count, device=total.device).clone()
+    return _SumOverBatch.apply(total / all_reduce(counts, grid.group("batch")), grid.group("batch"))
+
+
+def is_mean_over_batch(loss: Tensor) -> bool:
+    """Whether `mean_over_batch` has made the loss, or a term of it."""
+    seen, waiting = set(), [loss.grad_fn]
+    for node in waiting:  # breadth first: it is among the last things that were done
+        if node is None or node in seen:
+            continue
+        if node.name() == "_SumOverBatchBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
+
+
+class ParallelLoss(nn.Module):
+    """Cross-entropy of the head's logits over the global batch: one mean over all valid targets, whatever the grid.
+
+    targets [batch / (data x Z), seq] int64, -100 where there is none; `num_targets`, when given, is the divisor (of the
+    global batch: with gradient accumulation one micro-batch cannot know it). Returns the same scalar on every rank.
+    ValueError for targets outside of the vocabulary, and where there is not one for each of this rank's tokens.
+    """
+
+    def __init__(self, head: ParallelHead) -> None:
+        super().__init__()
+        self._head = (head,)  # in a tuple: not a submodule, or its parameters would be there under two names
+        self.was_computed = False  # since whoever asks has set it to False
+
+    @torch.compiler.disable
+    def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:
+        (head,) = self._head
+        self.was_computed = True
+        hidden, head.passed_through = head.passed_through, None
+        if hidden is not None and logits is not hidden:
+            raise ValueError(
+                "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
+                "would miss: call parallelize(..., sharded_loss=False)"
+            )
+        batch = head.grid.group("batch")
+        check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)
+        tokens = logits.shape[:-1].numel()
+        if hidden is not None and head.plan.tokens is not None:
+            tokens *= head.plan.tokens.group.size()
+        if targets.numel() != tokens:  # taken slice by slice, those that are too many could go unnoticed
+            raise ValueError(
+                f"targets {list(targets.shape)} are {targets.numel()}, but there are logits for {tokens} tokens: give "
+                f"each token a target, {IGNORED_TARGET} where it has none"
+            )
+        targets = targets.flatten()
+        if num_targets is None:
+            num_targets = all_reduce((targets != IGNORED_TARGET).sum(), batch)
+        if hidden is None:  # the model's forward was not told of the targets: these are whole logits
+            wide = logits.to(statistics_dtype(logits)).flatten(0, -2)
+            total = F.cross_entropy(wide, targets, ignore_index=IGNORED_TARGET, reduction="sum")
+            return _SumOverBatch.apply(total / num_targets, batch)
+        precision = head.plan.shard.precision
+        hidden = precision.cast(hidden).flatten(0, -2)
+        if head.plan.tokens is not None:
+            hidden = head.plan.tokens.gather(hidden)
+        scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets
+        bias = None if head.bias is None else local(head.bias)
+        # A Function's own flags say that gradients are needed under no_grad too.
+        part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head, torch.is_grad_enabled())
+        return _SumOverBatch.apply(part, batch)

@@ -1,0 +1,132 @@
+"""Norms over features that y splits: ranks exchange (mean, M2) in fp32 (fp64 for fp64 input)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
+from stretto.parallel.layout import local
+from stretto.parallel.options import Precision
+
+
+def statistics_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _moments(x: Tensor, is_centred: bool, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Mean and mean square deviation of the last dim, which the group splits evenly; about 0 when not centred.
+
+    Chan's rule for merging: M2 = sum of the parts' M2 + the spread of their means. It does not subtract large sums.
+    """
+    count, size = x.shape[-1], group.size()
+    mean = x.mean(-1, keepdim=True) if is_centred else x.new_zeros(*x.shape[:-1], 1)
+    m2 = (x - mean).square().sum(-1, keepdim=True)
+    if is_centred:
+        part = torch.stack((mean, m2))
+        parts = gather_rows(part, 2 * size, group)
+        means, m2s = parts[0::2], parts[1::2]
+        mean = means.mean(0)
+        m2 = m2s.sum(0) + count * (means - mean).square().sum(0)
+    else:
+        all_reduce(m2, group)
+    return mean, m2 / (count * size)
+
+
+class _SplitNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        is_centred: bool,
+        group: Any,
+    ) -> Tensor:
+        wide = x.to(statistics_dtype(x))
+        mean, variance = _moments(wide, is_centred, group)
+        rstd = torch.rsqrt(variance + eps)
+        y = (wide - mean) * rstd
+        if weight is not None:
+            y = y * weight
+        if bias is not None:
+            y = y + bias
+        ctx.group, ctx.is_centred = group, is_centred
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        normalized = (x.to(mean.dtype) - mean) * rstd
+        gradient = gradient.to(mean.dtype)
+        leading = tuple(range(gradient.dim() - 1))
+        grad_weight = (gradient * normalized).sum(leading) if ctx.needs_input_grad[1] else None
+        grad_bias = gradient.sum(leading) if ctx.needs_input_grad[2] else None
+        if weight is not None:
+            gradient = gradient * weight
+        # Both sums run over all features, of which this rank has a part.
+        sums = torch.stack((gradient.sum(-1, keepdim=True), (gradient * normalized).sum(-1, keepdim=True)))
+        average, projection = all_reduce(sums, ctx.group) / (x.shape[-1] * ctx.group.size())
+        grad_x = gradient - normalized * projection
+        if ctx.is_centred:
+            grad_x = grad_x - average
+        return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, None, None, None
+
+
+class ParallelNorm(ShardedModule):
+    """LayerNorm (`is_centred`) or RMSNorm of activations [..., hidden / Y] over all `hidden` features.
+
+    `weight` and `bias` [hidden] are split over y too. Without a group the features are all here. `weight_offset` is
+    added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+        *,
+        eps: float | None,
+        is_centred: bool,
+        weight_offset: float,
+        precision: Precision,
+        group: dist.ProcessGroup | None,
+        gradients: GradientReducer,
+        name: str,
+    ) -> None:
+        super().__init__(gradients)
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+        self.eps = eps
+        self.is_centred = is_centred
+        self.weight_offset = weight_offset
+        self.precision = precision
+        self.group = group
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_split = self.group is not None and self.group.size() > 1
+        if is_split:
+            check_features(x, "y", self.name)
+        x = self.precision.cast(x)
+        weight = None if self.weight is None else local(self.weight)
+        if weight is not None and self.weight_offset:
+            weight = weight + self.weight_offset
+        bias = None if self.bias is None else local(self.bias)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
+        if is_split:
+            return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), "y")
+        shape = x.shape[-1:]
+        weight = None if weight is None else weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+        if self.is_centred:
+            return F.layer_norm(x, shape, weight, bias, eps)
+        y = F.rms_norm(x, shape, weight, eps)
+        return y if bias is None else y + bias

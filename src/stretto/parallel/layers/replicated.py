@@ -1,0 +1,117 @@
+"""Modules, and parameters of one's own, that every rank has whole: a convolution, a class token, an adapter."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.sharded_module import check_features, whole_as_shards
+from stretto.parallel.layout import layout_of, local, note_layout
+from stretto.parallel.options import Precision
+from stretto.parallel.roles.plan import Cut, Replicated
+
+# Ranks along x see the same activations, and so make the same gradients; those along data and z see other rows.
+CUT = Cut((), ("batch",))
+
+
+def keep_whole(
+    model: nn.Module,
+    part: Replicated,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    precision: Precision,
+    gradients: GradientReducer,
+) -> None:
+    """Put parameters, by their names within `model`, in their places, and have the code that reads them see tensors.
+
+    While the submodule's forward runs, each stands there as a tensor in the compute dtype, through which its gradient
+    flows to the parameter.
+    """
+    places = []
+    for parameter_name, parameter in parameters.items():
+        owner_name, _, key = parameter_name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        owner._parameters[key] = parameter
+        places.append((owner, key))
+        _keep_through_conversions(owner, key, gradients)
+    reader = _reader_of(model, part.whose)
+    reader.forward = _reading(reader, part.whose, places, precision, gradients.grid, casts=part.is_module)
+
+
+def _reader_of(model: nn.Module, name: str) -> nn.Module:
+    """The module whose forward reads them: a list or dict of parameters has none, and is read by what holds it."""
+    reader = model.get_submodule(name)
+    while name and type(reader).forward is nn.Module.forward:
+        name = name.rpartition(".")[0]
+        reader = model.get_submodule(name)
+    return reader
+
+
+def _reading(
+    reader: nn.Module,
+    name: str,
+    places: Sequence[tuple[nn.Module, str]],
+    precision: Precision,
+    grid: Grid,
+    *,
+    casts: bool,
+) -> Callable[..., Any]:
+    """The module's forward, with tensors in the places of its parameters."""
+    forward = reader.forward
+    checks = grid.size("x") > 1
+
+    @functools.wraps(forward)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if casts:
+            args = tuple(_taken(argument, name, precision, checks) for argument in args)
+            kwargs = {key: _taken(argument, name, precision, checks) for key, argument in kwargs.items()}
+        with _tensors_in(places, precision):
+            return forward(*args, **kwargs)
+
+    return torch.compiler.disable(read, recursive=False)
+
+
+def _taken(argument: Any, name: str, precision: Precision, checks: bool) -> Any:
+    if not isinstance(argument, Tensor) or not argument.is_floating_point():
+        return argument
+    if checks:
+        check_features(argument, "y", name)
+    return precision.cast(argument)
+
+
+@contextmanager
+def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -> Iterator[None]:
+    kept = [(owner, key, owner._parameters[key]) for owner, key in places]
+    try:
+        for owner, key, parameter in kept:
+            if hasattr(parameter, "stretto_layout"):  # not inside another call of it
+                owner._parameters[key] = precision.cast(local(parameter))  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, key, parameter in kept:
+            owner._parameters[key] = parameter
+
+
+def _keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
+    """What `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
+    convert = owner._apply
+
+    def convert_and_restore(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        parameter = owner._parameters[key]
+        assert parameter is not None
+        layout = layout_of(parameter)
+        convert(fn, recurse)
+        note_layout(owner.get_parameter(key), layout)
+        gradients.restore_hooks(owner.get_parameter(key))
+        return owner
+
+    def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        state_dict |= whole_as_shards(state_dict, prefix, local_metadata, {key: owner._parameters[key]})
+
+    owner._apply = convert_and_restore  # type: ignore[method-assign]
+    owner.register_load_state_dict_pre_hook(load)

@@ -1,0 +1,122 @@
+"""What the modules that `parallelize` puts in have in common."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.layout import layout_of, note_layout, shard_like
+from stretto.parallel.low_precision_weights import copy_of
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters are shards on a grid.
+
+    `load_state_dict` takes the model's own state dict, and a plain model's, of whose whole tensors each rank keeps its
+    part. Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused
+    with a ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
+    """
+
+    def __init__(self, gradients: GradientReducer | None = None) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        noted = {
+            name: (layout_of(parameter), copy_of(parameter)) for name, parameter in self.named_parameters(recurse=False)
+        }
+        super()._apply(fn, recurse)
+        for name, (layout, copy) in noted.items():
+            parameter = self.get_parameter(name)
+            note_layout(parameter, layout)
+            if copy is not None:
+                copy.move(parameter)
+            if self.gradients is not None:
+                self.gradients.restore_hooks(parameter)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any, **options: Any
+    ) -> None:
+        whole = whole_as_shards(state_dict, prefix, local_metadata, self._parameters)
+        if whole:
+            state_dict = {**state_dict, **whole}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **options)
+
+    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._save_to_state_dict(*args, **options)
+        # What is handed out may be loaded into: torch.distributed.checkpoint does, and no version tells of it.
+        for parameter in self.parameters(recurse=False):
+            copy = copy_of(parameter)
+            if copy is not None:
+                copy.forget()
+
+    def __getstate__(self) -> Any:
+        _refuse_copy()
+
+
+def whole_as_shards(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter | None],
+) -> dict[str, Tensor]:
+    """This rank's parts of what a state dict has whole, for some of a module's own parameters.
+
+    Raises ValueError where `load_state_dict` was told to assign.
+    """
+    if local_metadata.get("assign_to_params_buffers"):
+        whose = prefix.rstrip(".") or "the model"
+        raise ValueError(
+            f"load_state_dict(assign=True) would replace the parameters of {whose}, which is sharded: "
+            "leave assign out, and their values are copied"
+        )
+    own = {f"{prefix}{name}": parameter for name, parameter in parameters.items() if parameter is not None}
+    return {
+        key: shard_like(state_dict[key], parameter)
+        for key, parameter in own.items()
+        if _is_whole(state_dict.get(key), parameter)
+    }
+
+
+def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
+    """Whether this is what an unparallelized model's state dict has for a parameter."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Have the whole model say that it cannot be copied: pickle would fail at its hooks, before it comes to a part."""
+    model.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
+
+
+def _refuse_copy(_protocol: object = None) -> NoReturn:
+    raise ValueError(
+        "a parallelized model can be neither copied nor pickled (it holds process groups): "
+        "parallelize a second model, and load_state_dict the first one's state_dict into it"
+    )
+
+
+def note_features(y: Tensor, axis: str) -> Tensor:
+    """Note on an output over which axis its features are split; what is made of it forgets that."""
+    if not torch.compiler.is_compiling():
+        y.stretto_features = axis  # type: ignore[attr-defined]
+    return y
+
+
+def check_features(x: Tensor, axis: str, name: str) -> None:
+    """Raise ValueError if an input is known to be split over another axis than a module takes.
+
+    Where x and y are of one size, shapes would not show it. It is known only straight after the module that made it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    found = getattr(x, "stretto_features", axis)
+    if found != axis:
+        raise ValueError(
+            f"{name} takes features that are split over {axis}, but its input's are split over {found}: check its role "
+            "and that of the module before it (a 'colwise' linear takes them over y and gives them over x, a 'rowwise' "
+            "one the reverse; norm, dropout and head take them over y)"
+        )

@@ -1,0 +1,1 @@
+"""Distributed embedding tables of recommendation models."""

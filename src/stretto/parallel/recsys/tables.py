@@ -1,0 +1,230 @@
+"""A model with embedding tables on several ranks: whole tables here and there, everything else on every rank."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.memory import group_timeout
+from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.collectives import Pending, start_all_reduce
+from stretto.parallel.grid import Grid
+from stretto.parallel.meta import MetaInitializer
+from stretto.parallel.recsys.index_exchange import exchange_indices
+from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
+from stretto.parallel.recsys.pooled_exchange import (
+    FusedUpdate,
+    Implementation,
+    TableLookups,
+    choose_operators,
+    pool_and_exchange,
+)
+
+
+class ShardedTables(nn.ModuleDict):
+    """This rank's tables of a model, under their numbers, so that parameters keep their names.
+
+    `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
+    [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward;
+    ValueError on all ranks where one refuses its batch, or local batches differ in size.
+    `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
+    `fuse_update` has its backward pass update the tables.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, nn.EmbeddingBag],
+        placement: TablePlacement,
+        group: dist.ProcessGroup,
+        implementation: Implementation,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__({str(number): table for number, table in tables.items()})
+        self.placement, self.group, self.dtype = placement, group, dtype
+        self._operators = choose_operators(implementation, dtype, device, {table.dim for table in placement.tables})
+        self.fused_update: FusedUpdate | None = None
+        # What is the same on all ranks, and another for other tables.
+        self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
+        self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
+        needs_host = device.type == "cuda" and group.size() > 1
+        self._host_group: dist.ProcessGroup | None = None
+        if needs_host:
+            members = dist.get_process_group_ranks(group)
+            limit = timedelta(seconds=group_timeout(group))
+            self._host_group = dist.new_group(members, backend="gloo", timeout=limit)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        return self.pool(self.exchange(indices, offsets))
+
+    def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
+        """All samples' bags for this rank's tables, from this rank's samples' for all tables."""
+        return exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+
+    def pool(self, lookups: TableLookups) -> Tensor:
+        """This rank's samples' vectors from all tables."""
+        weights = [table.get_parameter("weight") for table in self.values()]
+        return pool_and_exchange(
+            lookups,
+            weights,
+            self.dims,
+            self.group,
+            dtype=self.dtype,
+            operators=self._operators,
+            name=self.name,
+            update=self.fused_update,
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the operator of stretto.ops runs."""
+        return self._operators is not None
+
+    def fuse_update(self, update: FusedUpdate) -> None:
+        """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
+        if not self.is_fused:
+            raise ValueError("only the fused operator updates tables: implementation must be 'kernel'")
+        self.fused_update = update
+        self.requires_grad_(False)
+
+
+def distribute_tables(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    placement: TablePlacement | None = None,
+    pooling: Sequence[float] | None = None,
+    implementation: Implementation = "auto",
+    seed: int = 0,
+) -> TablePlacement:
+    """Spread the embedding tables of a model over all ranks, in place, and replicate the rest. Returns who has which.
+
+    model: on the meta device, as `stretto.models.DLRM`; with `tables`, an nn.ModuleList of nn.EmbeddingBag, and
+    `reorder(order)`, which is told in which order their vectors will stand. Each module is initialized from `seed` and
+    its name, alike on every grid; a rank allocates its own tables only. grid: of `data` ranks alone. placement: by
+    default `place_tables` for `pooling`, how many rows a bag has on average, by table.
+
+    A rank then feeds its own samples, as many as each other one, and divides their summed loss by the global batch:
+    gradients are final when `backward()` returns. Tables have sparse ones, each on its owner; those of all others are
+    summed over the ranks.
+
+    Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
+    """
+    tables = _check_model(model)
+    ranks = grid.size("data")
+    if grid.size("world") != ranks:
+        raise ValueError(f"{grid} has other axes than data, but tables are spread over data alone: Grid(data=...)")
+    if pooling is not None and len(pooling) != len(tables):
+        raise ValueError(f"pooling has {len(pooling)} numbers, but there are {len(tables)} tables: give one for each")
+    sizes = tuple(
+        TableSize(table.num_embeddings, table.embedding_dim, rate)
+        for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
+    )
+    placement = placement or place_tables(sizes, ranks)
+    if len(placement.owned) != ranks or sorted(placement.order) != list(range(len(tables))):
+        raise ValueError(
+            f"the placement puts tables {sorted(placement.order)} on {len(placement.owned)} ranks, but there are "
+            f"{len(tables)} tables and {ranks} ranks"
+        )
+    dtype = tables[0].weight.dtype
+    choose_operators(implementation, dtype, grid.device, {size.dim for size in sizes})  # before anything is allocated
+
+    initializer = MetaInitializer(model, grid.device, seed)
+    mine = placement.owned[grid.coordinate("data")]
+    for name, module in model.named_modules():
+        owner, _, number = name.partition(".")
+        if owner != "tables" or (number and int(number) in mine):
+            _materialize(module, initializer.real(name, module))
+    sharded = ShardedTables(
+        {table: tables[table] for table in mine}, placement, grid.group("data"), implementation, grid.device, dtype
+    )
+    model.tables = sharded
+    model.reorder(placement.order)  # type: ignore[operator]
+    # The last MLP's gradients are there first: one bucket a module, each on its way while the next is computed.
+    replicated = [list(child.parameters()) for name, child in model.named_children() if name != "tables"]
+    model.replicated_gradients = ReplicatedGradients(  # type: ignore[assignment]
+        [bucket for bucket in replicated if bucket], grid.group("data")
+    )
+    return placement
+
+
+def _check_model(model: nn.Module) -> list[nn.EmbeddingBag]:
+    tables = getattr(model, "tables", None)
+    if not isinstance(tables, nn.ModuleList) or not callable(getattr(model, "reorder", None)):
+        raise ValueError(
+            f"{type(model).__name__} has no `tables`, an nn.ModuleList of nn.EmbeddingBag, and `reorder`, as "
+            "stretto.models.DLRM has"
+        )
+    bags = [table for table in tables if isinstance(table, nn.EmbeddingBag)]
+    if len(bags) != len(tables) or any(bag.mode != "sum" or not bag.include_last_offset for bag in bags):
+        raise ValueError("tables must be nn.EmbeddingBag with mode='sum' and include_last_offset=True")
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("build the model under torch.device('meta'): each rank then allocates its own tables only")
+    return bags
+
+
+def _materialize(module: nn.Module, real: Any) -> None:
+    if real is module:
+        return
+    for name in module._parameters:
+        module._parameters[name] = getattr(real, name)
+    for name in module._buffers:
+        module._buffers[name] = getattr(real, name)
+
+
+class ReplicatedGradients:
+    """Sums gradients over `group`, bucket by bucket: a bucket is sent once the last of its gradients is there.
+
+    When `backward()` returns, each `.grad` holds the sum of all ranks', the same bits on each. Gradients must have been
+    dropped before (`zero_grad`), and every parameter must get one. Ranks must make them in the same order.
+    """
+
+    def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets = [tuple(bucket) for bucket in buckets]
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._pending: list[tuple[int, Pending]] = []
+        self._task = -1  # autograd's number of the pass that is running: one that has failed is not taken up again
+        if group.size() == 1:
+            return
+        # Python's garbage collector does not see what such a hook refers to: a cycle would stay.
+        this = ref(self)
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: _alive(this)._arrive(number))
+
+    def _arrive(self, number: int) -> None:
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._missing, self._pending = [len(bucket) for bucket in self._buckets], []
+            at_end_of_backward(self._finish)
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self._buckets[number]])
+            self._pending.append((number, start_all_reduce(flat, self._group)))
+
+    def _finish(self) -> None:
+        self._task = -1
+        if any(self._missing):
+            raise RuntimeError(f"{sum(self._missing)} parameters had no gradient in this backward pass: each needs one")
+        for number, pending in self._pending:
+            sums = pending.wait().split([parameter.numel() for parameter in self._buckets[number]])
+            for parameter, total in zip(self._buckets[number], sums, strict=True):
+                parameter.grad = total.view_as(parameter)
+
+
+def _alive(this: "ref[ReplicatedGradients]") -> ReplicatedGradients:
+    alive = this()
+    if alive is None:
+        raise RuntimeError("these parameters' model is gone: keep what stretto.parallel.distribute_tables was given")
+    return alive
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

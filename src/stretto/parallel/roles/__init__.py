@@ -1,0 +1,1 @@
+"""Roles of a model's submodules: plans, their validation, and what Hugging Face models imply."""

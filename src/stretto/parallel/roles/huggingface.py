@@ -1,0 +1,295 @@
+"""What Stretto knows of Hugging Face models: their tensor-parallel plans, GPT-2 (which has none), their losses.
+
+transformers is not imported here: models say what they are.
+"""
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.parallel.layers.loss import IGNORED_TARGET, ParallelLoss
+from stretto.pretrained import LANGUAGE_MODEL_HEAD, STYLES, refusal_of_attention_dropout, refusal_of_style
+
+# GPT-2's Conv1D stores [in, out] and fuses queries, keys and values one after another: three segments.
+_GPT2_ROLES: dict[str, Any] = {
+    "wte": "embedding",
+    "wpe": "positions",
+    "drop": "dropout",
+    "h.*.ln_1": "norm",
+    "h.*.ln_2": "norm",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.attn.resid_dropout": "dropout",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+    "h.*.mlp.dropout": "dropout",
+    "ln_f": "norm",
+}
+_GPT2_ATTRIBUTES = {"h.*.attn.split_size": "x", "h.*.attn.num_heads": "x"}
+
+
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Whether this is a transformers model, told by its class's attributes."""
+    return hasattr(model, "base_model_prefix") and hasattr(model, "config")
+
+
+def _base(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model without its head, and its name within the whole (with a dot)."""
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = getattr(model, str(prefix), None) if prefix else None
+    return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
+
+
+def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models.
+
+    `known`: names of submodules of which the user has said what they are, whatever the model's plan says.
+    """
+    if not is_pretrained_model(model):
+        return {}, {}
+    config: Any = model.config
+    base, prefix = _base(model)
+    _refuse_attention_dropout(model)
+    _refuse_config_dropout(model)
+    if config.model_type == "gpt2":
+        heads = config.num_attention_heads
+        roles = dict(_GPT2_ROLES)
+        roles["h.*.attn.c_attn"] = {
+            "role": "colwise",
+            "segments": 3,
+            "unit": config.hidden_size // heads,
+            "unit_name": "attention heads",
+        }
+        attributes = _GPT2_ATTRIBUTES
+    else:
+        tp_plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+        modules = dict(base.named_modules(remove_duplicate=False))
+        unknown = {name: module for name, module in modules.items() if prefix + name not in known}
+        roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
+        attributes = {}
+    named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()}
+    if getattr(model, LANGUAGE_MODEL_HEAD, None) is not None:
+        named[LANGUAGE_MODEL_HEAD] = "head"
+    inputs = None
+    with contextlib.suppress(NotImplementedError):  # a model of images or sounds has none
+        inputs = model.get_input_embeddings()  # type: ignore[operator]
+    if inputs is not None and (roles or known):
+        modules = dict(model.named_modules(remove_duplicate=False))
+        named |= {name: "embedding" for name, module in modules.items() if module is inputs}
+    return named, {prefix + pattern: axis for pattern, axis in attributes.items()}
+
+
+def _roles_of_tp_plan(
+    base: nn.Module, prefix: str, tp_plan: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> dict[str, Any]:
+    roles: dict[str, Any] = {}
+    places = {pattern: [name for name in modules if _wildcard(name) == pattern] for pattern in tp_plan}
+    if refusal := refusal_of_style(type(base).__name__, prefix, {at: tp_plan[at] for at in tp_plan if places[at]}):
+        raise ValueError(refusal)
+    for pattern, names in places.items():
+        for name in names:
+            roles[name] = _with_heads(base, prefix, name, STYLES[tp_plan[pattern]])
+    return roles
+
+
+def _wildcard(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
+    """A linear that makes attention heads keeps each head whole."""
+    parent = base.get_submodule(name.rpartition(".")[0])
+    head_dim = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
+    linear = base.get_submodule(name)
+    if role != "colwise" or not isinstance(head_dim, int) or not isinstance(linear, nn.Linear):
+        return role
+    config: Any = base.config
+    try:
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    except RuntimeError as error:  # a configuration whose layers differ raises it
+        raise ValueError(
+            f"{prefix}{name} of {type(base).__name__}: its configuration gives no number of heads for all layers "
+            f"({error}): say what it is with roles={{{prefix + name!r}: ...}}"
+        ) from None
+    if linear.out_features == heads * head_dim:
+        return {"role": role, "unit": head_dim, "unit_name": "attention heads"}
+    if linear.out_features == kv_heads * head_dim:
+        return {"role": role, "unit": head_dim, "unit_name": "KV heads"}
+    if config.model_type == "gpt_neox" and linear.out_features == 3 * heads * head_dim:
+        return {
+            "role": role,
+            "unit": 3 * head_dim,
+            "unit_name": "attention heads",
+        }  # q, k and v of one head together
+    raise ValueError(
+        f"{prefix}{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} "
+        f"heads nor {kv_heads} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"
+    )
+
+
+def _refuse_attention_dropout(model: nn.Module) -> None:
+    options: Mapping[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
+    if refusal := refusal_of_attention_dropout(options):
+        raise ValueError(refusal)
+    for name, module in model.named_modules():
+        if name.endswith("attn_dropout") and isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(f"{name}.p is {module.p}, but attention dropout must be 0.0: set it")
+
+
+def refuse_alibi(model: nn.Module) -> None:
+    """Refuse biases that depend on an attention head's number: transformers' code makes those of the first heads."""
+    for module in model.modules():
+        is_theirs = type(module).__module__.startswith("transformers")  # transformers_modules: code from the hub
+        names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
+        if found := [name for name in names if getattr(module, name, None) is not False]:
+            raise ValueError(
+                f"{type(module).__name__} adds to attention what depends on a head's number (ALiBi: {found[0]}), and "
+                "its code does not know which heads a rank of x has: choose x=1"
+            )
+
+
+def _refuse_config_dropout(model: nn.Module) -> None:
+    """Refuse dropout whose probability a module's code reads from its config: no nn.Dropout can be replaced."""
+    for kind, module in {type(module): module for module in model.modules() if hasattr(module, "config")}.items():
+        source = _source_beside_init(kind)
+        for option in sorted(set(re.findall(r"self\.config\.(\w*drop\w*)", source))):
+            value = getattr(module.config, option, None)
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"config.{option} is {value}, and {kind.__name__} draws that dropout itself, otherwise on "
+                    f"each rank; Stretto replaces nn.Dropout modules only. Set {option}=0.0"
+                )
+
+
+def _source_beside_init(kind: type) -> str:
+    """The source of a class's own methods but __init__; empty where it cannot be had."""
+    sources = []
+    for name, method in {"forward": getattr(kind, "forward", None), **vars(kind)}.items():
+        if name != "__init__" and inspect.isroutine(method):
+            with contextlib.suppress(OSError, TypeError):
+                sources.append(inspect.getsource(inspect.unwrap(method)))
+    return "\n".join(sources)
+
+
+def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
+    """The norms of hidden features in a transformers model: [hidden] weights that stand beside no linear with a role.
+
+    (One that does stand beside such a linear may see heads, which are split otherwise: its plan must name it.)
+    """
+    if not is_pretrained_model(model) or not found:
+        return {}
+    hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+    norms = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = getattr(module, "weight", None)
+        if "Norm" not in type(module).__name__ or weight is None or tuple(weight.shape) != (hidden,):
+            continue
+        parent = name.rpartition(".")[0]
+        siblings = [found.get(f"{parent}.{child}") for child, _ in model.get_submodule(parent).named_children()]
+        if not any(role is not None and role.role in ("colwise", "rowwise") for role in siblings):
+            norms[name] = "norm"
+    return norms
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """Let `generate` go on on every rank until the last is done: each rank's step gathers weights that all ranks hold.
+
+    Hugging Face has an option for it, off by default.
+    """
+    generate: Any = getattr(model, "generate", None)
+    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
+        return
+
+    @functools.wraps(generate)
+    def generate_on_every_rank(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
+
+    model.generate = generate_on_every_rank  # type: ignore[assignment]
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Have `save_pretrained` say that it does not know of sharded parameters, before it writes half of a folder."""
+    save: Any = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        return
+
+    @functools.wraps(save)
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                "save_pretrained does not know that parameters are cut over ranks: call stretto.parallel.gather on "
+                "each, on every rank, or `stretto export` a checkpoint"
+            )
+        return save(*args, **kwargs)
+
+    model.save_pretrained = save_whole  # type: ignore[assignment]
+
+
+def install_loss(model: nn.Module, loss: ParallelLoss | None) -> ParallelLoss | None:
+    """Put the sharded loss in the place of the model's own, if it computes the same; returns what was put there.
+
+    What the model has instead is told by its function, not its class: losses of token classification take labels as
+    those of language models do, but unshifted, and a user may have set another one.
+    """
+    is_shifted = _shifts_labels(model)
+    if loss is None or is_shifted is None:
+        return None
+    model.loss_function = _loss_function(loss, is_shifted=is_shifted)  # type: ignore[assignment]
+    return loss
+
+
+def _shifts_labels(model: nn.Module) -> bool | None:
+    """Whether the model's loss compares logits with the next token's label, or with its own; None for other losses."""
+    is_default = getattr(model, "loss_type", None) is None and "_loss_function" not in vars(model)
+    if is_default and hasattr(type(model), "loss_function"):
+        return True  # transformers takes the causal loss then, and warns
+    own = getattr(model, "loss_function", None)
+    is_known = str(getattr(own, "__module__", "")).startswith("transformers.")
+    return {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(getattr(own, "__name__", "")) if is_known else None
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether the model's forward computes its loss by `loss_function`, not by code of its own."""
+    forward = inspect.unwrap(type(model).forward)
+    return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
+
+
+def refusal_of_loss(model: nn.Module) -> str:
+    """Why a loss that the model has computed by itself is no use, and what to do."""
+    return (
+        f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
+        "transformers' losses of causal and masked language models. Call it without labels, and compute the loss from "
+        "its logits with stretto.parallel.mean_over_batch"
+    )
+
+
+def _loss_function(loss: ParallelLoss, *, is_shifted: bool) -> Callable[..., Tensor]:
+    """A sharded stand-in for transformers' language-model losses: labels [batch, seq] are shifted where theirs are."""
+
+    def language_model_loss(
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED_TARGET,
+        shift_labels: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        if unknown.get("label_smoothing") or unknown.get("weight") is not None:
+            raise ValueError("the sharded loss takes neither label_smoothing nor class weights")
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("the loss needs labels or shift_labels")
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if is_shifted else labels
+        if ignore_index != IGNORED_TARGET:
+            shift_labels = torch.where(shift_labels == ignore_index, IGNORED_TARGET, shift_labels)
+        return loss(logits, shift_labels.contiguous(), num_items_in_batch)
+
+    return language_model_loss

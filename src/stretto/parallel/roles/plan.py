@@ -1,0 +1,236 @@
+"""Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
+
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from stretto.parallel.layout import Split
+from stretto.parallel.roles import huggingface
+
+KINDS = {
+    "colwise": "linear, input over y and output over x (column-parallel)",
+    "rowwise": "linear, input over x and output over y (row-parallel)",
+    "embedding": "token embedding, vocabulary over x and hidden over y",
+    "positions": "small embedding, hidden over y",
+    "norm": "LayerNorm or RMSNorm over the hidden features, which y splits",
+    "head_norm": "norm over the features of one attention head, which nothing splits",
+    "head": "the language-model head, vocabulary over x",
+    "loss": "called with the head's logits, the targets and their number: becomes the sharded cross-entropy",
+    "dropout": "dropout of hidden activations (features over y)",
+    "inner_dropout": "dropout between a colwise and a rowwise linear (features over x)",
+    "replicated": "any module, or parameter of a module's own, between blocks, that every rank has whole (y=1)",
+}
+
+
+# Names of roles before this release, which still work and warn.
+_OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one submodule is.
+
+    `role` is one of KINDS. `segments`: how many equal fused parts the output features hold, each split on its own.
+    `unit`: how many output features must stay on one rank (a head's, say), called `unit_name` in messages.
+    """
+
+    role: str
+    segments: int = 1
+    unit: int = 1
+    unit_name: str = "output features"
+
+    def __post_init__(self) -> None:
+        if (new := _OLD_ROLES.get(self.role)) is not None:
+            warnings.warn(f"the role {self.role!r} is now {new!r}", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "role", new)
+        if self.role not in KINDS:
+            near = get_close_matches(str(self.role), KINDS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{self.role!r} is not a role; did you mean {near!r}? Roles: {', '.join(KINDS)}")
+        for name in ("segments", "unit"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"a role's {name} is {value!r}, but must be a whole number, at least 1")
+
+    @classmethod
+    def parse(cls, value: "Role | str | Mapping[str, Any]") -> "Role":
+        """From a Role, its kind's name, or a mapping of its fields."""
+        if isinstance(value, Role):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if not isinstance(value, Mapping) or "role" not in value:
+            raise ValueError(f"a role is a name or a mapping with the key 'role', not {value!r}")
+        known = [field.name for field in fields(cls)]
+        for key in value:
+            if key not in known:
+                near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"a role has no option {key!r}; did you mean {near!r}?")
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Parameters, by name, that every rank has whole: all of the submodule `whose`, or some that are its own."""
+
+    whose: str
+    parameters: tuple[str, ...]
+    is_module: bool
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """A model's submodules by name with their roles, and the integer attributes that count what a rank holds."""
+
+    roles: dict[str, Role]
+    local_attributes: dict[str, str]
+    replicated: tuple["Replicated", ...] = ()
+
+    def named(self, *kinds: str) -> list[str]:
+        return [name for name, role in self.roles.items() if role.role in kinds]
+
+
+def read_plan(
+    model: nn.Module,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
+    local_attributes: Mapping[str, str] | None,
+) -> ShardingPlan:
+    """Match patterns with the model's names: the user's first, then the model's own.
+
+    In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
+    submodules with parameters (or dropout) of which nothing says what they are.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, Role] = {}
+    own_parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern, value in (roles or {}).items():
+        names = _matching(pattern, modules)
+        if not names and Role.parse(value).role == "replicated":
+            names = _matching(pattern, own_parameters)
+        if not names:
+            near = get_close_matches(pattern, list(modules), n=1, cutoff=0.0)
+            raise ValueError(f"no submodule is named {pattern!r}; the nearest name is {near[0]!r}")
+        found.update(dict.fromkeys(names, Role.parse(value)))
+    own, own_attributes = _own_plan(model, found)
+    for pattern, value in own.items():
+        for name in _matching(pattern, modules):
+            found.setdefault(name, Role.parse(value))
+    for name, role in huggingface.norms_beside(model, found).items():
+        found.setdefault(name, Role(role))
+    attributes: dict[str, str] = {}
+    for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
+        owner, _, attribute = pattern.rpartition(".")
+        names = [f"{name}.{attribute}" for name in _matching(owner, modules) if hasattr(modules[name], attribute)]
+        if not names and pattern in (local_attributes or {}):
+            raise ValueError(f"no submodule has the attribute {pattern!r}")
+        attributes.update(dict.fromkeys(names, axis))
+    replicated = {name for name, role in found.items() if role.role == "replicated"}
+    found = {name: role for name, role in found.items() if name not in replicated}
+    parts = _replicated_parts(replicated, modules, own_parameters, found)
+    _refuse_unknown(model, found, replicated)
+    return ShardingPlan({name: found[name] for name in modules if name in found}, attributes, parts)
+
+
+def _replicated_parts(
+    replicated: Collection[str],
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    found: Mapping[str, Role],
+) -> tuple[Replicated, ...]:
+    """What is in a replicated module, but for submodules with a role of their own, and parameters named themselves."""
+    parts: dict[tuple[str, bool], list[str]] = {}
+    for name in parameters:
+        owner = name.rpartition(".")[0]
+        whose = next((part for part in _from_inside(owner) if part in replicated and part in modules), None)
+        if owner not in found and whose is not None:
+            parts.setdefault((whose, True), []).append(name)
+        elif name in replicated:
+            parts.setdefault((owner, False), []).append(name)
+    return tuple(Replicated(whose, tuple(names), is_module) for (whose, is_module), names in parts.items())
+
+
+def _from_inside(name: str) -> list[str]:
+    """A dotted name and those that it is in: a.b.c, a.b, a, and the whole's, which is empty."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _own_plan(model: nn.Module, known: Collection[str]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    own = getattr(model, "parallel_plan", None)
+    if callable(own):
+        return own(), {}
+    return huggingface.plan_of(model, known)
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Collection[str]) -> None:
+    unknown = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_whole = any(part in replicated for part in _from_inside(name))
+        names = [f"{name}.{key}".removeprefix(".") for key, _ in module.named_parameters(recurse=False)]
+        owns = not is_whole and any(own not in replicated for own in names)
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        normalizes = looks_like_norm and not is_whole and not names
+        if (owns or drops or normalizes) and name not in found:
+            unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        raise ValueError(
+            f"nothing says what these submodules are: {shown}. Stretto does not guess: "
+            f"pass roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+        )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is cut. `is_weight`: it is gathered over z before use (and z is one of its splits)."""
+
+    splits: tuple[Split, ...]
+    sum_axes: tuple[str, ...]
+    is_weight: bool = False
+
+    def on(self, sizes: Mapping[str, int]) -> "Cut":
+        """The same without axes of one rank, which cut nothing."""
+        data, z = sizes["data"], sizes["z"]
+        ranks = {**sizes, "batch": data * z}
+        return Cut(
+            tuple(split for split in self.splits if sizes[split.axis] > 1),
+            tuple(axis for axis in self.sum_axes if ranks[axis] > 1),
+            self.is_weight,
+        )
+
+
+def linear_axes(role: Role) -> tuple[str, str]:
+    """Over which axes a linear's output and input features are split."""
+    return ("y", "x") if role.role == "rowwise" else ("x", "y")
+
+
+def cut_of(role: Role, part: str, *, is_transposed: bool = False) -> Cut:
+    """How a module of this role has its `part` ("weight" or "bias") cut. `is_transposed`: it is stored [in, out]."""
+    match role.role:
+        case "colwise" | "rowwise" | "head":
+            output_axis, input_axis = linear_axes(role)
+            if part == "bias":
+                return Cut((Split(0, output_axis, role.segments),), ("batch",))
+            dim = 1 if is_transposed else 0
+            splits = (Split(dim, output_axis, role.segments), Split(1 - dim, input_axis), Split(0, "z"))
+            return Cut(splits, ("data",), is_weight=True)
+        case "embedding":
+            return Cut((Split(0, "x"), Split(1, "y"), Split(0, "z")), ("data",), is_weight=True)
+        case "positions":
+            return Cut((Split(1, "y"),), ("batch",))
+        case "norm":
+            return Cut((Split(0, "y"),), ("batch",))
+        case "head_norm":  # it sees only the heads of its x rank
+            return Cut((), ("batch", "x"))
+        case _:
+            raise AssertionError(f"a {role.role} has no parameters")

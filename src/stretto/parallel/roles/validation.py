@@ -1,0 +1,226 @@
+"""Whether a model fits a grid: checked before anything is allocated or sent."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from stretto.parallel.grid import check_sizes
+from stretto.parallel.roles import huggingface
+from stretto.parallel.roles.formulas import check_loss, norm_kind
+from stretto.parallel.roles.plan import Role, ShardingPlan, cut_of
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear that stores [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def check_divides(count: int, size: int, axis: str, where: str, what: str) -> None:
+    """Raise ValueError, with the nearest count that would do, unless grid axis `axis` of `size` divides `count`."""
+    if count % size:
+        nearest = max(1, round(count / size)) * size
+        fitting = [n for n in range(1, size + 1) if count % n == 0]
+        raise ValueError(
+            f"{where}: {count} {what} cannot be split over {axis}={size}; the nearest number of {what} that would do "
+            f"is {nearest}, or choose {axis}={max(fitting)}"
+        )
+
+
+def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless a grid of these sizes can hold the model."""
+    sizes = check_sizes(sizes)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hidden = _hidden(modules, plan)
+    if hidden is not None:
+        check_divides(hidden, sizes["y"], "y", type(model).__name__, "hidden size")
+    for kind in ("embedding", "head", "loss"):
+        if len(plan.named(kind)) > 1 and kind != "embedding":
+            raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
+    for name, role in plan.roles.items():
+        _check_module(name, modules[name], role, sizes, hidden)
+    _check_shared(modules, plan, sizes)
+    _check_replicated(model, modules, plan, sizes)
+    _check_loss(modules, plan)
+    _refuse_functional_dropout(modules)
+    if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
+        huggingface.refuse_alibi(model)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
+    for name, axis in plan.local_attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        value = getattr(modules[owner], attribute)
+        if axis not in sizes:
+            raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(sizes)}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} is {value!r}: only whole numbers can be divided over an axis")
+        check_divides(value, sizes[axis], axis, owner, attribute)
+
+
+def check_takes_sharded_sequence(model: nn.Module) -> None:
+    """Raise ValueError unless the model says that its code lets tokens be sharded between blocks."""
+    if not getattr(model, "takes_sharded_sequence", False):
+        raise ValueError(
+            f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
+            "inside attention, it must take batch size and sequence length from what linears return, not from the "
+            "input; if it does, set takes_sharded_sequence = True on it"
+        )
+
+
+def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
+    for name in plan.named("embedding", "positions"):
+        return getattr(modules[name], "embedding_dim", None)
+    return None
+
+
+def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
+    if role.role != "loss":
+        parts = {part for part, _ in module.named_parameters(recurse=False)}
+        if parts - {"weight", "bias"} or (isinstance(module, nn.Linear) and "weight" not in parts):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has the parameters {', '.join(sorted(parts)) or 'none'}, but a "
+                f"module with the role {role.role!r} has a weight and perhaps a bias: undo what has replaced them"
+            )
+    match role.role:
+        case "colwise" | "rowwise" | "head":
+            _check_linear(name, module, role, sizes, hidden)
+        case "embedding" | "positions":
+            _expect(name, module, role, nn.Embedding)
+            for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+                if getattr(module, option):
+                    raise ValueError(f"{name}: an embedding with {option} is not supported")
+            _check_vocabulary(name, module.num_embeddings, role, sizes)  # type: ignore[arg-type]
+            if sizes["y"] > 1 and module.embedding_dim != hidden:
+                raise ValueError(
+                    f"{name} makes {module.embedding_dim} features, where the hidden size is {hidden}: what is not "
+                    "added to hidden features (a bias by head, say) cannot be split over y; choose y=1"
+                )
+        case "norm" | "head_norm":
+            norm_kind(module, name)
+            features: Any = getattr(module, "weight", None)
+            if role.role == "norm" and features is not None:
+                check_divides(features.shape[0], sizes["y"], "y", name, "features")
+        case "dropout" | "inner_dropout":
+            _expect(name, module, role, nn.Dropout)
+
+
+def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
+    """Dropout that is no module is drawn anew on each rank: told by a probability that a module stores."""
+    for name, module in modules.items():
+        for attribute, value in vars(module).items():
+            if "drop" in attribute.lower() and isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"{name or type(module).__name__}.{attribute} is {value}: ranks would draw that dropout "
+                    "differently, for Stretto replaces nn.Dropout modules only. Set it to 0.0 (Hugging Face: in the "
+                    "config), or make it an nn.Dropout with a role"
+                )
+
+
+def _check_replicated(
+    model: nn.Module, modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]
+) -> None:
+    """What every rank has whole takes all features, is tied to nothing that is cut, and knows its own rows only."""
+    of_cut = {
+        id(parameter): f"{name}.{part}"
+        for name, role in plan.roles.items()
+        if role.role != "loss"
+        for part, parameter in modules[name].named_parameters(recurse=False)
+    }
+    for part in plan.replicated:
+        if sizes["y"] > 1:
+            named = (part.whose or "the model") if part.is_module else part.parameters[0]
+            raise ValueError(
+                f"{named} has the role 'replicated': every rank has all of its features, but y={sizes['y']} splits "
+                "hidden ones. Choose y=1"
+            )
+        for name in part.parameters:
+            if (other := of_cut.get(id(model.get_parameter(name)))) is not None:
+                raise ValueError(f"{name} and {other} are one parameter, and only the first is replicated")
+        batch_norms = [m for m in modules[part.whose].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if batch_norms and part.is_module and sizes["data"] * sizes["z"] > 1:
+            raise ValueError(
+                f"{part.whose} has a {type(batch_norms[0]).__name__}, which would take its statistics from one rank's "
+                "rows: choose data=1 and z=1, or another norm"
+            )
+
+
+def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
+    """A loss gets its logits from a head, and is one that the sharded cross-entropy can stand in for."""
+    for name in plan.named("loss"):
+        heads = plan.named("head")
+        if not heads:
+            raise ValueError(
+                f"{name} has the role 'loss', but no submodule has the role 'head': the sharded loss takes the head's "
+                "logits. Give that role too, or compute the loss with stretto.parallel.mean_over_batch"
+            )
+        head: Any = modules[heads[0]]
+        check_loss(modules[name], name, head.weight.shape[1 if is_conv1d(head) else 0])
+
+
+def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
+    """A module under several names has one role, and a parameter in several modules is cut one way."""
+    of_module: dict[int, tuple[str, Role]] = {}
+    of_parameter: dict[int, tuple[str, Any]] = {}
+    for name, role in plan.roles.items():
+        module = modules[name]
+        first, first_role = of_module.setdefault(id(module), (name, role))
+        if role != first_role:
+            raise ValueError(
+                f"{first} and {name} are one module, but their roles are {first_role.role!r} and {role.role!r}: "
+                "give both names the same role, or make them two modules"
+            )
+        if role.role == "loss":
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            cut = cut_of(role, part, is_transposed=is_conv1d(module)).on(sizes)
+            first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
+            if cut != first_cut:
+                raise ValueError(
+                    f"{first} and {name}.{part} are one parameter, but their modules' roles cut it in different ways: "
+                    f"{first_cut.splits} and {cut.splits}. Give the modules the same role, or a parameter each"
+                )
+
+
+def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
+    if not is_conv1d(module):
+        _expect(name, module, role, nn.Linear)
+    shape: Any = module.weight.shape
+    outputs, inputs = (shape[1], shape[0]) if is_conv1d(module) else (shape[0], shape[1])
+    output_axis, input_axis = ("y", "x") if role.role == "rowwise" else ("x", "y")
+
+    def named(count: int, what: str) -> str:
+        return "hidden size" if count == hidden else what
+
+    check_divides(inputs, sizes[input_axis], input_axis, name, named(inputs, "input features"))
+    if role.role == "head":
+        _check_vocabulary(name, outputs, role, sizes)
+        return
+    if outputs % (role.segments * role.unit):
+        raise ValueError(
+            f"{name}: {outputs} output features are not {role.segments} segments of whole units of {role.unit}"
+        )
+    units = outputs // role.segments // role.unit
+    what = role.unit_name if role.unit > 1 or role.segments > 1 else named(outputs, role.unit_name)
+    check_divides(units, sizes[output_axis], output_axis, name, what)
+    # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
+    is_by_input = is_conv1d(module)
+    axis = input_axis if is_by_input else output_axis
+    rows = (inputs if is_by_input else outputs) // sizes[axis]
+    check_divides(rows, sizes["z"], "z", f"{name} (its rows, of which each {axis} rank has {rows})", "weight rows")
+
+
+def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int]) -> None:
+    if role.role == "positions":
+        return
+    chunk = -(-vocab // sizes["x"])
+    if chunk * (sizes["x"] - 1) >= vocab:
+        raise ValueError(f"{name}: a vocabulary of {vocab} leaves some of x={sizes['x']} ranks without any of it")
+
+
+def _expect(name: str, module: nn.Module, role: Role, kind: type[nn.Module]) -> None:
+    if type(module) is not kind and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, but the role {role.role!r} takes exactly {kind.__name__}: "
+            "a subclass may compute something else"
+        )

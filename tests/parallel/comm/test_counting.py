@@ -1,0 +1,350 @@
+"""What a training step sends, counted at the process groups, is what equations 5.1 to 5.5 (Singh) say."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, checkpoint_activations, count_collectives, no_sync, parallelize
+from stretto.parallel.comm import gradient_reducer
+from tests.parallel.comm.wire import Message, WireCounter, bytes_by_axis
+from tests.parallel.training import Sizes, my_rows
+
+AXES = ("data", "x", "y", "z", "batch", "world")
+SEED = 5
+BATCH, SEQ_LEN = 8, 16
+CONFIG = GPTConfig(layers=2, hidden=64, heads=8, vocab=61, ffn=96, max_seq_len=SEQ_LEN)
+LLAMA = replace(
+    CONFIG, positions="rotary", activation="swiglu", norm="rmsnorm", bias=False, kv_heads=4, tie_embeddings=False
+)
+GRIDS = [
+    (1, 2, 2, 2),
+    (2, 2, 2, 1),
+    (2, 1, 2, 2),
+    (2, 2, 1, 2),
+    (1, 4, 2, 1),
+    (1, 1, 4, 2),
+    (1, 1, 1, 8),
+    (8, 1, 1, 1),
+]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear from k to n features; a rowwise one has x and y change places."""
+
+    k: int
+    n: int
+    is_swapped: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the counted step is run."""
+
+    keep_gathered: bool = True
+    checkpoints: bool = False
+    micro_batches: int = 1
+    dtype: torch.dtype | None = None
+    fills_buckets: bool = False
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One rank's counts of each step: ours, and the bytes by axis that Stretto's own counter reports."""
+
+    steps: list[Counter[Message]]
+    bytes_by_axis: list[dict[str, int]]
+    stretto_bytes_by_axis: list[dict[str, int]]
+
+
+def linears(config: GPTConfig) -> Iterator[Linear]:
+    """A GPT's linears in the order of its forward pass, without its head."""
+    head_dim = config.hidden // config.heads
+    for _ in range(config.layers):
+        yield Linear(config.hidden, (config.heads + 2 * (config.kv_heads or config.heads)) * head_dim, False)
+        yield Linear(config.hidden, config.hidden, True)
+        for _ in range(2 if config.activation == "swiglu" else 1):
+            yield Linear(config.hidden, config.ffn, False)
+        yield Linear(config.ffn, config.hidden, True)
+
+
+def messages_of_linears(config: GPTConfig, sizes: Sizes, gathers: int = 1) -> Counter[Message]:
+    """Algorithm 3, line by line, for every linear of the model: fp32, one forward and one backward pass."""
+    data, x, y, z = sizes
+    rows = BATCH * SEQ_LEN // (data * z)
+    messages: Counter[Message] = Counter()
+    for linear in linears(config):
+        axis_x, axis_y, size_x, size_y = ("y", "x", y, x) if linear.is_swapped else ("x", "y", x, y)
+        weight = linear.k * linear.n // (size_x * size_y)
+        messages[Message("z", "all-gather", weight, 4)] += gathers
+        messages[Message(axis_y, "all-reduce", rows * linear.n // size_x, 4)] += 1
+        messages[Message(axis_x, "all-reduce", rows * linear.k // size_y, 4)] += 1
+        messages[Message("z", "reduce-scatter", weight, 4)] += 1
+        messages[Message("data", "all-reduce", weight // z, 4)] += 1
+    return only_those_sent(messages, sizes)
+
+
+def only_those_sent(messages: Counter[Message], sizes: Sizes) -> Counter[Message]:
+    size_of = dict(zip(("data", "x", "y", "z"), sizes, strict=True))
+    return Counter({message: times for message, times in messages.items() if size_of[message.axis] > 1})
+
+
+def equations(config: GPTConfig, sizes: Sizes, gathers: int = 1) -> dict[str, float]:
+    """Equations 5.1 to 5.5 summed over the linears, in bytes of fp32; m is the data group's share of the tokens."""
+    data, x, y, z = sizes
+    m = BATCH * SEQ_LEN / data
+    total = dict.fromkeys(("data", "x", "y", "z"), 0.0)
+    for linear in linears(config):
+        k, n = linear.k, linear.n
+        axis_x, axis_y, gx, gy = ("y", "x", y, x) if linear.is_swapped else ("x", "y", x, y)
+        total["z"] += 4 * gathers * (z - 1) * k * n / (gx * gy * z)  # 5.1
+        total["z"] += 4 * (z - 1) / z * k * n / (gx * gy)  # 5.2
+        total[axis_y] += 4 * 2 * (gy - 1) / gy * m * n / (z * gx)  # 5.3
+        total[axis_x] += 4 * 2 * (gx - 1) / gx * m * k / (z * gy)  # 5.4
+        total["data"] += 4 * 2 * (data - 1) / data * k * n / (gx * gy * z)  # 5.5
+    return {axis: sent for axis, sent in total.items() if sent}
+
+
+def observe(sizes: Sizes, config: GPTConfig, options: Options) -> Observed:
+    """Two training steps on this rank, each counted twice: by Stretto and by this test.
+
+    Unless told otherwise, each gradient has a bucket of its own, so that it can be told from others on the wire.
+    """
+    bucket_bytes = gradient_reducer.BUCKET_BYTES if options.fills_buckets else 1
+    with mock.patch.object(gradient_reducer, "BUCKET_BYTES", bucket_bytes):
+        return observe_steps(sizes, config, options)
+
+
+def observe_steps(sizes: Sizes, config: GPTConfig, options: Options) -> Observed:
+    data, x, y, z = sizes
+    grid = Grid(data=data, x=x, y=y, z=z)
+    torch.manual_seed(SEED)
+    model = parallelize(GPT(config), grid, keep_gathered=options.keep_gathered, dtype=options.dtype)
+    if options.checkpoints:
+        checkpoint_activations(model)
+    groups = {axis: grid.group(axis) for axis in AXES}
+    rows = my_rows(grid, BATCH)
+    observed = Observed([], [], [])
+    for _ in range(2):
+        text = torch.randint(config.vocab, (BATCH, SEQ_LEN + 1))[rows]
+        with count_collectives(grid) as counts, WireCounter(groups) as wire:
+            train_step(model, text, options)
+        descend(model)
+        observed.steps.append(wire.messages)
+        observed.bytes_by_axis.append(wire.bytes_by_axis())
+        observed.stretto_bytes_by_axis.append({axis: sent for axis, sent in counts.bytes_by_axis().items() if sent})
+    return observed
+
+
+def descend(model: torch.nn.Module) -> None:
+    """A step of SGD on this rank's shards: torch works out its rules for each DTensor operation, which takes longer."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(parameter.grad.to_local(), alpha=-0.1)
+    model.zero_grad()
+
+
+def train_step(model: torch.nn.Module, text: torch.Tensor, options: Options) -> None:
+    parts = text.chunk(options.micro_batches)
+    for part in parts[:-1]:
+        with no_sync(model):
+            model(part[:, :-1], part[:, 1:], num_targets=BATCH * SEQ_LEN).backward()
+    num_targets = {"num_targets": BATCH * SEQ_LEN} if len(parts) > 1 else {}
+    model(parts[-1][:, :-1], parts[-1][:, 1:], **num_targets).backward()
+
+
+def without(messages: Counter[Message], those: Counter[Message]) -> Counter[Message]:
+    """What is left of `messages`; all of `those` must be among them."""
+    missing = those - messages
+    assert not missing, f"not sent: {dict(missing)}\nsent: {sorted(messages.items())}"
+    return messages - those
+
+
+def is_small(message: Message, config: GPTConfig, sizes: Sizes) -> bool:
+    """No more than two numbers a token from each rank, or a vector of the model: what a norm or a bias may send."""
+    data, _, y, z = sizes
+    rows = BATCH * SEQ_LEN // (data * z)
+    if message.kind == "all-gather":  # statistics over y
+        return message.axis == "y" and message.numel <= 2 * rows * y
+    return message.numel <= max(2 * rows, 3 * config.hidden, config.ffn or 0)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt2-like", "llama-like"])
+@pytest.mark.parametrize("sizes", GRIDS, ids=str)
+def test_the_messages_that_algorithm_3_names_carry_what_the_equations_say(sizes, config):
+    size_of = dict(zip(("data", "x", "y", "z"), sizes, strict=True))
+    for gathers in (1, 2):
+        messages = messages_of_linears(config, sizes, gathers)
+        assert bytes_by_axis(messages, size_of) == equations(config, sizes, gathers)
+
+
+def observe_two_depths(sizes: Sizes, config: GPTConfig, options: Options) -> tuple[Observed, Observed]:
+    """The model, and the model with one block more."""
+    return observe(sizes, config, options), observe(sizes, replace(config, layers=config.layers + 1), options)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("sizes", "model", "keep_gathered"),
+    [
+        *((sizes, *(("gpt2-like", True), ("llama-like", False))[index % 2]) for index, sizes in enumerate(GRIDS)),
+        ((1, 2, 2, 2), "llama-like", False),
+        ((2, 2, 2, 1), "gpt2-like", True),
+    ],
+    ids=str,
+)
+def test_a_gpts_linears_send_what_the_equations_say_and_its_blocks_nothing_else_of_size(
+    ranks, sizes, model, keep_gathered
+):
+    print(f"seed {SEED}")
+    config = {"gpt2-like": CONFIG, "llama-like": LLAMA}[model]
+    deeper = replace(config, layers=config.layers + 1)
+    gathers = 1 if keep_gathered else 2
+    options = Options(keep_gathered=keep_gathered)
+    for shallow, deep in ranks(prod(sizes)).run(observe_two_depths, sizes, config, options):
+        # At the end of the first pass ranks compare which gradients they sum: one number.
+        assert all(message.numel == 1 for message in without(shallow.steps[0], shallow.steps[1]))
+        apart = without(shallow.steps[1], messages_of_linears(config, sizes, gathers))
+        apart_when_deeper = without(deep.steps[1], messages_of_linears(deeper, sizes, gathers))
+        of_one_block = without(apart_when_deeper, apart)
+        print("norms and biases of a block:", *sorted(of_one_block.items()), sep="\n  ")
+        print("embedding, last norm, head and loss:", *sorted((apart - of_one_block).items()), sep="\n  ")
+        assert [message for message in of_one_block if not is_small(message, config, sizes)] == []
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str)
+def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_ranks(ranks, sizes):
+    print(f"seed {SEED}")
+    single_ranks = ranks(prod(sizes)).run(observe, sizes, CONFIG, Options())
+    filled_ranks = ranks(prod(sizes)).run(observe, sizes, CONFIG, Options(fills_buckets=True))
+    for single, filled in zip(single_ranks, filled_ranks, strict=True):
+        assert filled.bytes_by_axis == single.bytes_by_axis
+        for step in filled.steps:
+            sums = [message for message in step.elements() if message.axis == "data" and message.numel > 1]
+            assert len(sums) == 1, sums
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 1, 2), (1, 4, 2, 1), (1, 1, 4, 2)], ids=str)
+def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
+    print(f"seed {SEED}")
+    config = replace(CONFIG, vocab=1021)
+    rows = BATCH * SEQ_LEN // (sizes[0] * sizes[3])
+    for observed in ranks(prod(sizes)).run(observe, sizes, config, Options()):
+        apart = without(observed.steps[0], messages_of_linears(config, sizes))
+        on_x = [message for message in apart if message.axis == "x"]
+        assert all(message.numel < rows * config.vocab / sizes[1] for message in on_x), apart
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 2, 1, 2), Options()),
+        ((2, 1, 2, 2), Options(False)),
+        ((1, 2, 2, 2), Options(checkpoints=True)),
+        ((2, 1, 2, 2), Options(micro_batches=2)),
+        ((1, 4, 2, 1), Options(False)),
+    ],
+    ids=str,
+)
+def test_strettos_own_counter_reports_what_was_handed_to_the_groups(ranks, sizes, options):
+    print(f"seed {SEED}")
+    for observed in ranks(prod(sizes)).run(observe, sizes, LLAMA, options):
+        assert observed.stretto_bytes_by_axis == observed.bytes_by_axis
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 4, 2)], ids=str)
+def test_checkpointing_repeats_the_forward_pass_of_the_blocks_and_nothing_of_the_backward_pass(ranks, sizes):
+    print(f"seed {SEED}")
+    forward = forward_messages(LLAMA, sizes)
+    plain_ranks = ranks(prod(sizes)).run(observe, sizes, LLAMA, Options())
+    checkpointed_ranks = ranks(prod(sizes)).run(observe, sizes, LLAMA, Options(checkpoints=True))
+    for plain, checkpointed in zip(plain_ranks, checkpointed_ranks, strict=True):
+        repeated = without(checkpointed.steps[0], plain.steps[0])
+        of_size = Counter({m: times for m, times in repeated.items() if not is_small(m, LLAMA, sizes)})
+        print("repeated:", *sorted(repeated.items()), sep="\n  ")
+        # A block's last linear need not be repeated: nobody saved its output.
+        last = forward_messages(LLAMA, sizes, only_last=True)
+        assert not of_size - forward, "more than a forward pass is repeated"
+        assert not (forward - last) - of_size, "less than a block's forward pass is repeated"
+
+
+def forward_messages(config: GPTConfig, sizes: Sizes, only_last: bool = False) -> Counter[Message]:
+    """Lines 2 and 4 of Algorithm 3 for every linear (or each block's last one).
+
+    Checkpointing drops what a block saved, gathered weights too: recomputing it gathers them again.
+    """
+    data, x, y, z = sizes
+    rows = BATCH * SEQ_LEN // (data * z)
+    in_a_block = len(list(linears(config))) // config.layers
+    messages: Counter[Message] = Counter()
+    for index, linear in enumerate(linears(config)):
+        if not only_last or index % in_a_block == in_a_block - 1:
+            axis, size_x = ("x", y) if linear.is_swapped else ("y", x)
+            messages[Message("z", "all-gather", linear.k * linear.n // (x * y), 4)] += 1
+            messages[Message(axis, "all-reduce", rows * linear.n // size_x, 4)] += 1
+    return only_those_sent(messages, sizes)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (2, 1, 2, 2), (4, 2, 1, 1)], ids=str)
+def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
+    print(f"seed {SEED}")
+    whole_ranks = ranks(prod(sizes)).run(observe, sizes, LLAMA, Options())
+    split_ranks = ranks(prod(sizes)).run(observe, sizes, LLAMA, Options(micro_batches=2))
+    for whole, split in zip(whole_ranks, split_ranks, strict=True):
+        assert split.bytes_by_axis[0]["data"] == whole.bytes_by_axis[0]["data"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
+def test_in_bf16_weights_and_activations_travel_in_two_bytes(ranks, sizes):
+    print(f"seed {SEED}")
+    sent = messages_of_linears(LLAMA, sizes)
+    in_bf16 = Counter(
+        {replace(m, element_size=2): n for m, n in sent.items() if m.axis in "xy" or m.kind == "all-gather"}
+    )
+    for observed in ranks(prod(sizes)).run(observe, sizes, LLAMA, Options(dtype=torch.bfloat16)):
+        without(observed.steps[0], in_bf16)
+
+
+def bytes_held(sizes: Sizes, config: GPTConfig, keep_gathered: bool) -> dict[str, tuple[int, int]]:
+    """Of each linear's weight: the bytes of this rank's shard, and of the storage that it keeps alive."""
+    data, x, y, z = sizes
+    model = parallelize(GPT(config), Grid(data=data, x=x, y=y, z=z), keep_gathered=keep_gathered)
+    tokens = torch.randint(config.vocab, (1, SEQ_LEN))
+    model(tokens, tokens).backward()
+    held: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.") and parameter.dim() == 2:
+            shards = (parameter.to_local(), parameter.grad.to_local())
+            held[name] = (
+                max(shard.numel() * shard.element_size() for shard in shards),
+                max(shard.untyped_storage().nbytes() for shard in shards),
+            )
+    return held
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keep_gathered"),
+    [((1, 2, 2, 2), True), ((2, 1, 2, 2), False), ((1, 4, 2, 1), True), ((1, 1, 1, 8), False)],
+)
+def test_each_rank_holds_one_part_in_x_y_z_of_the_linears_and_of_their_gradients(ranks, sizes, keep_gathered):
+    whole = {
+        name: 4 * parameter.numel()
+        for name, parameter in GPT(LLAMA).named_parameters()
+        if name.startswith("blocks.") and parameter.dim() == 2
+    }
+    parts = prod(sizes[1:])
+    expected = {name: (size // parts, size // parts) for name, size in whole.items()}
+    assert ranks(prod(sizes)).run(bytes_held, sizes, LLAMA, keep_gathered) == [expected] * prod(sizes)

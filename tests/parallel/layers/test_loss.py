@@ -1,0 +1,156 @@
+"""Losses of a user's own model: replaced by the sharded one if they are its equal, and refused where they mislead."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.models import GPT, GPTConfig
+from stretto.models.gpt import NextTokenLoss
+from stretto.parallel import Grid, count_collectives, gather, layout_of, mean_over_batch, parallelize, validate
+from tests.parallel.training import Sizes, distance, my_rows
+
+VOCAB = 11
+ROLES = {"lookup": "embedding", "head": "head"}
+TOKENS = torch.arange(24).view(4, 6) * 5 % VOCAB
+
+
+class Tagger(nn.Module):
+    """Looks each token up and tells its tag: its forward returns tags' logits or, of targets, a loss."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.lookup, self.head, self.loss = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB), loss
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.head(self.lookup(tokens.flatten()))
+        return logits if targets is None else self.loss(logits, targets.flatten())
+
+
+class WithoutCount(nn.Module):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return -logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).mean()
+
+
+class NextToken(nn.Module):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), NextTokenLoss(), WithoutCount()], ids=str)
+def test_a_mean_cross_entropy_may_have_the_role_of_the_loss(loss: nn.Module) -> None:
+    validate(Tagger(loss), {"x": 2}, roles={**ROLES, "loss": "loss"})
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.arange(1.0, VOCAB + 1)),
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.NLLLoss(),
+        NextToken(),
+        nn.BCEWithLogitsLoss(),
+    ],
+    ids=str,
+)
+def test_a_loss_that_the_sharded_one_does_not_equal_is_refused(loss: nn.Module) -> None:
+    with pytest.raises(ValueError, match=rf"loss \({type(loss).__name__}\).* is not the mean cross-entropy"):
+        validate(Tagger(loss), {"x": 2}, roles={**ROLES, "loss": "loss"})
+
+
+def test_a_loss_without_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="no submodule has the role 'head'"):
+        validate(
+            Tagger(nn.CrossEntropyLoss()), {"data": 2}, roles={"lookup": "embedding", "head": "colwise", "loss": "loss"}
+        )
+
+
+class OverBatch(nn.Module):
+    """A smoothed loss over the global batch: what a user would write."""
+
+    def __init__(self, grid: Grid | None) -> None:
+        super().__init__()
+        self.grid = grid
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
+        return total / len(targets) if self.grid is None else mean_over_batch(total, len(targets), self.grid) * 1.0
+
+
+def tagger(loss: nn.Module) -> Tagger:
+    torch.manual_seed(1)
+    return Tagger(loss).double()
+
+
+def own_losses(sizes: Sizes) -> tuple[list[str], float]:
+    """What is said to means over a rank's own rows, and how far gradients of one over the batch are from the plain."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    mine = TOKENS[my_rows(grid, len(TOKENS))]
+    model = parallelize(tagger(nn.CrossEntropyLoss()), grid, roles=ROLES)
+    said = []
+    plain_forward = model.forward
+    for make_output in (lambda loss: loss, lambda loss: (None, loss), lambda loss: {"loss": loss}):
+        model.forward = lambda *args, make_output=make_output: make_output(plain_forward(*args))
+        try:
+            model(mine, mine)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    plain, model = tagger(OverBatch(None)), parallelize(tagger(OverBatch(grid)), grid, roles=ROLES)
+    plain(TOKENS, TOKENS).backward()
+    model(mine, mine).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return said, max(distance(gather(ours.grad, layout_of(ours)), theirs.grad) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1)], ids=str)
+def test_a_mean_over_one_ranks_rows_is_refused_where_ranks_have_parts_of_the_batch(ranks, sizes):
+    for said, far in ranks(2).run(own_losses, sizes):
+        assert ["mean_over_batch" in words for words in said] == [sizes[1] == 1] * 3
+        assert far < 1e-12
+
+
+def sums_over_x(sizes: Sizes) -> list[int]:
+    """How many sums over x a loss takes while gradients are recorded, and while they are not."""
+    grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
+    model = parallelize(tagger(nn.CrossEntropyLoss()), grid, roles={**ROLES, "loss": "loss"})
+    found = []
+    for records in (True, False):
+        with count_collectives(grid) as counts, torch.set_grad_enabled(records):
+            model(TOKENS, TOKENS)
+        found.append(sum(call.axis == "x" for call in counts.calls))
+    return found
+
+
+def test_an_evaluation_computes_no_gradients(ranks):
+    for recorded, evaluated in ranks(2).run(sums_over_x, (1, 2, 1, 1)):
+        assert evaluated == recorded - 1  # that of the head's input's gradient
+
+
+def loss_of_other_targets(shards_sequence: bool) -> tuple[list[str], float]:
+    """What is said of more targets than there are tokens, and of fewer; then, how far a right loss is from one rank's.
+
+    A slice of the loss takes all of the tokens, so that targets that are too many lie beyond the last one.
+    """
+    model = GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=VOCAB, max_seq_len=6)).double()
+    expected = model(TOKENS, TOKENS).detach()
+    model = parallelize(model, Grid(x=2), shard_sequence=shards_sequence)
+    said = []
+    with mock.patch("stretto.parallel.layers.loss.SLICE_ELEMENTS", TOKENS.numel() * (VOCAB + 1) // 2):
+        for targets in (torch.cat((TOKENS, TOKENS)), TOKENS[:1]):
+            with pytest.raises(ValueError, match="targets") as error:
+                model(TOKENS, targets)
+            said.append(str(error.value))
+        return said, distance(model(TOKENS, TOKENS).detach(), expected)
+
+
+@pytest.mark.parametrize("shards_sequence", [False, True])
+def test_each_token_has_one_target(ranks, shards_sequence):
+    for said, far in ranks(2).run(loss_of_other_targets, shards_sequence):
+        rest = "there are logits for 24 tokens: give each token a target, -100 where it has none"
+        assert said == [f"targets [8, 6] are 48, but {rest}", f"targets [1, 6] are 6, but {rest}"]
+        assert far < 1e-12
