@@ -105,7 +105,7 @@ def draw_two_level(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw_lanes(path: Path) -> None:
+def draw_fused_kernel(path: Path) -> None:
     """Chunks as rows, and a lane as a column through all of them, with the thread that owns it."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -158,5 +158,5 @@ def draw_channels(path: Path) -> None:
 if __name__ == "__main__":
     draw_grid(Path(__file__).parent / "grid.png")
     draw_two_level(Path(__file__).parent / "two-level.png")
-    draw_lanes(Path(__file__).parent / "lanes.png")
+    draw_fused_kernel(Path(__file__).parent / "fused-kernel.png")
     draw_channels(Path(__file__).parent / "channels.png")

@@ -21,7 +21,7 @@ from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
 from stretto.bench.checkouts.run import CheckoutsSetting, bench_checkouts, find_interval, judge
 from stretto.bench.mps import mps_daemon
 from stretto.cli import app
-from stretto.collectives.selection import WAYS, Way
+from stretto.collectives.selection import CHOICES, AlgorithmChoice
 from stretto.ops.gemm.config import decode
 
 SOURCE = Path(stretto.__file__).parents[1]
@@ -188,8 +188,8 @@ def test_every_case_exists_and_has_a_name_of_its_own():
     for one in cases:
         options = one.options
         if one.kind == "collective":
-            way = Way(options["algorithm"], options["protocol"], options["unroll"])
-            assert way in WAYS[options["collective"]]
+            way = AlgorithmChoice(options["algorithm"], options["protocol"], options["unroll"])
+            assert way in CHOICES[options["collective"]]
         elif one.kind == "operator":
             decode(ops.Plan(**options["plan"]).encode())  # ValueError for a plan that cannot be
             assert callable(getattr(ops, options["operator"]))

@@ -58,7 +58,7 @@ def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, 
         ("allreduce", "bfloat16"): [4096, 16 << 20],
         ("alltoall", "bfloat16"): [4096, 16 << 20],
     }
-    assert table.choose("allreduce", "bfloat16", 5000, 2).way.protocol == "Simple"
+    assert table.choose("allreduce", "bfloat16", 5000, 2).choice.protocol == "Simple"
     assert any("LL128" in name for name in timed) == has_nvlink
     assert len(set(checked)) == 4  # after each size: times of waits that were given up are none
     assert not any("Copy" in name for name in timed)  # so small, the host needs longer than the copies

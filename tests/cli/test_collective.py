@@ -338,7 +338,7 @@ def test_a_process_that_dies_ends_the_run_in_words(ring, monkeypatch):
     def die(*args, **options):
         raise ExecutionError("ring stops:\n  rank 0 waits for rank 1")
 
-    monkeypatch.setattr("stretto.collectives.trial.run_on_processes", die)
+    monkeypatch.setattr("stretto.collectives.host_benchmark.run_on_processes", die)
     result = run("run", ring, "--json")
     assert result.exit_code == 1
     assert result.stderr == "stretto: not run to its end: ring stops: rank 0 waits for rank 1\n"

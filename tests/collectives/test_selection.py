@@ -5,10 +5,18 @@ import json
 import pytest
 
 from stretto.collectives import selection
-from stretto.collectives.selection import LIBRARY, Table, Way, default_way, find_table_file, find_ways, time_key
+from stretto.collectives.selection import (
+    LIBRARY,
+    AlgorithmChoice,
+    Table,
+    default_choice,
+    find_choices,
+    find_table_file,
+    time_key,
+)
 from stretto.tuning import TuningStore
 
-ONE_SHOT = Way("one-shot-all-reduce", "LL", 2)
+ONE_SHOT = AlgorithmChoice("one-shot-all-reduce", "LL", 2)
 SLOW, FAST = [9e-6], [3e-6]
 
 
@@ -33,11 +41,11 @@ def test_the_fastest_way_at_the_nearest_size_is_chosen_and_it_says_so(tmp_path):
     way, why = table.choose("allreduce", "bfloat16", 5000, 4)
     assert way == ONE_SHOT
     assert why == "it was the fastest at 1024 bytes of bfloat16, measured here"
-    assert table.choose("allreduce", "bfloat16", 1 << 19, 4).way == LIBRARY
+    assert table.choose("allreduce", "bfloat16", 1 << 19, 4).choice == LIBRARY
     way, why = table.choose("allreduce", "float32", 5000, 4)  # of another dtype, for want of its own
     assert (way, "of bfloat16" in why) == (ONE_SHOT, True)
     way, why = table.choose("allgather", "bfloat16", 5000, 4)
-    assert way == default_way("allgather", 5000, 4, has_nvlink=True)
+    assert way == default_choice("allgather", 5000, 4, has_nvlink=True)
     assert why == "nothing was measured for it, and it is the default on 4 ranks over NVLink"
 
 
@@ -89,8 +97,8 @@ def row(**changes):
         ({"a": {row(): [True]}}, "no seconds above 0"),
         ({"a": {row(): [float("nan")]}}, "no seconds above 0"),
         ({"a": {row(): [-1.0]}}, "no seconds above 0"),
-        ({"a": {row(): [1.0, 2.0]}}, "a way has one time, not 2"),
-        ({"a": {row(): []}}, "a way has one time, not 0"),
+        ({"a": {row(): [1.0, 2.0]}}, "a choice has one time, not 2"),
+        ({"a": {row(): []}}, "a choice has one time, not 0"),
         ({"a": {"collective of mine": [1.0]}}, "a row is `collective NAME DTYPE N ranks N bytes by WAY`"),
         ({"a": {row(collective="scan"): [1.0]}}, "there is no collective 'scan'"),
         ({"a": {row(dtype="float7"): [1.0]}}, "there is no dtype 'float7'"),
@@ -100,7 +108,7 @@ def row(**changes):
         ({"a": {row(way="magic LL"): [1.0]}}, "allreduce is run by library, one-shot-.*: not by 'magic'"),
         ({"a": {row(way="dgx1-all-gather LL"): [1.0]}}, "not by 'dgx1-all-gather'"),
         ({"a": {row(way="one-shot-all-reduce LL64"): [1.0]}}, "there is no protocol 'LL64': there are Simple, LL"),
-        ({"a": {row(way="one-shot-all-reduce LL x99"): [1.0]}}, "there is no way 'one-shot-all-reduce LL x99'"),
+        ({"a": {row(way="one-shot-all-reduce LL x99"): [1.0]}}, "there is no choice 'one-shot-all-reduce LL x99'"),
         ({"a": {}}, "was measured on no ranks, and this group has 4"),
         ({}, "was measured on nothing, and this is a"),
     ],
@@ -144,31 +152,31 @@ def test_what_is_hardly_faster_than_the_library_is_left_to_it(seconds, way, tmp_
         file = tmp_path / f"{next(iter(rows))}.json".replace(" ", "-")
         TuningStore(file).add("a", rows)
         table = Table.read("a", 4, has_nvlink=True, store=TuningStore(file))
-        assert table.choose("allreduce", "bfloat16", 1024, 4).way == way
+        assert table.choose("allreduce", "bfloat16", 1024, 4).choice == way
 
 
 def test_without_nvlink_nothing_runs_by_ll128(tmp_path):
-    for collective in selection.WAYS:
-        assert any(way.protocol == "LL128" for way in find_ways(collective, has_nvlink=True))
-        assert not any(way.protocol == "LL128" for way in find_ways(collective, has_nvlink=False))
+    for collective in selection.CHOICES:
+        assert any(way.protocol == "LL128" for way in find_choices(collective, has_nvlink=True))
+        assert not any(way.protocol == "LL128" for way in find_choices(collective, has_nvlink=False))
         for ranks in (2, 3, 4, 8):
             for exponent in range(31):
-                assert default_way(collective, 1 << exponent, ranks, has_nvlink=False).protocol in ("LL", "")
-        sizes = [default_way(collective, 1 << exponent, 2, has_nvlink=True).protocol for exponent in range(31)]
+                assert default_choice(collective, 1 << exponent, ranks, has_nvlink=False).protocol in ("LL", "")
+        sizes = [default_choice(collective, 1 << exponent, 2, has_nvlink=True).protocol for exponent in range(31)]
         assert sizes[-4:] == ["Copy"] * 4  # 128 MB and more
         assert {"LL", "LL128", "Copy"} == set(sizes)
-        assert default_way(collective, 1024, 4, has_nvlink=False).protocol == "LL"
-    assert default_way("allreduce", 32 << 20, 3, has_nvlink=True) == LIBRARY
-    assert default_way("alltoall", 32 << 20, 3, has_nvlink=True) == Way("direct-all-to-all", "LL128")
-    line = Way("two-shot-all-reduce", "LL128")
+        assert default_choice(collective, 1024, 4, has_nvlink=False).protocol == "LL"
+    assert default_choice("allreduce", 32 << 20, 3, has_nvlink=True) == LIBRARY
+    assert default_choice("alltoall", 32 << 20, 3, has_nvlink=True) == AlgorithmChoice("direct-all-to-all", "LL128")
+    line = AlgorithmChoice("two-shot-all-reduce", "LL128")
     file = tmp_path / "times.json"
     TuningStore(file).add("a", measured(line))
     assert (
-        Table.read("a", 4, has_nvlink=True, store=TuningStore(file)).choose("allreduce", "bfloat16", 1024, 4).way
+        Table.read("a", 4, has_nvlink=True, store=TuningStore(file)).choose("allreduce", "bfloat16", 1024, 4).choice
         == line
     )
     table = Table.read("a", 4, has_nvlink=False, store=TuningStore(file))
-    assert table.choose("allreduce", "bfloat16", 1024, 4).way == LIBRARY
+    assert table.choose("allreduce", "bfloat16", 1024, 4).choice == LIBRARY
     assert "over links other than NVLink" in table.choose("allgather", "bfloat16", 1024, 4).why
     with pytest.raises(ValueError, match="LL128 needs NVLink"):
         Table.load(file, "a", 4, has_nvlink=False)

@@ -86,13 +86,13 @@ class AllReduceCase(StressCase):
 
     def __init__(self, algorithm: str, protocol: str, timeout: float, team: Team) -> None:
         from stretto.collectives.algorithms import find
-        from stretto.collectives.executor.cuda.kernel import LaneKernel
-        from stretto.collectives.executor.cuda.source import WIDE_THREADS, Variant
-        from stretto.collectives.executor.cuda.workspace import Workspace
+        from stretto.collectives.executor.cuda.fused.codegen import WIDE_THREADS, Variant
+        from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
+        from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
-        workspace = team.keep("collectives", lambda: Workspace(team.group, regions=_REGIONS, timeout=timeout))
+        workspace = team.keep("collectives", lambda: CollectiveWorkspace(team.group, regions=_REGIONS, timeout=timeout))
         schedule = find(algorithm).compile(ranks=team.world, in_place=False)
-        self._kernel = LaneKernel(schedule, workspace, Variant("int32", "sum", protocol), in_place=False)
+        self._kernel = FusedScheduleKernel(schedule, workspace, Variant("int32", "sum", protocol), in_place=False)
         self._kernel.tune(WIDE_THREADS, self._kernel.max_blocks)
         self._inputs, self._expected = [], []
         for entry in range(self.entries):

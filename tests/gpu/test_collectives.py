@@ -15,9 +15,9 @@ import torch.distributed as dist
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.source import Variant
-from stretto.collectives.selection import Table, Way
+from stretto.collectives.selection import AlgorithmChoice, Table
 from stretto.memory import PeerError, shared_gpus
 from stretto.parallel import Grid
 
@@ -169,7 +169,7 @@ def same_bits_and_graphs(folder: Path, seed: int) -> None:
     differ: list[str] = []
     for algorithm in ("one-shot-all-reduce", "two-shot-all-reduce", "ring-all-reduce"):
         for protocol in (*PROTOCOLS, "Copy") if algorithm in BY_COPIES else PROTOCOLS:
-            kernel = communicator.kernel(Way(algorithm, protocol), "bfloat16", in_place=False)
+            kernel = communicator.kernel(AlgorithmChoice(algorithm, protocol), "bfloat16", in_place=False)
             x = torch.randn(100_003 if protocol != "Copy" else 10_000_003, device="cuda").bfloat16()
             outputs = [torch.empty_like(x) for _ in range(3)]
             for output in outputs:
@@ -242,7 +242,7 @@ def lose_peers(folder: Path) -> None:
     rank, x = dist.get_rank(), torch.ones(1000, device="cuda")
     for protocol in (*PROTOCOLS, "Copy"):
         communicator = CudaCommunicator(dist.new_group(list(range(world))), timeout=1.0)
-        kernel = communicator.kernel(Way("two-shot-all-reduce", protocol), "float32", in_place=True)
+        kernel = communicator.kernel(AlgorithmChoice("two-shot-all-reduce", protocol), "float32", in_place=True)
         kernel(x)
         kernel(x)
         torch.cuda.synchronize()

@@ -349,17 +349,17 @@ def test_a_rank_that_comes_too_late_gets_the_right_result_or_peer_error(run_rank
 
 def make_collective(kind: str, group: dist.ProcessGroup) -> tuple[Any, Callable[[], Tensor]]:
     """(the workspace, a call that sums 1 and 2)."""
-    from stretto.collectives.executor.cuda.copied import CopiedSchedule
+    from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
+    from stretto.collectives.executor.cuda.fused.codegen import Variant
+    from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
     from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-    from stretto.collectives.executor.cuda.kernel import LaneKernel
-    from stretto.collectives.executor.cuda.source import Variant
-    from stretto.collectives.executor.cuda.workspace import Workspace
+    from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
-    made = Workspace(group, regions={"LL": 1 << 20, "LL128": 1 << 20, "Simple": 2 << 20}, timeout=LIMIT)
+    made = CollectiveWorkspace(group, regions={"LL": 1 << 20, "LL128": 1 << 20, "Simple": 2 << 20}, timeout=LIMIT)
     schedule = find("two-shot-all-reduce").compile(ranks=2, in_place=False)
-    executors = {"interpreter": InterpretedSchedule, "copies": CopiedSchedule}
+    executors = {"interpreter": InterpretedSchedule, "copies": CopyEngineExecutor}
     protocol = {"interpreter": "Simple", "copies": "Copy"}.get(kind, kind)
-    executor = executors.get(kind, LaneKernel)
+    executor = executors.get(kind, FusedScheduleKernel)
     kernel: Any = executor(schedule, made, Variant("int32", "sum", protocol), in_place=False)
     given = torch.full((100_004,), dist.get_rank() + 1, dtype=torch.int32, device="cuda")
     taken = torch.zeros_like(given)

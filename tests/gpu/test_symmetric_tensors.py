@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
-from stretto.collectives.selection import find_ways
+from stretto.collectives.selection import find_choices
 from stretto.memory import empty, peer_tensor
 from stretto.parallel import Grid
 
@@ -96,7 +96,7 @@ def run_into_symmetric(folder: Path) -> None:
     x = torch.randn(world * part, device="cuda").bfloat16()
     room = empty((world * part + 64,), torch.bfloat16, device="cuda")
     for collective, given in (("allgather", x[:part]), ("alltoall", x), ("allreduce", x), ("reducescatter", x)):
-        way = find_ways(collective, has_nvlink=True)[-1]
+        way = find_choices(collective, has_nvlink=True)[-1]
         assert way.protocol == "Copy"
         kernel = communicator.kernel(way, "bfloat16", in_place=False)
         count = part if collective == "reducescatter" else world * part

@@ -243,7 +243,7 @@ def run(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.collectives import verify
-        from stretto.collectives.trial import run_trial
+        from stretto.collectives.host_benchmark import run_trial
 
         parameters = _parameters(ranks, nodes, gpus, in_place, set_)
         if name.endswith(".xml"):

@@ -1,4 +1,4 @@
-"""Which way to run a collective: the fastest of the verified schedules and the library, by what was measured once."""
+"""Selects how to run a collective: the fastest measured schedule or the library, else a default."""
 
 import math
 import os
@@ -20,7 +20,7 @@ TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
 
 
 @dataclass(frozen=True)
-class Way:
+class AlgorithmChoice:
     """An algorithm by a protocol, with so many lanes a thread; algorithm None: the library (NCCL)."""
 
     algorithm: str | None = None
@@ -35,7 +35,7 @@ class Way:
         return f"{self.algorithm} {self.protocol}" + (f" x{self.unroll}" if self.unroll > 1 else "")
 
 
-LIBRARY = Way()
+LIBRARY = AlgorithmChoice()
 _VARIANTS = (("LL", 1), ("LL", 2), ("LL128", 1), ("LL128", 2), ("Simple", 1), ("Simple", 4))
 ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
     "allreduce": ("one-shot-all-reduce", "two-shot-all-reduce"),
@@ -44,42 +44,48 @@ ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
     "alltoall": ("direct-all-to-all",),
 }
 # Copy engines are for arrays so large that what is sent counts alone: two shots, not one.
-_BY_COPIES: Mapping[str, Way] = {collective: Way(names[-1], "Copy", 4) for collective, names in ALGORITHMS_OF.items()}
-WAYS: Mapping[str, tuple[Way, ...]] = {
-    collective: (LIBRARY, *(Way(name, *variant) for name in names for variant in _VARIANTS), _BY_COPIES[collective])
+_BY_COPY_ENGINE: Mapping[str, AlgorithmChoice] = {
+    collective: AlgorithmChoice(names[-1], "Copy", 4) for collective, names in ALGORITHMS_OF.items()
+}
+CHOICES: Mapping[str, tuple[AlgorithmChoice, ...]] = {
+    collective: (
+        LIBRARY,
+        *(AlgorithmChoice(name, *variant) for name in names for variant in _VARIANTS),
+        _BY_COPY_ENGINE[collective],
+    )
     for collective, names in ALGORITHMS_OF.items()
 }
-"""All ways of each collective."""
+"""All choices of each collective."""
 
 # Of GPUs that are linked directly: what a message costs besides its bytes, and what a GPU sends (docs/decisions/005).
 _LATENCY = 1.3e-6
 _BANDWIDTH = 300e9
 _LARGEST = 16 << 20  # of what the costs above decide
-BY_COPIES_FROM = 128 << 20
+COPY_ENGINE_MIN_BYTES = 128 << 20
 """Bytes from which on copy engines may be best: below, the host needs as long to issue the copies as they take."""
 _GAIN = 0.97  # of the library's time: what is nearer to it may be slower than it in the next run
 _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
 
 
-class Choice(NamedTuple):
-    """A way, and why it was taken, for people."""
+class Selection(NamedTuple):
+    """A choice, and why it was taken, for people."""
 
-    way: Way
+    choice: AlgorithmChoice
     why: str
 
 
-def find_ways(collective: str, *, has_nvlink: bool) -> tuple[Way, ...]:
-    """The ways that are safe on these links: LL128 needs lines of 128 bytes that stay whole, as NVLink keeps them."""
-    return tuple(way for way in WAYS[collective] if has_nvlink or way.protocol != "LL128")
+def find_choices(collective: str, *, has_nvlink: bool) -> tuple[AlgorithmChoice, ...]:
+    """The choices that are safe on these links: LL128 needs stores of 128 bytes that NVLink alone keeps whole."""
+    return tuple(choice for choice in CHOICES[collective] if has_nvlink or choice.protocol != "LL128")
 
 
-def default_way(collective: str, num_bytes: int, world_size: int, *, has_nvlink: bool) -> Way:
+def default_choice(collective: str, num_bytes: int, world_size: int, *, has_nvlink: bool) -> AlgorithmChoice:
     """A sound choice where nothing was measured. num_bytes: of the whole array, a rank's largest buffer.
 
     Without NVLink only what is smaller than LL's limit runs by a schedule: the costs above are those of NVLink.
     """
-    if collective not in WAYS or world_size < 2:
+    if collective not in CHOICES or world_size < 2:
         return LIBRARY
     if num_bytes > _LARGEST:
         return _default_for_large(collective, num_bytes, world_size) if has_nvlink else LIBRARY
@@ -96,21 +102,21 @@ def default_way(collective: str, num_bytes: int, world_size: int, *, has_nvlink:
             (algorithm,) = ALGORITHMS_OF[collective]
     # LL sends every byte twice over, LL128 15 of 16; below some size that is less than what LL128's warps wait.
     if sent < _LARGEST_LL:
-        return Way(algorithm, "LL")
-    return Way(algorithm, "LL128") if has_nvlink else LIBRARY
+        return AlgorithmChoice(algorithm, "LL")
+    return AlgorithmChoice(algorithm, "LL128") if has_nvlink else LIBRARY
 
 
-def _default_for_large(collective: str, num_bytes: int, world_size: int) -> Way:
+def _default_for_large(collective: str, num_bytes: int, world_size: int) -> AlgorithmChoice:
     """Over NVLink. All-reduces of more than two ranks fall out of step, and two then push to a third at once."""
     if collective == "allreduce" and world_size > 2:
         return LIBRARY
-    by_copies = _BY_COPIES[collective]
-    return by_copies if num_bytes >= BY_COPIES_FROM else Way(by_copies.algorithm, "LL128")
+    by_copies = _BY_COPY_ENGINE[collective]
+    return by_copies if num_bytes >= COPY_ENGINE_MIN_BYTES else AlgorithmChoice(by_copies.algorithm, "LL128")
 
 
-def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, way: Way) -> str:
-    """The name in the store of the seconds of one way."""
-    return f"collective {collective} {dtype} {world_size} ranks {num_bytes} bytes by {way.name}"
+def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, choice: AlgorithmChoice) -> str:
+    """The name in the store of the seconds of one choice."""
+    return f"collective {collective} {dtype} {world_size} ranks {num_bytes} bytes by {choice.name}"
 
 
 class _Timed(NamedTuple):
@@ -120,19 +126,19 @@ class _Timed(NamedTuple):
     dtype: str
     world_size: int
     num_bytes: int
-    way: Way
+    choice: AlgorithmChoice
     seconds: float
 
 
 @dataclass(frozen=True)
 class Table:
-    """The fastest way at measured sizes: {(collective, dtype): ((bytes, way), ...) by size}.
+    """The fastest choice at measured sizes: {(collective, dtype): ((bytes, choice), ...) by size}.
 
     has_nvlink: whether all ranks' GPUs are linked by NVLink, for what was not measured; source: where the times are
     from, for people.
     """
 
-    rows: Mapping[tuple[str, str], Sequence[tuple[int, Way]]] = field(default_factory=dict)
+    rows: Mapping[tuple[str, str], Sequence[tuple[int, AlgorithmChoice]]] = field(default_factory=dict)
     has_nvlink: bool = False
     source: str = "here"
 
@@ -173,26 +179,28 @@ class Table:
             raise ValueError(f"{path} was measured on {known} ranks, and this group has {world_size}: {remedy}")
         rows = _find_fastest(one for one in timed if one.world_size == world_size)
         try:
-            for way in {way for row in rows.values() for _, way in row}:
-                _require_runnable(way, world_size)
+            for choice in {choice for row in rows.values() for _, choice in row}:
+                _require_runnable(choice, world_size)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         return cls(rows, has_nvlink, str(path))
 
-    def choose(self, collective: str, dtype: str, num_bytes: int, world_size: int) -> Choice:
-        """The way that was fastest at the nearest size (by ratio), or of another dtype; else the default."""
+    def choose(self, collective: str, dtype: str, num_bytes: int, world_size: int) -> Selection:
+        """The choice that was fastest at the nearest size (by ratio), or of another dtype; else the default."""
         measured = dtype
         rows = self.rows.get((collective, dtype))
         if rows is None:
             found = ((other, row) for (name, other), row in self.rows.items() if name == collective)
             measured, rows = next(found, (dtype, None))
         if not rows:
-            way = default_way(collective, num_bytes, world_size, has_nvlink=self.has_nvlink)
+            choice = default_choice(collective, num_bytes, world_size, has_nvlink=self.has_nvlink)
             links = "NVLink" if self.has_nvlink else "links other than NVLink"
-            return Choice(way, f"nothing was measured for it, and it is the default on {world_size} ranks over {links}")
+            return Selection(
+                choice, f"nothing was measured for it, and it is the default on {world_size} ranks over {links}"
+            )
         size = math.log2(max(num_bytes, 1))
-        nearest, way = min(rows, key=lambda entry: abs(math.log2(entry[0]) - size))
-        return Choice(way, f"it was the fastest at {nearest} bytes of {measured}, measured {self.source}")
+        nearest, choice = min(rows, key=lambda entry: abs(math.log2(entry[0]) - size))
+        return Selection(choice, f"it was the fastest at {nearest} bytes of {measured}, measured {self.source}")
 
 
 def find_table_file(given: Path | str | None) -> Path | None:
@@ -201,14 +209,14 @@ def find_table_file(given: Path | str | None) -> Path | None:
     return Path(named) if named else None
 
 
-def _find_fastest(timed: Iterable[_Timed]) -> dict[tuple[str, str], tuple[tuple[int, Way], ...]]:
+def _find_fastest(timed: Iterable[_Timed]) -> dict[tuple[str, str], tuple[tuple[int, AlgorithmChoice], ...]]:
     """The library where nothing gains enough over it."""
-    best: dict[tuple[str, str], dict[int, tuple[float, Way]]] = {}
+    best: dict[tuple[str, str], dict[int, tuple[float, AlgorithmChoice]]] = {}
     for one in timed:
         sizes = best.setdefault((one.collective, one.dtype), {})
-        seconds = one.seconds * (_GAIN if one.way == LIBRARY else 1)
+        seconds = one.seconds * (_GAIN if one.choice == LIBRARY else 1)
         if one.num_bytes not in sizes or seconds < sizes[one.num_bytes][0]:
-            sizes[one.num_bytes] = seconds, one.way
+            sizes[one.num_bytes] = seconds, one.choice
     return {key: tuple((size, sizes[size][1]) for size in sorted(sizes)) for key, sizes in best.items()}
 
 
@@ -218,20 +226,20 @@ def _parse(key: str, seconds: Sequence[float], *, has_nvlink: bool) -> _Timed:
     if match is None:
         raise ValueError("a row is `collective NAME DTYPE N ranks N bytes by WAY`")
     collective, dtype, world_size, num_bytes = match[1], match[2], int(match[3]), int(match[4])
-    if collective not in WAYS:
-        raise ValueError(f"there is no collective {collective!r}: there are {', '.join(WAYS)}")
+    if collective not in CHOICES:
+        raise ValueError(f"there is no collective {collective!r}: there are {', '.join(CHOICES)}")
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"there is no dtype {dtype!r}")
     if world_size < 1 or num_bytes < 1:
         raise ValueError("it has at least one rank and one byte")
     if len(seconds) != 1:
-        raise ValueError(f"a way has one time, not {len(seconds)}")
-    return _Timed(collective, dtype, world_size, num_bytes, _parse_way(collective, match[5], has_nvlink), seconds[0])
+        raise ValueError(f"a choice has one time, not {len(seconds)}")
+    return _Timed(collective, dtype, world_size, num_bytes, _parse_choice(collective, match[5], has_nvlink), seconds[0])
 
 
-def _parse_way(collective: str, name: str, has_nvlink: bool) -> Way:
-    ways = {way.name: way for way in WAYS[collective]}
-    if name not in ways:
+def _parse_choice(collective: str, name: str, has_nvlink: bool) -> AlgorithmChoice:
+    choices = {choice.name: choice for choice in CHOICES[collective]}
+    if name not in choices:
         algorithm, _, protocol = name.partition(" ")
         protocol = protocol.partition(" ")[0]
         if algorithm not in ALGORITHMS_OF[collective]:
@@ -239,16 +247,16 @@ def _parse_way(collective: str, name: str, has_nvlink: bool) -> Way:
             raise ValueError(f"{collective} is run by library, {known}: not by {algorithm!r}")
         if protocol not in PROTOCOLS:
             raise ValueError(f"there is no protocol {protocol!r}: there are {', '.join(PROTOCOLS)}")
-        raise ValueError(f"there is no way {name!r}: there are {', '.join(ways)}")
-    if ways[name] not in find_ways(collective, has_nvlink=has_nvlink):
+        raise ValueError(f"there is no choice {name!r}: there are {', '.join(choices)}")
+    if choices[name] not in find_choices(collective, has_nvlink=has_nvlink):
         raise ValueError("LL128 needs NVLink between all ranks' GPUs, which these have not")
-    return ways[name]
+    return choices[name]
 
 
-def _require_runnable(way: Way, world_size: int) -> None:
+def _require_runnable(choice: AlgorithmChoice, world_size: int) -> None:
     """ValueError for an algorithm that does not compile for so many ranks, or is not verified."""
-    if way.algorithm is None:
+    if choice.algorithm is None:
         return
-    found = verify(find(way.algorithm).compile(ranks=world_size, in_place=False))
+    found = verify(find(choice.algorithm).compile(ranks=world_size, in_place=False))
     if not found.ok:
-        raise ValueError(f"{way.algorithm} is not safe to run on {world_size} ranks: {found.errors[0]}")
+        raise ValueError(f"{choice.algorithm} is not safe to run on {world_size} ranks: {found.errors[0]}")

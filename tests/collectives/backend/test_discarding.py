@@ -28,7 +28,7 @@ def test_a_kernel_lives_on_where_a_graph_has_captured_it(is_captured, monkeypatc
     workspace = SimpleNamespace(require_lines_for=lambda protocol, name: None, device=device)
     monkeypatch.setattr(runner, "_meet", lambda: SimpleNamespace(workspace=workspace))
     runner._communicator = runner._meet()
-    monkeypatch.setattr(cuda_runner, "LaneKernel", lambda *_, **__: Kernel())
+    monkeypatch.setattr(cuda_runner, "FusedScheduleKernel", lambda *_, **__: Kernel())
     monkeypatch.setattr(cuda_runner, "make_enqueued_work", lambda *_: None)
     runner.prepare(schedule, None, 1.0)
 

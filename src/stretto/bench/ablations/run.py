@@ -20,10 +20,10 @@ from stretto.bench.harness import Column, print_table, require_known, run_ranks,
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.function import LaunchError
+from stretto.collectives.executor.cuda.fused.codegen import PROTOCOLS, Variant
+from stretto.collectives.executor.cuda.fused.kernel import DATA_BYTES, FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, LaneKernel
-from stretto.collectives.executor.cuda.source import PROTOCOLS, Variant
-from stretto.collectives.executor.cuda.workspace import DEFAULT_REGIONS, Workspace
+from stretto.collectives.executor.cuda.workspace import DEFAULT_REGIONS, CollectiveWorkspace
 from stretto.collectives.executor.plan import make_plan
 from stretto.collectives.schedule import Schedule
 from stretto.parallel import Grid
@@ -180,7 +180,7 @@ def _measure(ranks: int, setting: AblationsSetting) -> list[dict[str, Any]]:
     largest = max(setting.sizes)
     pipelined = {name: compile_for(name, ranks, setting.instances) for name in PIPELINED}
     needed = max(fifo_bytes(schedule, largest, setting.protocol) for schedule in pipelined.values())
-    workspace = Workspace(regions={setting.protocol: max(needed, DEFAULT_REGIONS[setting.protocol])})
+    workspace = CollectiveWorkspace(regions={setting.protocol: max(needed, DEFAULT_REGIONS[setting.protocol])})
     rows = []
     for ablation in setting.ablations:
         for algorithm in PIPELINED if ablation == "pipelining" else COMPOSED:
@@ -211,7 +211,12 @@ def _buffers(size: int, ranks: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _pipelining_runs(
-    schedule: Schedule, workspace: Workspace, setting: AblationsSetting, size: int, input: Tensor, output: Tensor
+    schedule: Schedule,
+    workspace: CollectiveWorkspace,
+    setting: AblationsSetting,
+    size: int,
+    input: Tensor,
+    output: Tensor,
 ) -> dict[str, TimedCall]:
     """The interpreter with a whole chunk as one tile, and with every tile size that is smaller than a chunk."""
     variant = Variant("bfloat16", "sum", setting.protocol)
@@ -225,12 +230,12 @@ def _pipelining_runs(
 
 
 def _composition_runs(
-    algorithm: str, workspace: Workspace, setting: AblationsSetting, input: Tensor, output: Tensor
+    algorithm: str, workspace: CollectiveWorkspace, setting: AblationsSetting, input: Tensor, output: Tensor
 ) -> dict[str, TimedCall]:
     """One algorithm as calls of the library, as a kernel of lanes, by the interpreter; and the library's own."""
     ranks = workspace.world_size
     variant = Variant("bfloat16", "sum", setting.protocol)
-    lanes = LaneKernel(compile_for(algorithm, ranks, 1), workspace, variant, in_place=False)
+    lanes = FusedScheduleKernel(compile_for(algorithm, ranks, 1), workspace, variant, in_place=False)
     schedule = compile_for(algorithm, ranks, setting.instances)
     interpreted = InterpretedSchedule(schedule, workspace, variant, in_place=False)
     sizes = (input.numel(), input.dtype, input.device)

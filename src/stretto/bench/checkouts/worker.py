@@ -174,15 +174,19 @@ class _WorkerRank:
         self, case: str, collective: str, algorithm: str, protocol: str, unroll: int, size: int, calls: int
     ) -> _CaseCall:
         """A schedule of a collective by a protocol; size: bytes of the whole array, bf16."""
+        from stretto.collectives import selection
         from stretto.collectives.executor.cuda.communicator import CudaCommunicator
-        from stretto.collectives.selection import Table, Way
+        from stretto.collectives.selection import Table
+
+        # An older checkout calls the class Way.
+        make_choice: Any = getattr(selection, "AlgorithmChoice", None) or getattr(selection, "Way")  # noqa: B009
 
         if self._communicator is None:
             self._communicator = CudaCommunicator(table=Table())
-        way = Way(algorithm, protocol, unroll)
-        if way not in self._kernels:
-            self._kernels[way] = self._communicator.kernel(way, "bfloat16", in_place=False)
-        kernel = self._kernels[way]
+        choice = make_choice(algorithm, protocol, unroll)
+        if choice not in self._kernels:
+            self._kernels[choice] = self._communicator.kernel(choice, "bfloat16", in_place=False)
+        kernel = self._kernels[choice]
         whole = max(size // 2 // self.world, 1) * self.world
         given = whole // self.world if collective == "allgather" else whole
         taken = whole // self.world if collective == "reducescatter" else whole

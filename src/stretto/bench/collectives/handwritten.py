@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.workspace import Workspace
+from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
 
 class HandwrittenAllReduce:
@@ -16,7 +16,7 @@ class HandwrittenAllReduce:
     shots: 1 or 2. The whole array is bf16 and a multiple of 8 bytes a rank.
     """
 
-    def __init__(self, workspace: Workspace, shots: int) -> None:
+    def __init__(self, workspace: CollectiveWorkspace, shots: int) -> None:
         world, rank = workspace.world_size, workspace.rank
         names = [f"peer_{peer}" for peer in range(world)]
         source = (

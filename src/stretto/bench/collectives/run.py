@@ -15,7 +15,15 @@ from stretto.bench.collectives.plot import plot_collectives
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
-from stretto.collectives.selection import ALGORITHMS_OF, BY_COPIES_FROM, LIBRARY, Table, Way, find_ways, time_key
+from stretto.collectives.selection import (
+    ALGORITHMS_OF,
+    COPY_ENGINE_MIN_BYTES,
+    LIBRARY,
+    AlgorithmChoice,
+    Table,
+    find_choices,
+    time_key,
+)
 from stretto.memory import empty
 from stretto.parallel import Grid
 from stretto.tuning import TuningStore, read_times
@@ -221,7 +229,7 @@ def _tune(
     for collective in collectives:
         for dtype in dtypes:
             name = str(DTYPES[dtype]).removeprefix("torch.")
-            ways = find_ways(collective, has_nvlink=has_nvlink)
+            ways = find_choices(collective, has_nvlink=has_nvlink)
             kernels = {way: communicator.kernel(way, name, in_place=False) for way in ways if way != LIBRARY}
             for size in sizes:
                 buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
@@ -243,8 +251,8 @@ def _tune(
     dist.barrier()
 
 
-def _is_hopeless(way: Way, size: int) -> bool:
+def _is_hopeless(way: AlgorithmChoice, size: int) -> bool:
     """Whether a way is not worth timing at that size; in graphs, which are timed, copies cost the host nothing."""
     if way.protocol == "Copy":
-        return size < BY_COPIES_FROM
+        return size < COPY_ENGINE_MIN_BYTES
     return way.algorithm == "one-shot-all-reduce" and size > 8 << 20

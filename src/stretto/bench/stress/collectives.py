@@ -21,9 +21,9 @@ from stretto.collectives.verifier import verify
 FAMILY = "collectives"
 PROTOCOLS = ("LL", "LL128", "Simple")
 BY_COPIES = ("direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two-shot-all-reduce")
-FUSED_KERNEL = "collectives.executor.cuda.source:run/1"
+FUSED_KERNEL = "collectives.executor.cuda.fused.codegen:run/1"
 INTERPRETER_KERNEL = "collectives.executor.cuda.interpreter.cu:run"
-COPY_KERNELS = tuple(f"collectives.executor.cuda.copied.cu:{name}" for name in ("begin", "tell", "finish"))
+COPY_KERNELS = tuple(f"collectives.executor.cuda.copy_engine.flags.cu:{name}" for name in ("begin", "tell", "finish"))
 
 # Every configuration takes another of these, so that each protocol meets each several times.
 DTYPES = ("bfloat16", "float32", "float16", "int32", "float64", "uint8", "int8", "int64", "int16")
@@ -85,7 +85,7 @@ class CollectiveCase(StressCase):
             self._prepare(entry, size * (self._blocks.chunks if self._needs_even() else 1))
 
     def _needs_even(self) -> bool:
-        from stretto.collectives.executor.cuda.kernel import depends_on_chunk_length
+        from stretto.collectives.executor.cuda.fused.kernel import depends_on_chunk_length
 
         return depends_on_chunk_length(self._collective, self._blocks.chunks)
 
@@ -162,7 +162,7 @@ class CollectiveCase(StressCase):
         """See `StressCase`: the mailboxes; not the flags before them, nor the heads of copy engines' memory."""
         if self._kernel is None:
             return
-        from stretto.collectives.executor.cuda.courses import HEAD
+        from stretto.collectives.executor.cuda.copy_engine.planner import HEAD
 
         workspace = self._kernel.workspace
         memory = workspace.memory.buffer()
@@ -198,22 +198,22 @@ class _Blocks:
 
 def _make_kernel(way: CollectiveVariant, schedule: Schedule, team: Team) -> Any:
     """The kernel of a way. All kernels of a group share one workspace."""
-    from stretto.collectives.executor.cuda.copied import CopiedSchedule
+    from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
+    from stretto.collectives.executor.cuda.fused.codegen import Variant
+    from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
     from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-    from stretto.collectives.executor.cuda.kernel import LaneKernel
-    from stretto.collectives.executor.cuda.source import Variant
-    from stretto.collectives.executor.cuda.workspace import Workspace
+    from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
-    workspace = team.keep("collectives", lambda: Workspace(team.group, regions=REGIONS))
+    workspace = team.keep("collectives", lambda: CollectiveWorkspace(team.group, regions=REGIONS))
     variant = Variant(way.dtype, way.reduction, way.protocol, way.unroll)
     match way.executor:
         case "fused":
-            return LaneKernel(schedule, workspace, variant, in_place=way.in_place)
+            return FusedScheduleKernel(schedule, workspace, variant, in_place=way.in_place)
         case "interpreted":
             return InterpretedSchedule(
                 schedule, workspace, variant, in_place=way.in_place, tile_bytes=4096, threads=128
             )
-    return CopiedSchedule(schedule, workspace, variant, in_place=way.in_place)
+    return CopyEngineExecutor(schedule, workspace, variant, in_place=way.in_place)
 
 
 def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Con
     )
     kernels = {"fused": (FUSED_KERNEL,), "interpreted": (INTERPRETER_KERNEL,)}.get(executor, COPY_KERNELS)
     if executor == "copy" and "reduce" in algorithm:
-        kernels = (*kernels, "collectives.executor.cuda.source:run/2")
+        kernels = (*kernels, "collectives.executor.cuda.fused.codegen:run/2")
     place = "in place" if in_place else "out of place"
     return Configuration(
         f"{executor}/{algorithm}/{protocol}",

@@ -83,14 +83,14 @@ class Verdict:
 _TILES = "tests/tiles/test_machine_code.py::"
 _OPS = "tests/ops/test_machine_code.py::"
 _EMBEDDING = "tests/ops/test_embedding_machine_code.py::"
-_SOURCE = "tests/collectives/executor/cuda/test_source.py::"
+_SOURCE = "tests/collectives/executor/cuda/test_codegen.py::"
 
 _SIGNALS = "tiles/signals.py"
 _PTX = "collectives/executor/cuda/ptx.cu"
 _PRIMITIVES = "collectives/executor/cuda/primitives.cu"
-_WRITER = "collectives/executor/cuda/source.py"
+_WRITER = "collectives/executor/cuda/fused/codegen.py"
 _INTERPRETER = "collectives/executor/cuda/interpreter.cu"
-_COPIED = "collectives/executor/cuda/copied.cu"
+_COPIED = "collectives/executor/cuda/copy_engine/flags.cu"
 
 # A target that counters reached long ago: the wait is still there, and ends at once.
 _MET = " - (1 << 20)"
@@ -595,7 +595,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
         "copy/*",
         # A kernel of one warp, whose threads a GPU keeps together: the emulation does not.
-        ("tests/collectives/executor/cuda/test_copied.py::test_a_rank_with_a_late_queue_spoils_nothing",),
+        ("tests/collectives/executor/cuda/test_copy_engine.py::test_a_rank_with_a_late_queue_spoils_nothing",),
     ),
     Mutation(
         "copies",

@@ -12,9 +12,9 @@ from stretto.collectives.backend.calls import BackendCall, require_room, run_sta
 from stretto.collectives.backend.native import make_enqueued_work, profiled
 from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.fused.codegen import ELEMENTS, OPERATIONS, Variant
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures
 from stretto.memory.gpus import find_obstacle
@@ -33,7 +33,7 @@ class CudaRunner:
         self._communicator: CudaCommunicator | None = None
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
-        self._kernels: dict[tuple[int, str, str], LaneKernel | InterpretedSchedule] = {}
+        self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
         self._of_graphs: dict[int, object] = {}  # kernels that replays run, though their schedules be discarded
 
     @property
@@ -132,7 +132,9 @@ class CudaRunner:
                 logger.debug("group %s runs no schedules of its own accord: %s", self._member.name, self._obstacle)
         return self._communicator
 
-    def _kernel(self, schedule: Schedule, call: BackendCall, in_place: bool) -> LaneKernel | InterpretedSchedule:
+    def _kernel(
+        self, schedule: Schedule, call: BackendCall, in_place: bool
+    ) -> FusedScheduleKernel | InterpretedSchedule:
         assert self._communicator is not None
         dtype, reduction = str(call.dtype).removeprefix("torch."), call.reduction or "sum"
         key = (id(schedule), dtype, reduction)
@@ -145,7 +147,7 @@ class CudaRunner:
             variant = Variant(dtype, reduction, schedule.protocol)
             workspace = self._communicator.workspace
             try:
-                self._kernels[key] = LaneKernel(schedule, workspace, variant, in_place=in_place)
+                self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
             except ValueError as error:
                 logger.debug("%s runs by the interpreter: %s", schedule.name, error)
                 self._kernels[key] = InterpretedSchedule(schedule, workspace, variant, in_place=in_place)
@@ -157,7 +159,7 @@ def _left(why: str) -> FastestRun:
     return FastestRun(None, "", why)
 
 
-def _own_output(kernel: LaneKernel | InterpretedSchedule, rank: int, whole: Tensor) -> Tensor:
+def _own_output(kernel: FusedScheduleKernel | InterpretedSchedule, rank: int, whole: Tensor) -> Tensor:
     """The part of a buffer that holds both, in place, which is the output."""
     collective = kernel.collective
     chunks = whole.numel() // collective.chunks_per_loop  # the blocks of such a collective are even

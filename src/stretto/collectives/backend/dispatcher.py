@@ -14,7 +14,7 @@ from stretto.collectives.backend.calls import BackendCall, find_obstacle
 from stretto.collectives.backend.debug_check import DebugCheck
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import FastestRun, Member, Runner, runner_for
-from stretto.collectives.said import SaidOnce
+from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures, is_debugging
 
@@ -68,14 +68,14 @@ class CallCounter:
         self._group = group
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
-        self._said = SaidOnce()
+        self._log = LogOnce()
 
     def count(self, call: BackendCall, ran_as: str, why: str) -> None:
         """Count a call, and say what ran it at debug level, once for calls that are alike."""
         with self._lock:
             self._counts[call.operation, ran_as] += 1
-        if self._said.is_heard:
-            self._said.say(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
+        if self._log.is_enabled:
+            self._log.log(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
 
     def read(self) -> dict[tuple[str, str], int]:
         """The counts so far."""

@@ -21,9 +21,9 @@ from stretto.collectives.backend.agreement import Agreement, DisagreementError
 from stretto.collectives.backend.calls import BackendCall, require_room, run_staged, runs_in_place
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
-from stretto.collectives.executor.host import Patience
+from stretto.collectives.executor.host import PeerWaiter
 from stretto.collectives.executor.layout import Buffers
-from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, DTYPES, REDUCTIONS, Plan, make_plan
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, DTYPES, REDUCTIONS, ExecutionPlan, make_plan
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import take_turns
 from stretto.collectives.schedule import Schedule
@@ -43,7 +43,7 @@ class _PreparedSchedule:
     schedule: Schedule
     memory: HostMemory
     passed: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    plans: dict[tuple[object, ...], tuple[Plan, dict[str, object]]] = field(default_factory=dict)
+    plans: dict[tuple[object, ...], tuple[ExecutionPlan, dict[str, object]]] = field(default_factory=dict)
 
 
 class HostRunner:
@@ -191,19 +191,19 @@ class HostRunner:
         self._agreement.meet(call.describe(), description, call.timeout)
 
     def _execute(
-        self, prepared: _PreparedSchedule, plan: Plan, input: Tensor, output: Tensor | None, timeout: float
+        self, prepared: _PreparedSchedule, plan: ExecutionPlan, input: Tensor, output: Tensor | None, timeout: float
     ) -> Tensor:
         rank = self._member.rank
         buffers = Buffers(prepared.schedule, plan.collective, plan.layout, rank, input, output)
         run = RankRun(plan, rank, prepared.memory, buffers, prepared.passed)
-        take_turns([run], Patience(run, timeout))
+        take_turns([run], PeerWaiter(run, timeout))
         for key, connection in plan.connections.items():
             prepared.passed[key] = prepared.passed.get(key, 0) + connection.messages * plan.tiles
         return buffers.finish()
 
     def _find_plan(
         self, prepared: _PreparedSchedule, call: BackendCall, elements: int, in_place: bool
-    ) -> tuple[Plan, dict[str, object]]:
+    ) -> tuple[ExecutionPlan, dict[str, object]]:
         reduction = "sum" if call.reduction == "avg" else call.reduction or None
         assert call.dtype is not None
         key = (elements, call.dtype, reduction)
@@ -226,10 +226,12 @@ class HostRunner:
         self._agreement.give_up(self._broken)
         memory = prepared.memory
         for peer in range(memory.world_size):
-            memory.signal(peer, memory.signals - 1)  # `Plan.gave_up`, of every plan of this schedule
+            memory.signal(peer, memory.signals - 1)  # `ExecutionPlan.gave_up`, of every plan of this schedule
 
 
-def _make_plan(schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool) -> Plan:
+def _make_plan(
+    schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool
+) -> ExecutionPlan:
     """The plan for an input of so many elements on each rank."""
     return make_plan(
         schedule,

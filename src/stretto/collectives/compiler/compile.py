@@ -8,7 +8,7 @@ from stretto.collectives.compiler.chunk_dag import find_dependencies
 from stretto.collectives.compiler.instances import split_into_instances
 from stretto.collectives.compiler.instructions import InstructionDag, fuse, generate_instructions
 from stretto.collectives.compiler.order import find_order, program_order
-from stretto.collectives.compiler.thread_blocks import Block, CompileError, place
+from stretto.collectives.compiler.thread_blocks import CompileError, ThreadBlockBuilder, place
 from stretto.collectives.language import Chunks, Program
 from stretto.collectives.limits import merges
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
@@ -82,7 +82,7 @@ def _fuse_and_order(
         split |= order.split
 
 
-def _emit(dag: InstructionDag, blocks: list[Block]) -> tuple[ThreadBlock, ...]:
+def _emit(dag: InstructionDag, blocks: list[ThreadBlockBuilder]) -> tuple[ThreadBlock, ...]:
     """The rank's thread blocks as a schedule has them: further waits of a step become nops before it."""
     ranked = sorted(range(len(blocks)), key=lambda number: _order_of(blocks[number]))
     position = {number: at for at, number in enumerate(ranked)}
@@ -130,7 +130,7 @@ _NOWHERE_IN = Chunks(0, Buffer.IN, -1, 0)
 _NOWHERE_OUT = Chunks(0, Buffer.OUT, -1, 0)
 
 
-def _order_of(block: Block) -> tuple[int, int, int]:
+def _order_of(block: ThreadBlockBuilder) -> tuple[int, int, int]:
     """Thread blocks of one peer side by side, as runtimes want those of one link."""
     none = -1
     return (

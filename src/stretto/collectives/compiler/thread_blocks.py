@@ -19,7 +19,7 @@ class Placed(NamedTuple):
 
 
 @dataclass
-class Block:
+class ThreadBlockBuilder:
     """A thread block while it is filled. part: that of its channel's messages, None where it has no connection."""
 
     channel: int
@@ -29,7 +29,7 @@ class Block:
     instructions: list[Placed] = field(default_factory=list)
 
 
-def place(dag: InstructionDag, channels: dict[int, int], sequence: tuple[int, ...]) -> list[list[Block]]:
+def place(dag: InstructionDag, channels: dict[int, int], sequence: tuple[int, ...]) -> list[list[ThreadBlockBuilder]]:
     """Every rank's thread blocks, filled in the order of `sequence`.
 
     An instruction goes to the thread block that the program asks for. The others: one for each unique (send peer,
@@ -44,7 +44,7 @@ def place(dag: InstructionDag, channels: dict[int, int], sequence: tuple[int, ..
     ranks, block_of, inside = placement.ranks, placement.block_of, placement.inside
     for rank, part in inside:
         if not ranks[rank]:
-            ranks[rank].append(Block(0, part))
+            ranks[rank].append(ThreadBlockBuilder(0, part))
     last_used = [[-1] * len(blocks) for blocks in ranks]
     candidates: dict[tuple[int, int], list[int]] = {}
     for rank, part in inside:
@@ -72,7 +72,7 @@ class _Placement:
     """Which thread block each instruction goes to, and whom each thread block talks to, while both are found."""
 
     def __init__(self, dag: InstructionDag, channels: dict[int, int]) -> None:
-        self.ranks: list[list[Block]] = [[] for _ in range(dag.chunk_dag.parts.collective.ranks)]
+        self.ranks: list[list[ThreadBlockBuilder]] = [[] for _ in range(dag.chunk_dag.parts.collective.ranks)]
         self.block_of: dict[int, int] = {}
         self.inside: set[tuple[int, int]] = set()
         self._dag = dag
@@ -123,7 +123,7 @@ class _Placement:
             self._bind(number, found)
 
     def _new_block(self, rank: int, channel: int, part: int) -> int:
-        self.ranks[rank].append(Block(channel, part))
+        self.ranks[rank].append(ThreadBlockBuilder(channel, part))
         return len(self.ranks[rank]) - 1
 
     def _peers(self, instruction: Instruction) -> tuple[int | None, int | None]:
@@ -212,7 +212,7 @@ def _is_inside(instruction: Instruction) -> bool:
 class _Clocks:
     """What each thread block knows to have ended in the others of its rank, so that it waits for nothing twice."""
 
-    def __init__(self, ranks: list[list[Block]]) -> None:
+    def __init__(self, ranks: list[list[ThreadBlockBuilder]]) -> None:
         # A dictionary is never changed once it is stored, so that one can stand for many positions.
         self._known: list[list[dict[int, int]]] = [[{} for _ in blocks] for blocks in ranks]
         self._at: list[list[list[dict[int, int]]]] = [[[] for _ in blocks] for blocks in ranks]

@@ -8,7 +8,7 @@ again: the sender fills it with message k only once `freed` has reached k + 1 - 
 import torch
 from torch import Tensor
 
-from stretto.collectives.executor.plan import Connection
+from stretto.collectives.executor.plan import FifoConnection
 from stretto.memory import HostMemory
 
 
@@ -16,7 +16,7 @@ class _End:
     """What both ends have: the slots, and how many messages have passed here, in this memory's whole life."""
 
     def __init__(
-        self, memory: HostMemory, connection: Connection, slots: int, dtype: torch.dtype, passed: int = 0
+        self, memory: HostMemory, connection: FifoConnection, slots: int, dtype: torch.dtype, passed: int = 0
     ) -> None:
         self.connection = connection
         self.passed = passed

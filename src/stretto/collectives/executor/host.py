@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.layout import Buffers
-from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, Plan, make_plan
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, ExecutionPlan, make_plan
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
 from stretto.collectives.schedule import Schedule
@@ -57,7 +57,7 @@ def run_on_host(
         assert isinstance(memory, HostMemory)
         run = RankRun(plan, rank, memory, buffers)
         try:
-            take_turns([run], Patience(run, timeout))
+            take_turns([run], PeerWaiter(run, timeout))
         except BaseException:
             for peer in range(group_size):
                 memory.signal(peer, plan.gave_up)  # so that nobody waits for this rank any longer
@@ -65,7 +65,7 @@ def run_on_host(
     return buffers.finish()
 
 
-class Patience:
+class PeerWaiter:
     """Waits for other ranks: with pauses that leave them the core, up to a limit, and while they are there."""
 
     def __init__(self, run: RankRun, timeout: float) -> None:
@@ -111,7 +111,7 @@ class Patience:
 
 def _plan(
     schedule: Schedule, input: Tensor, output: Tensor | None, reduction: str | None, tile_bytes: int, slots: int | None
-) -> Plan:
+) -> ExecutionPlan:
     """The plan for these tensors. ValueError for tensors that cannot be used."""
     for what, tensor in (("input", input), ("output", output)):
         if tensor is None:

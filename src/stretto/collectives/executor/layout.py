@@ -32,7 +32,7 @@ from stretto.collectives.schedule import RankProgram, Schedule
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """Blocks of `block_elements` elements, in `block_chunks` chunks of up to `chunk_elements` each."""
 
     block_elements: int
@@ -77,7 +77,7 @@ class Layout:
             blocks.copy_(chunks.view(len(blocks), -1)[:, : self.block_elements])
 
 
-def find_layout(collective: Collective, input_elements: int | None, output_elements: int | None) -> Layout:
+def find_layout(collective: Collective, input_elements: int | None, output_elements: int | None) -> BlockLayout:
     """The layout of tensors with so many elements; None for the one that a collective in place is not given.
 
     ValueError for numbers that do not fit the collective's chunks.
@@ -104,7 +104,7 @@ def find_layout(collective: Collective, input_elements: int | None, output_eleme
             f"not {output_blocks} x {of_output}"
         )
     block_elements = sizes[0][1] if sizes else 0
-    layout = Layout(block_elements, chunks, -(-block_elements // chunks))
+    layout = BlockLayout(block_elements, chunks, -(-block_elements // chunks))
     if not layout.is_even:
         _require_own_places(collective, layout)
     if collective.in_place:
@@ -119,7 +119,7 @@ def count_block_chunks(collective: Collective) -> int:
     return gcd(collective.input_chunks, collective.output_chunks) or 1
 
 
-def _require_own_places(collective: Collective, layout: Layout) -> None:
+def _require_own_places(collective: Collective, layout: BlockLayout) -> None:
     """Refuse a collective that wants a chunk of one length where one of another length belongs."""
     length = layout.chunk_length
     for rank in range(collective.ranks):
@@ -133,7 +133,7 @@ def _require_own_places(collective: Collective, layout: Layout) -> None:
                     )
 
 
-def _require_inside(collective: Collective, layout: Layout) -> None:
+def _require_inside(collective: Collective, layout: BlockLayout) -> None:
     """Refuse a collective in place one of whose buffers does not lie inside the other, or begins inside a block."""
     for rank in range(collective.ranks):
         for start in collective.starts(rank):
@@ -160,7 +160,7 @@ class Buffers:
         self,
         schedule: Schedule,
         collective: Collective,
-        layout: Layout,
+        layout: BlockLayout,
         rank: int,
         input: Tensor,
         output: Tensor | None,

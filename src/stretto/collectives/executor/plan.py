@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.layout import Layout, find_layout
+from stretto.collectives.executor.layout import BlockLayout, find_layout
 from stretto.collectives.schedule import Schedule, Step, StepType, ThreadBlock
 
 DEFAULT_TILE_BYTES = 256 << 10
@@ -38,7 +38,7 @@ _BUFFERS = list(Buffer)
 
 
 @dataclass(frozen=True)
-class Connection:
+class FifoConnection:
     """One FIFO: messages from a sender to a receiver over a channel, in `slots` slots of the receiver's memory.
 
     number: of its channel among those in use, which its signals go by; offset: of its first slot, in bytes;
@@ -65,17 +65,17 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExecutionPlan:
     """A schedule with the sizes of one call; collective: the schedule's, as it is called (in place or not)."""
 
     schedule: Schedule
     collective: Collective
-    layout: Layout
+    layout: BlockLayout
     dtype: torch.dtype
     reduction: str
     tile_elements: int
     slots: int
-    connections: dict[tuple[int, int, int], Connection]
+    connections: dict[tuple[int, int, int], FifoConnection]
     buffer_bytes: int
     signals: int
 
@@ -112,7 +112,7 @@ def make_plan(
     reduction: str | None,
     tile_bytes: int,
     slots: int | None,
-) -> Plan:
+) -> ExecutionPlan:
     """The plan for tensors of so many elements (None: see `find_layout`). ValueError for what cannot run."""
     if dtype not in DTYPES:
         raise ValueError(f"the dtypes are {', '.join(str(known)[6:] for known in DTYPES)}, not {str(dtype)[6:]}")
@@ -132,7 +132,7 @@ def make_plan(
     for rank in range(collective.ranks):
         _check_rank(schedule, collective, rank)
     connections, buffer_bytes = _lay_out_connections(schedule, tile_elements * dtype.itemsize, slots)
-    return Plan(
+    return ExecutionPlan(
         schedule,
         collective,
         layout,
@@ -206,7 +206,7 @@ def _find_bad_chunks(step: Step, collective: Collective, schedule: Schedule, ran
 
 def _lay_out_connections(
     schedule: Schedule, chunk_tile_bytes: int, slots: int
-) -> tuple[dict[tuple[int, int, int], Connection], int]:
+) -> tuple[dict[tuple[int, int, int], FifoConnection], int]:
     """All connections by (sender, receiver, channel), and the bytes that the rank with the largest FIFOs needs.
 
     ValueError where two thread blocks share a direction of one, or its sends do not match its receives.
@@ -236,7 +236,7 @@ def _lay_out_connections(
             )
         sender, receiver, channel = key
         slot_bytes = -(-max(sent) * chunk_tile_bytes // _ALIGNMENT) * _ALIGNMENT
-        connections[key] = Connection(
+        connections[key] = FifoConnection(
             sender, receiver, channel, channels[channel], used[receiver], slot_bytes, len(sent)
         )
         used[receiver] += slots * slot_bytes

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stretto.collectives.executor.fifo import Receiver, Sender
 from stretto.collectives.executor.layout import Buffers
-from stretto.collectives.executor.plan import REDUCTIONS, Plan
+from stretto.collectives.executor.plan import REDUCTIONS, ExecutionPlan
 from stretto.collectives.schedule import Step, StepType, ThreadBlock
 from stretto.memory import HostMemory
 
@@ -28,7 +28,7 @@ class RankRun:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ExecutionPlan,
         rank: int,
         memory: HostMemory,
         buffers: Buffers,

@@ -6,7 +6,7 @@ from random import Random
 from torch import Tensor
 
 from stretto.collectives.executor.layout import Buffers, poisoned
-from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, Plan, make_plan
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, ExecutionPlan, make_plan
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
 from stretto.collectives.schedule import Schedule
@@ -43,7 +43,7 @@ def simulate(
 class _Deadlock:
     """Nobody else is there who could bring what is waited for."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ExecutionPlan) -> None:
         self._plan = plan
 
     def reset(self) -> None:
@@ -63,7 +63,7 @@ def plan_for_inputs(
     in_place: bool | None,
     tile_bytes: int,
     slots: int | None,
-) -> Plan:
+) -> ExecutionPlan:
     """The plan for these inputs, one a rank and of one size and dtype. ValueError for what cannot run."""
     collective = schedule.collective
     if len(inputs) != collective.ranks:
@@ -87,7 +87,7 @@ def plan_for_inputs(
     )
 
 
-def place_input(plan: Plan, rank: int, input: Tensor) -> tuple[Tensor, Tensor | None]:
+def place_input(plan: ExecutionPlan, rank: int, input: Tensor) -> tuple[Tensor, Tensor | None]:
     """What `run_on_host` takes: a rank's input and a new output, or in place one new tensor for both."""
     layout, collective = plan.layout, plan.collective
     given = input.detach().reshape(-1)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from stretto.collectives.msccl.values import Buffer, Chunk, ReduceChunk
+from stretto.collectives.msccl.values import MscclBuffer, MscclChunk, ReduceChunk
 
 Buffers = list[dict[Any, Any]]
 
 
-class Collective:
+class MscclCollective:
     """A collective over `num_ranks` ranks; scripts make their own by giving `init_buffers` and `check`.
 
     chunk_factor: the chunks of the smaller buffer, or of the only one; inplace: whether both buffers share memory.
@@ -20,7 +20,7 @@ class Collective:
         self.name = "custom"
 
     def init_buffers(self) -> Buffers:
-        """For each rank, what `Buffer.input` and `Buffer.output` hold at the start: lists of chunks or None."""
+        """For each rank, what its input and output buffers hold at the start: lists of chunks or None."""
         raise NotImplementedError(f"{type(self).__name__} gives no init_buffers()")
 
     def check(self, prog: Any) -> bool | None:
@@ -35,7 +35,7 @@ class Collective:
         """Whether each (rank, output index) holds that chunk or sum; prints the ones that do not."""
         correct = True
         for (rank, index), wanted in expected.items():
-            buffer, at = self.get_buffer_index(rank, Buffer.output, index)
+            buffer, at = self.get_buffer_index(rank, MscclBuffer.output, index)
             found = prog.buffers[rank][buffer][at]
             if found != wanted:
                 print(f"rank {rank}'s output chunk {index} holds {found}, not {wanted}")
@@ -43,7 +43,7 @@ class Collective:
         return correct
 
 
-class AllToAll(Collective):
+class AllToAll(MscclCollective):
     """Rank r's output is every rank's r-th block of `chunk_factor` chunks."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
@@ -54,8 +54,8 @@ class AllToAll(Collective):
         size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
         ranks = []
         for rank in range(self.num_ranks):
-            held = [Chunk(rank, index, index // block, rank * block + index % block) for index in range(size)]
-            ranks.append({Buffer.input: held, Buffer.output: held if self.inplace else [None] * size})
+            held = [MscclChunk(rank, index, index // block, rank * block + index % block) for index in range(size)]
+            ranks.append({MscclBuffer.input: held, MscclBuffer.output: held if self.inplace else [None] * size})
         return ranks
 
     def check(self, prog: Any) -> bool:
@@ -63,14 +63,14 @@ class AllToAll(Collective):
         return self._is_as_expected(
             prog,
             {
-                (rank, index): Chunk(index // block, rank * block + index % block)
+                (rank, index): MscclChunk(index // block, rank * block + index % block)
                 for rank in range(self.num_ranks)
                 for index in range(size)
             },
         )
 
 
-class AllGather(Collective):
+class AllGather(MscclCollective):
     """Every rank's output is all ranks' inputs of `chunk_factor` chunks. In place, the input is a part of it."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
@@ -81,11 +81,11 @@ class AllGather(Collective):
         ranks = []
         for rank in range(self.num_ranks):
             start = rank * self.chunk_factor
-            held = [Chunk(rank, index, -1, start + index) for index in range(self.chunk_factor)]
-            output: list[Chunk | None] = [None] * (self.num_ranks * self.chunk_factor)
+            held = [MscclChunk(rank, index, -1, start + index) for index in range(self.chunk_factor)]
+            output: list[MscclChunk | None] = [None] * (self.num_ranks * self.chunk_factor)
             if self.inplace:
                 output[start : start + self.chunk_factor] = held
-            ranks.append({Buffer.input: held, Buffer.output: output})
+            ranks.append({MscclBuffer.input: held, MscclBuffer.output: output})
         return ranks
 
     def check(self, prog: Any) -> bool:
@@ -93,19 +93,19 @@ class AllGather(Collective):
         return self._is_as_expected(
             prog,
             {
-                (rank, index): Chunk(index // block, index % block)
+                (rank, index): MscclChunk(index // block, index % block)
                 for rank in range(self.num_ranks)
                 for index in range(self.num_ranks * block)
             },
         )
 
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
-        if self.inplace and buffer is Buffer.input:
-            return Buffer.output, rank * self.chunk_factor + index
+        if self.inplace and buffer is MscclBuffer.input:
+            return MscclBuffer.output, rank * self.chunk_factor + index
         return buffer, index
 
 
-class AllReduce(Collective):
+class AllReduce(MscclCollective):
     """Every rank's `chunk_factor` output chunks are the sums of all ranks' input chunks."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
@@ -115,8 +115,10 @@ class AllReduce(Collective):
     def init_buffers(self) -> Buffers:
         ranks = []
         for rank in range(self.num_ranks):
-            held = [Chunk(rank, index, -1, index) for index in range(self.chunk_factor)]
-            ranks.append({Buffer.input: held, Buffer.output: held if self.inplace else [None] * self.chunk_factor})
+            held = [MscclChunk(rank, index, -1, index) for index in range(self.chunk_factor)]
+            ranks.append(
+                {MscclBuffer.input: held, MscclBuffer.output: held if self.inplace else [None] * self.chunk_factor}
+            )
         return ranks
 
     def check(self, prog: Any) -> bool:
@@ -126,10 +128,10 @@ class AllReduce(Collective):
         )
 
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
-        return (Buffer.input if self.inplace and buffer is Buffer.output else buffer), index
+        return (MscclBuffer.input if self.inplace and buffer is MscclBuffer.output else buffer), index
 
 
-class ReduceScatter(Collective):
+class ReduceScatter(MscclCollective):
     """Rank r's output is the sum of the r-th blocks of `chunk_factor` chunks. In place, it is a part of the input."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
@@ -141,10 +143,10 @@ class ReduceScatter(Collective):
         ranks = []
         for rank in range(self.num_ranks):
             buffers: dict[Any, Any] = {
-                Buffer.input: [Chunk(rank, index, index // block, index % block) for index in range(size)]
+                MscclBuffer.input: [MscclChunk(rank, index, index // block, index % block) for index in range(size)]
             }
             if not self.inplace:
-                buffers[Buffer.output] = [None] * block
+                buffers[MscclBuffer.output] = [None] * block
             ranks.append(buffers)
         return ranks
 
@@ -160,10 +162,10 @@ class ReduceScatter(Collective):
         )
 
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
-        if self.inplace and buffer is Buffer.output:
-            return Buffer.input, rank * self.chunk_factor + index
+        if self.inplace and buffer is MscclBuffer.output:
+            return MscclBuffer.input, rank * self.chunk_factor + index
         return buffer, index
 
 
 def _sum_of_all(ranks: int, index: int) -> ReduceChunk:
-    return ReduceChunk(-1, [Chunk(rank, index) for rank in range(ranks)])
+    return ReduceChunk(-1, [MscclChunk(rank, index) for rank in range(ranks)])

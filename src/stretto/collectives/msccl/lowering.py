@@ -13,9 +13,9 @@ from stretto.collectives import collective as ours
 from stretto.collectives.collective import MAX_CHUNKS, Expected
 from stretto.collectives.language import Chunks, Operation, OperationKind, Program
 from stretto.collectives.msccl import conditions
-from stretto.collectives.msccl.values import Buffer, ScriptError
+from stretto.collectives.msccl.values import MscclBuffer, ScriptError
 
-_KNOWN: dict[type[conditions.Collective], Callable[[int, int, bool], ours.Collective]] = {
+_KNOWN: dict[type[conditions.MscclCollective], Callable[[int, int, bool], ours.Collective]] = {
     conditions.AllToAll: ours.AllToAll,
     conditions.AllGather: ours.AllGather,
     conditions.AllReduce: ours.AllReduce,
@@ -23,7 +23,7 @@ _KNOWN: dict[type[conditions.Collective], Callable[[int, int, bool], ours.Collec
 }
 
 
-class Place(NamedTuple):
+class ChunkRange(NamedTuple):
     """`size` chunks from `start` on in a rank's buffer, under the script's name for it."""
 
     rank: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         last = f"..{self.start + self.size - 1}" if self.size > 1 else ""
-        name = self.buffer.name if isinstance(self.buffer, Buffer) else f"scratch {self.buffer!r}"
+        name = self.buffer.name if isinstance(self.buffer, MscclBuffer) else f"scratch {self.buffer!r}"
         return f"rank {self.rank}'s {name}[{self.start}{last}]"
 
 
@@ -41,8 +41,8 @@ class Recorded(NamedTuple):
     """One copy or reduce, as `Operation` has it, but for its places."""
 
     kind: OperationKind
-    source: Place
-    destination: Place
+    source: ChunkRange
+    destination: ChunkRange
     channel: int | None
     thread_blocks: tuple[int | None, int | None]
     line: str
@@ -57,7 +57,7 @@ class Lowered:
 
 
 def lower(
-    collective: conditions.Collective,
+    collective: conditions.MscclCollective,
     buffers: conditions.Buffers,
     filled: tuple[tuple[bool, ...], ...],
     operations: tuple[Recorded, ...],
@@ -74,10 +74,10 @@ def lower(
     if max(sizes) > MAX_CHUNKS:
         raise ScriptError(f"{origin}: a scratch buffer has at most {MAX_CHUNKS} chunks, not {max(sizes)}")
 
-    def find(place: Place) -> Chunks:
+    def find(place: ChunkRange) -> Chunks:
         rank, buffer, index, size = place
-        if buffer in (Buffer.input, Buffer.output):
-            name, index = memory.place(rank, ours.Buffer.IN if buffer is Buffer.input else ours.Buffer.OUT, index)
+        if buffer in (MscclBuffer.input, MscclBuffer.output):
+            name, index = memory.place(rank, ours.Buffer.IN if buffer is MscclBuffer.input else ours.Buffer.OUT, index)
             return Chunks(rank, name, index, size)
         return Chunks(rank, ours.Buffer.SCRATCH, starts[rank][buffer] + index, size)
 
@@ -103,7 +103,7 @@ def is_index_wise(collective: ours.Collective) -> bool:
     return True
 
 
-def _find_known(collective: conditions.Collective) -> ours.Collective | None:
+def _find_known(collective: conditions.MscclCollective) -> ours.Collective | None:
     """Our collective with the same conditions, unless the script gave others."""
     own = type(collective)
     for theirs, make in _KNOWN.items():
@@ -122,7 +122,7 @@ def _lay_out_scratch(buffers: conditions.Buffers) -> tuple[list[dict[Hashable, i
         end = 0
         starts.append({})
         for name, held in of_rank.items():
-            if name not in (Buffer.input, Buffer.output):
+            if name not in (MscclBuffer.input, MscclBuffer.output):
                 starts[-1][name] = end
                 end += len(held)
         sizes.append(end)
@@ -130,7 +130,7 @@ def _lay_out_scratch(buffers: conditions.Buffers) -> tuple[list[dict[Hashable, i
 
 
 def _find_memory(
-    collective: conditions.Collective,
+    collective: conditions.MscclCollective,
     buffers: conditions.Buffers,
     filled: tuple[tuple[bool, ...], ...],
     operations: Sequence[Recorded],
@@ -138,8 +138,8 @@ def _find_memory(
 ) -> tuple[ours.Collective, tuple[str, ...]]:
     """The collective without its postcondition: its buffers, and which memory they share."""
     ranks = range(collective.num_ranks)
-    input_chunks = max(len(of_rank.get(Buffer.input, ())) for of_rank in buffers)
-    output_chunks = max(len(of_rank.get(Buffer.output, ())) for of_rank in buffers)
+    input_chunks = max(len(of_rank.get(MscclBuffer.input, ())) for of_rank in buffers)
+    output_chunks = max(len(of_rank.get(MscclBuffer.output, ())) for of_rank in buffers)
     used = {place.buffer for operation in operations for place in (operation.source, operation.destination)}
     shares = [_shared_memory(collective, buffers[rank], rank) for rank in ranks]
     notes: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ def _find_memory(
     elif any(shares):
         if not all(shares):
             raise ScriptError(f"{origin}: its collective's buffers share memory on some ranks only")
-    elif Buffer.output in used:
+    elif MscclBuffer.output in used:
         in_place = False
         notes = (
             f"{collective.name}: says inplace=True, but its program uses the output as memory of its own: "
@@ -173,11 +173,13 @@ def _find_memory(
     return memory, notes
 
 
-def _shared_memory(collective: conditions.Collective, buffers: dict[Any, Any], rank: int) -> tuple[int, int] | None:
+def _shared_memory(
+    collective: conditions.MscclCollective, buffers: dict[Any, Any], rank: int
+) -> tuple[int, int] | None:
     """Where input and output begin in the memory that they share; None where they share none."""
-    found = [collective.get_buffer_index(rank, buffer, 0) for buffer in (Buffer.input, Buffer.output)]
+    found = [collective.get_buffer_index(rank, buffer, 0) for buffer in (MscclBuffer.input, MscclBuffer.output)]
     (input_at, input_start), (output_at, output_start) = found
-    same = input_at is output_at or buffers.get(Buffer.input, ()) is buffers.get(Buffer.output)
+    same = input_at is output_at or buffers.get(MscclBuffer.input, ()) is buffers.get(MscclBuffer.output)
     return (input_start, output_start) if same else None
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from stretto.collectives.msccl import conditions, program, topologies, values
 
 _LANGUAGE: dict[str, Any] = {
-    "Buffer": values.Buffer,
+    "Buffer": values.MscclBuffer,
     "Check": program.Check,
-    "Chunk": values.Chunk,
+    "Chunk": values.MscclChunk,
     "Json": program.Json,
     "MSCCLProgram": program.MSCCLProgram,
     "ReduceChunk": values.ReduceChunk,
@@ -38,7 +38,7 @@ _COLLECTIVES: dict[str, Any] = {
     "AllGather": conditions.AllGather,
     "AllReduce": conditions.AllReduce,
     "AllToAll": conditions.AllToAll,
-    "Collective": conditions.Collective,
+    "Collective": conditions.MscclCollective,
     "ReduceScatter": conditions.ReduceScatter,
 }
 _TOPOLOGIES = {
@@ -66,11 +66,11 @@ _TOPOLOGIES = {
 def allgather_ring_inplace(gpus: int, gpu_offset: int = 0, index_offset: int = 0, ch: int = 0) -> None:
     """A ring all-gather among `gpus` ranks from `gpu_offset` on; the first one's chunk goes to `index_offset`."""
     for position in range(gpus):
-        reference = program.chunk(gpu_offset + position, values.Buffer.input, 0)
+        reference = program.chunk(gpu_offset + position, values.MscclBuffer.input, 0)
         for step in range(1, gpus):
             assert reference is not None
             following = gpu_offset + (gpu_offset + position + step) % gpus
-            reference = reference.copy(following, values.Buffer.output, index_offset + position, ch=ch)
+            reference = reference.copy(following, values.MscclBuffer.output, index_offset + position, ch=ch)
 
 
 def allreduce_ring_inplace(gpus: int, gpu_offset: int = 0, index_offset: int = 0, ch: int = 0) -> None:
@@ -81,15 +81,15 @@ def allreduce_ring_inplace(gpus: int, gpu_offset: int = 0, index_offset: int = 0
         def member(step: int, position: int = position) -> int:
             return gpu_offset + (gpu_offset + position + step) % gpus
 
-        total = program.chunk(gpu_offset + position, values.Buffer.input, index)
+        total = program.chunk(gpu_offset + position, values.MscclBuffer.input, index)
         for step in range(1, gpus):
-            following = program.chunk(member(step), values.Buffer.input, index)
+            following = program.chunk(member(step), values.MscclBuffer.input, index)
             assert following is not None
             assert total is not None
             total = following.reduce(total, ch=ch)
         for step in range(gpus - 1):
             assert total is not None
-            total = total.copy(member(step), values.Buffer.input, index, ch=ch)
+            total = total.copy(member(step), values.MscclBuffer.input, index, ch=ch)
 
 
 def make_modules() -> dict[str, ModuleType]:
@@ -99,10 +99,10 @@ def make_modules() -> dict[str, ModuleType]:
         "msccl": {},
         "msccl.collectives": {},
         "msccl.language": language,
-        "msccl.language.buffer": {"Buffer": values.Buffer, "BufferSlice": values.ScratchBuffer},
-        "msccl.language.chunk": {"Chunk": values.Chunk, "ReduceChunk": values.ReduceChunk},
+        "msccl.language.buffer": {"Buffer": values.MscclBuffer, "BufferSlice": values.ScratchBuffer},
+        "msccl.language.chunk": {"Chunk": values.MscclChunk, "ReduceChunk": values.ReduceChunk},
         "msccl.language.collectives": language | _COLLECTIVES,
-        "msccl.language.ir": {"Buffer": values.Buffer, "ThreadblockPolicy": values.ThreadblockPolicy},
+        "msccl.language.ir": {"Buffer": values.MscclBuffer, "ThreadblockPolicy": values.ThreadblockPolicy},
         "msccl.language.routines": language
         | _COLLECTIVES
         | _TOPOLOGIES

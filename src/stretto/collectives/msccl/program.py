@@ -14,9 +14,9 @@ from typing import Any
 from stretto.collectives.collective import MAX_CHUNKS
 from stretto.collectives.compiler import compile_program
 from stretto.collectives.language import OperationKind
-from stretto.collectives.msccl.conditions import Collective
-from stretto.collectives.msccl.lowering import Place, Recorded, is_index_wise, lower
-from stretto.collectives.msccl.values import Buffer, ScratchBuffer, ScriptError, ThreadblockPolicy, script_line
+from stretto.collectives.msccl.conditions import MscclCollective
+from stretto.collectives.msccl.lowering import ChunkRange, Recorded, is_index_wise, lower
+from stretto.collectives.msccl.values import MscclBuffer, ScratchBuffer, ScriptError, ThreadblockPolicy, script_line
 from stretto.collectives.schedule import PROTOCOLS, Schedule
 from stretto.collectives.xml import to_xml
 
@@ -24,14 +24,14 @@ _MSCCLPP = "is an operation of MSCCL++: only copy() and reduce() are supported"
 
 
 @dataclass
-class Run:
+class ScriptRun:
     """The programs of one run of a script, and the one whose `with` is open."""
 
     programs: "list[MSCCLProgram]" = field(default_factory=list)
     current: "MSCCLProgram | None" = None
 
 
-current_run: ContextVar[Run | None] = ContextVar("the run of a script for msccl-tools", default=None)
+current_run: ContextVar[ScriptRun | None] = ContextVar("the run of a script for msccl-tools", default=None)
 
 
 class Ref:
@@ -63,7 +63,7 @@ class Ref:
         if index == -1 and buffer is None:
             buffer, index = self.buffer, self.index
         elif index == -1:
-            if buffer in (Buffer.input, Buffer.output):
+            if buffer in (MscclBuffer.input, MscclBuffer.output):
                 raise ScriptError(f"{script_line()}: a copy to {buffer!r} needs an index")
             index = self.prog.end_of_scratch(dst, buffer)
         # As there: a collective's own rule for places is asked for the sender's rank first, then for the receiver's.
@@ -133,12 +133,12 @@ class Ref:
         raise ScriptError(f"{script_line()}: wait() {_MSCCLPP}")
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ChunkRange:
         """Where they are."""
-        return Place(self.rank, self.buffer, self.index, self.size)
+        return ChunkRange(self.rank, self.buffer, self.index, self.size)
 
     def _held(self, index: int) -> Any:
-        (held,) = self.prog.read(Place(self.rank, self.buffer, self.index + index, 1))
+        (held,) = self.prog.read(ChunkRange(self.rank, self.buffer, self.index + index, 1))
         return held
 
     def __eq__(self, other: object) -> bool:
@@ -158,7 +158,7 @@ class MSCCLProgram:
         self,
         name: str,
         topo: Any,
-        collective: Collective,
+        collective: MscclCollective,
         instances: int,
         protocol: str = "Simple",
         threadblock_policy: ThreadblockPolicy = ThreadblockPolicy.auto,
@@ -169,7 +169,7 @@ class MSCCLProgram:
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ScriptError(f"{script_line()}: the protocols are {', '.join(PROTOCOLS)}, not {protocol!r}")
-        if not isinstance(collective, Collective):
+        if not isinstance(collective, MscclCollective):
             raise ScriptError(f"{script_line()}: {collective!r} is no Collective of msccl.language.collectives")
         nodes, ranks = topo.num_nodes(), collective.num_ranks
         if nodes != ranks:
@@ -190,7 +190,7 @@ class MSCCLProgram:
         self.notes: tuple[str, ...] = ()
         self.was_left = False
         self._filled = tuple(
-            tuple(chunk is not None for chunk in buffers.get(Buffer.input, ())) for buffers in self.buffers
+            tuple(chunk is not None for chunk in buffers.get(MscclBuffer.input, ())) for buffers in self.buffers
         )
         self._operations: list[Recorded] = []
         self._compiled: tuple[int, Schedule] | None = None
@@ -227,16 +227,16 @@ class MSCCLProgram:
         """The index after the last chunk of a scratch buffer: 0 where there is none of that name."""
         return len(self.buffers[self._rank(rank)].get(buffer, ()))
 
-    def read(self, place: Place) -> list[Any]:
+    def read(self, place: ChunkRange) -> list[Any]:
         """What is there; ScriptError where a chunk is missing."""
         held = self.buffers[place.rank].get(place.buffer, ())
         if place.start < 0 or place.size < 1:
             raise ScriptError(f"{script_line()}: chunks are counted from 0, at least one of them: not {place}")
-        if place.buffer in (Buffer.input, Buffer.output) and place.start + place.size > len(held):
+        if place.buffer in (MscclBuffer.input, MscclBuffer.output) and place.start + place.size > len(held):
             raise ScriptError(f"{script_line()}: {place} is out of bounds: there are {len(held)} chunks")
         for index in range(place.start, place.start + place.size):
             if index >= len(held) or held[index] is None:
-                missing = Place(place.rank, place.buffer, index, 1)
+                missing = ChunkRange(place.rank, place.buffer, index, 1)
                 raise ScriptError(f"{script_line()}: {missing} holds nothing yet: copy a chunk there first")
         return list(held[place.start : place.start + place.size])
 
@@ -320,7 +320,7 @@ class MSCCLProgram:
     def _written(self, destination: Ref) -> Any:
         """The buffer that an operation writes to, long enough."""
         buffers = self.buffers[destination.rank]
-        is_scratch = destination.buffer not in (Buffer.input, Buffer.output)
+        is_scratch = destination.buffer not in (MscclBuffer.input, MscclBuffer.output)
         if is_scratch and not isinstance(buffers.get(destination.buffer), ScratchBuffer):
             buffers[destination.buffer] = ScratchBuffer(destination.buffer, buffers.get(destination.buffer, ()))
         if is_scratch and destination.index + destination.size > MAX_CHUNKS:

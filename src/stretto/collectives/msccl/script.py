@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 from stretto.collectives.msccl.modules import make_modules
-from stretto.collectives.msccl.program import MSCCLProgram, Run, current_run
+from stretto.collectives.msccl.program import MSCCLProgram, ScriptRun, current_run
 from stretto.collectives.msccl.values import OURS, ScriptError
 from stretto.collectives.schedule import Schedule
 
@@ -47,7 +47,7 @@ def import_msccl(script: Path, args: Sequence[str] = ()) -> ImportedScript:
     cannot be run, that makes no program, or whose program fails its collective's check or cannot be compiled.
     """
     code = _read(script)
-    run = Run()
+    run = ScriptRun()
     with _alone(script, args) as (main, printed):
         token = current_run.set(run)
         try:
@@ -82,7 +82,7 @@ def _execute(code: CodeType, main: ModuleType, script: Path) -> None:
         raise _explained(error, script) from error
 
 
-def _finish(run: Run, script: Path) -> tuple[ImportedProgram, ...]:
+def _finish(run: ScriptRun, script: Path) -> tuple[ImportedProgram, ...]:
     """The script's programs, checked and compiled."""
     if run.current is not None:
         raise ScriptError(f"{run.current.line}: the program {run.current.name!r} never leaves its `with`")

@@ -27,7 +27,7 @@ def script_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Buffer(Enum):
+class MscclBuffer(Enum):
     """The two buffers of a collective. Anything else that names a buffer is a scratch buffer of that name."""
 
     input = "i"
@@ -37,7 +37,7 @@ class Buffer(Enum):
     def __str__(self) -> str:
         return self.value
 
-    def __lt__(self, other: "Buffer") -> bool:
+    def __lt__(self, other: "MscclBuffer") -> bool:
         return self.value < other.value
 
 
@@ -52,7 +52,7 @@ class ThreadblockPolicy(Enum):
 
 
 @dataclass(order=True, unsafe_hash=True)
-class Chunk:
+class MscclChunk:
     """An input chunk: where it starts, which is what it is, and where it is to end (-1: on no one place)."""
 
     origin_rank: int
@@ -60,7 +60,7 @@ class Chunk:
     dst_rank: int = field(default=-1, compare=False)
     dst_index: int = field(default=-1, compare=False)
 
-    def reduce(self, dst: int, chunk: "Chunk | ReduceChunk") -> "ReduceChunk":
+    def reduce(self, dst: int, chunk: "MscclChunk | ReduceChunk") -> "ReduceChunk":
         """The sum of both, made on rank `dst`."""
         if isinstance(chunk, ReduceChunk):
             return ReduceChunk(chunk.creation_rank, [*chunk.chunks, self])
@@ -75,9 +75,9 @@ class ReduceChunk:
     """A sum of input chunks. Two are equal if they sum the same chunks, each as often."""
 
     creation_rank: int
-    chunks: list[Chunk]
+    chunks: list[MscclChunk]
 
-    def reduce(self, dst: int, chunk: "Chunk | ReduceChunk") -> "ReduceChunk":
+    def reduce(self, dst: int, chunk: "MscclChunk | ReduceChunk") -> "ReduceChunk":
         """The sum of both."""
         more = chunk.chunks if isinstance(chunk, ReduceChunk) else [chunk]
         return ReduceChunk(self.creation_rank, self.chunks + more)

@@ -91,7 +91,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SymbolicOutcome:
     """What the outputs hold. right: whether the postcondition holds; consistent: whether all ranks added in one order
     wherever the collective asks for it; roundings: the most additions, one upon another, in an output."""
 
@@ -100,7 +100,7 @@ class Outcome:
     roundings: int
 
 
-def execute(graph: Graph, order: list[int], collective: Collective, errors: list[str]) -> Outcome:
+def execute(graph: Graph, order: list[int], collective: Collective, errors: list[str]) -> SymbolicOutcome:
     """Run the steps in this order on symbols, and compare what the outputs hold with the collective's conditions."""
     values = Values(max(1, collective.input_chunks))
     memory = _start(graph, collective, values)
@@ -171,7 +171,7 @@ def _compare(
     values: Values,
     memory: list[dict[Buffer, list[int]]],
     errors: list[str],
-) -> Outcome:
+) -> SymbolicOutcome:
     # By index: ranks mostly want the same there, and hashing what they want would take longer than all the rest.
     wanted: dict[int, _Wanted] = {}
     wrong = differing = 0
@@ -212,7 +212,7 @@ def _compare(
         errors.append(f"postcondition: {wrong - 10} more chunks are wrong")
     if differing > 10:
         errors.append(f"replica consistency: {differing - 10} more chunks differ")
-    return Outcome(wrong == 0, differing == 0, roundings)
+    return SymbolicOutcome(wrong == 0, differing == 0, roundings)
 
 
 class _Wanted:

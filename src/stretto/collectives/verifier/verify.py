@@ -8,7 +8,7 @@ from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier.deadlock import describe_deadlock, find_min_slots
 from stretto.collectives.verifier.graph import Graph, build_graph, find_overlaps, linear_order
 from stretto.collectives.verifier.races import Race, find_races
-from stretto.collectives.verifier.symbolic import Outcome, execute
+from stretto.collectives.verifier.symbolic import SymbolicOutcome, execute
 
 WAIVABLE = ("replica_consistency",)
 MAX_ERRORS = 100
@@ -59,7 +59,7 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
         deadlock_free = min_slots is not None and min_slots <= slots
         if not deadlock_free:
             errors.append(describe_deadlock(graph, slots, min_slots))
-    outcomes: list[Outcome] = []
+    outcomes: list[SymbolicOutcome] = []
     races: dict[Race, None] = {}  # a set that keeps its order: in place and out of place may have the same ones
     order, left = linear_order(graph)
     runs = not malformed and not left
@@ -105,7 +105,7 @@ def _calls(schedule: Schedule) -> list[Collective]:
     return calls
 
 
-def _all(outcomes: list[Outcome], what: str) -> bool:
+def _all(outcomes: list[SymbolicOutcome], what: str) -> bool:
     return all(getattr(outcome, what) for outcome in outcomes)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from stretto.collectives.executor.cuda.copied import CopiedSchedule
-from stretto.collectives.executor.cuda.queues import SIDES
+from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
+from stretto.collectives.executor.cuda.copy_engine.streams import SIDE_STREAMS
 from stretto.collectives.executor.cuda.workspace import (
     MAX_BLOCKS,
     STATE_WORDS,
@@ -182,7 +182,7 @@ class EmulatedWorkspace:
     def find_symmetric(self, tensor):
         return self.symmetric.get(tensor.data_ptr())
 
-    def queues(self):
+    def copy_streams(self):
         if self._queues is None:
             self._queues = EmulatedQueues(self.late)
         return self._queues
@@ -221,7 +221,7 @@ class EmulatedWorkspace:
 
 
 class EmulatedQueues:
-    """Queues as threads: one after another in each, and between them only what events put in order.
+    """CopyStreams as threads: one after another in each, and between them only what events put in order.
 
     As on a GPU, the host goes on meanwhile, to the next call perhaps, and waits in `drain`. late: {a queue: seconds
     that it waits before everything it does}.
@@ -229,12 +229,12 @@ class EmulatedQueues:
 
     def __init__(self, late):
         self._late = late
-        self._threads = {queue: ThreadPoolExecutor(1) for queue in ("caller", *SIDES)}
+        self._threads = {queue: ThreadPoolExecutor(1) for queue in ("caller", *SIDE_STREAMS)}
         self._events = {}
 
     def fork(self):
         self.mark("forked", "caller")
-        for queue in SIDES:
+        for queue in SIDE_STREAMS:
             self.follow("forked", queue)
 
     def handle(self, queue):
@@ -251,7 +251,7 @@ class EmulatedQueues:
         self._put(queue, ctypes.memmove, target, source, num_bytes)
 
     def join(self):
-        for queue in SIDES:
+        for queue in SIDE_STREAMS:
             self.mark("joined", queue)
             self.follow("joined", "caller")
 
@@ -287,5 +287,5 @@ def run_all(kernels, tensors):
 
 def _run_to_end(kernel, arguments):
     kernel(*arguments)
-    if isinstance(kernel, CopiedSchedule):  # all others run where they are launched
+    if isinstance(kernel, CopyEngineExecutor):  # all others run where they are launched
         kernel.workspace.drain()

@@ -12,12 +12,13 @@ from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, m
 
 from stretto.collectives import selection
 from stretto.collectives.algorithms import find
-from stretto.collectives.executor.cuda import communicator, courses
+from stretto.collectives.executor.cuda import communicator
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
+from stretto.collectives.executor.cuda.copy_engine import planner
+from stretto.collectives.executor.cuda.fused.codegen import Variant
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import Variant
-from stretto.collectives.selection import LIBRARY, Table, Way, time_key
+from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, time_key
 from stretto.tuning import TuningStore
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
@@ -47,7 +48,7 @@ def make(tmp_path, folder, monkeypatch):
                 broadcast_object_list=broadcast, ProcessGroup=object, get_global_rank=lambda group, rank: rank
             )
             monkeypatch.setattr(communicator, "dist", fakes)
-            monkeypatch.setattr(communicator, "Workspace", lambda group, timeout, one=workspace: one)
+            monkeypatch.setattr(communicator, "CollectiveWorkspace", lambda group, timeout, one=workspace: one)
             try:
                 made.append(CudaCommunicator(**options))
             except ValueError as error:
@@ -95,7 +96,7 @@ def test_it_says_once_for_calls_that_are_alike_what_ran_and_why(make, caplog):
 
 def test_large_arrays_go_by_copies_unless_there_is_no_memory_for_that(make, caplog, monkeypatch):
     monkeypatch.setattr(selection, "_LARGEST", 1 << 10)
-    monkeypatch.setattr(selection, "BY_COPIES_FROM", 1 << 12)
+    monkeypatch.setattr(selection, "COPY_ENGINE_MIN_BYTES", 1 << 12)
     both, workspaces = make()
     x = torch.ones(2000, dtype=torch.int32)
 
@@ -108,7 +109,7 @@ def test_large_arrays_go_by_copies_unless_there_is_no_memory_for_that(make, capl
         assert run_both(both, "allreduce", x)[0] == [None] * 2
     assert "runs as the library: two-shot-all-reduce Copy x4 has no memory: rank 1 has no" in caplog.text
     both, workspaces = make()
-    add_copy_areas(workspaces, courses.HEAD + (1 << 20))
+    add_copy_areas(workspaces, planner.HEAD + (1 << 20))
     names, tensors = run_both(both, "allreduce", x)
     assert names == ["two-shot-all-reduce Copy x4"] * 2
     assert all((given[1] == 2).all() for given in tensors)
@@ -123,7 +124,7 @@ def test_nothing_is_said_where_nobody_listens(make, caplog):
 
 def test_a_measured_table_chooses_and_is_named(make, tmp_path, caplog, monkeypatch):
     file = tmp_path / "table.json"
-    two_shot = Way("two-shot-all-reduce", "Simple")
+    two_shot = AlgorithmChoice("two-shot-all-reduce", "Simple")
     rows = {time_key("allreduce", "int32", 2, 16, way): [t] for way, t in ((LIBRARY, 2.0), (two_shot, 1.0))}
     TuningStore(file).add(MACHINE, rows)
     monkeypatch.setenv("STRETTO_COLLECTIVES_TABLE", str(file))
@@ -153,7 +154,9 @@ def test_a_table_from_elsewhere_is_an_error_on_all_ranks_before_anything_runs(ma
 
 
 def test_what_was_measured_elsewhere_is_not_used_from_the_store(make):
-    TuningStore().add("another GPU", {time_key("allreduce", "int32", 2, 16, Way("two-shot-all-reduce", "LL")): [1.0]})
+    TuningStore().add(
+        "another GPU", {time_key("allreduce", "int32", 2, 16, AlgorithmChoice("two-shot-all-reduce", "LL")): [1.0]}
+    )
     both, _ = make()
     assert both[0].table == Table(has_nvlink=True)
 
@@ -162,10 +165,10 @@ def test_without_nvlink_neither_choice_nor_schedule_uses_ll128(make):
     both, workspaces = make(has_nvlink=False)
     assert not both[0].table.has_nvlink
     for exponent in range(2, 21):
-        way = both[0].table.choose("allreduce", "int32", 1 << exponent, 2).way
+        way = both[0].table.choose("allreduce", "int32", 1 << exponent, 2).choice
         assert way.protocol != "LL128"
     schedule = find("ring-all-reduce").compile(ranks=2, in_place=True)
-    for kind in (LaneKernel, InterpretedSchedule):
+    for kind in (FusedScheduleKernel, InterpretedSchedule):
         with pytest.raises(ValueError, match=r"ring-all-reduce by LL128 needs NVLink .* take LL or Simple"):
             kind(schedule, workspaces[0], Variant("int32", "sum", "LL128"), in_place=True)
         kind(schedule, workspaces[0], Variant("int32", "sum", "LL"), in_place=True)
@@ -177,7 +180,9 @@ def test_a_schedule_that_is_not_verified_is_not_loaded_unless_that_is_waived(mak
     first, *others = schedule.ranks
     damaged = replace(schedule, ranks=(first._replace(thread_blocks=first.thread_blocks[:-1]), *others))
     for one in made:
-        assert isinstance(one.load(schedule, variant, in_place=True, waive=("replica_consistency",)), LaneKernel)
+        assert isinstance(
+            one.load(schedule, variant, in_place=True, waive=("replica_consistency",)), FusedScheduleKernel
+        )
         with pytest.raises(ValueError, match="is not safe to run"):
             one.load(damaged, variant, in_place=True, waive=("replica_consistency",))
         with pytest.raises(ValueError, match="'races' cannot be waived"):

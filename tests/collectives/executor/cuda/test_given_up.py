@@ -5,16 +5,16 @@ import torch
 from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces, run_all
 from tests.collectives.executor.cuda.test_kernels import make
 
-from stretto.collectives.executor.cuda import courses
-from stretto.collectives.executor.cuda.copied import CopiedSchedule
+from stretto.collectives.executor.cuda.copy_engine import planner
+from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
+from stretto.collectives.executor.cuda.fused.codegen import Variant
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import Variant
 from stretto.memory import PeerError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 PROTOCOLS = ("LL", "LL128", "Simple")
-KINDS = (LaneKernel, InterpretedSchedule)
+KINDS = (FusedScheduleKernel, InterpretedSchedule)
 
 
 def replay(kernel, tensor):
@@ -23,7 +23,7 @@ def replay(kernel, tensor):
     kernel.workspace.check = lambda: None
     try:
         kernel(tensor)
-        if isinstance(kernel, CopiedSchedule):
+        if isinstance(kernel, CopyEngineExecutor):
             kernel.workspace.drain()
     finally:
         kernel.workspace.check = check
@@ -85,7 +85,9 @@ def test_a_kernel_of_a_process_that_has_failed_publishes_nothing(kind, protocol,
 def test_a_call_that_ended_early_since_another_group_had_failed_is_a_failure_of_its_own_group_too(folder):
     """Otherwise it would be forgotten with the other group."""
     workspaces = make_workspaces(2, folder, limit=20.0)
-    kernels = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True)
+    kernels = make(
+        FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True
+    )
     fail_elsewhere(workspaces[0])
     replay(kernels[0], torch.ones(480, dtype=torch.int32))
     workspaces[0].failed.zero_()
@@ -96,8 +98,8 @@ def test_a_call_that_ended_early_since_another_group_had_failed_is_a_failure_of_
 @pytest.mark.parametrize("name", ["direct-all-gather", "two-shot-all-reduce"])
 def test_beside_copy_engines_a_rank_that_has_failed_tells_nobody_that_anything_is_there_or_free(name, folder):
     workspaces = make_workspaces(2, folder, limit=1.0)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
+    kernels = make(CopyEngineExecutor, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
     tensors = [torch.full((480,), rank + 1, dtype=torch.int32) for rank in range(2)]
     fail_elsewhere(workspaces[0])
 
@@ -107,19 +109,21 @@ def test_beside_copy_engines_a_rank_that_has_failed_tells_nobody_that_anything_i
     run_all([call_without_looking, kernels[1]], [(tensor,) for tensor in tensors])
     with pytest.raises(PeerError, match="rank 0's message"):
         workspaces[1].check()
-    head = workspaces[0].area_memories[1][: courses.HEAD].view(torch.int64)
-    assert head[courses.ENTERS // 8] != 0, "a rank that has begun says so"
+    head = workspaces[0].area_memories[1][: planner.HEAD].view(torch.int64)
+    assert head[planner.ENTERS // 8] != 0, "a rank that has begun says so"
     assert head[0] == 0, "rank 0 said that it was done"
-    assert not head[courses.FLAGS // 8 :].any(), "rank 0 said that its messages were there"
+    assert not head[planner.FLAGS // 8 :].any(), "rank 0 said that its messages were there"
 
 
 def test_a_failure_in_one_group_ends_the_waits_of_another(folder):
     """Long before their own limit."""
     workspaces = make_workspaces(2, folder, limit=100.0)
-    kernels = make(LaneKernel, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True)
+    kernels = make(
+        FusedScheduleKernel, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "LL"), True
+    )
     others = make_workspaces(2, folder, limit=0.3)
     others[0].failed = workspaces[0].failed
-    failing = make(LaneKernel, "ring-all-gather", {"ranks": 2}, others, Variant("int32", "sum", "LL"), True)
+    failing = make(FusedScheduleKernel, "ring-all-gather", {"ranks": 2}, others, Variant("int32", "sum", "LL"), True)
     tensors = [torch.zeros(480, dtype=torch.int32) for _ in range(2)]
     run_all([kernels[0], failing[0]], [(tensor,) for tensor in tensors])
     with pytest.raises(PeerError, match=r"0\.3 s"):

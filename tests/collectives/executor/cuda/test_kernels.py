@@ -13,9 +13,9 @@ from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, 
 
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda import interpreter
+from stretto.collectives.executor.cuda.fused.codegen import Variant, write_source
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import Variant, write_source
 from stretto.memory import PeerError
 from stretto.memory.gpus import bound_blocks
 
@@ -128,12 +128,12 @@ def test_lane_programs_run_beside_the_interpreter_in_one_workspace(name, protoco
     workspaces = make_workspaces(2, folder)
     in_place = rng.random() < 0.5
     variant = Variant(dtype, reduction, protocol)
-    lanes = make(LaneKernel, name, {"ranks": 2}, workspaces, variant, in_place)
+    fused = make(FusedScheduleKernel, name, {"ranks": 2}, workspaces, variant, in_place)
     steps = make(
         InterpretedSchedule, "ring-all-gather", {"ranks": 2}, workspaces, Variant("int32", "max", "LL128"), True
     )
     for elements in (1, 7, 255, 4097):
-        check(lanes, getattr(torch, dtype), reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
+        check(fused, getattr(torch, dtype), reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
         check(steps, torch.int32, "max", True, elements % 500, 0, rng)
 
 
@@ -142,7 +142,7 @@ def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
     workspaces = make_workspaces(2, folder, bytes_each=4096)
     for protocol in PROTOCOLS:
         kernels = make(
-            LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", protocol), True
+            FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", protocol), True
         )
         check(kernels, torch.int16, "sum", True, 9001, 1, rng)
         assert len(kernels[0]._current.pieces) > 2
@@ -158,7 +158,12 @@ def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
     workspaces = make_workspaces(2, folder, bytes_each=4096)
     for protocol in ("LL", "Simple"):
         kernels = make(
-            LaneKernel, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True
+            FusedScheduleKernel,
+            "two-shot-all-reduce",
+            {"ranks": 2},
+            workspaces,
+            Variant("int32", "sum", protocol),
+            True,
         )
         check(kernels, torch.int32, "sum", True, 3001, 0, rng)
         assert len(kernels[0]._current.pieces) > 2
@@ -167,7 +172,7 @@ def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
 def test_a_peer_that_never_comes_is_named_after_the_time_limit(folder):
     workspaces = make_workspaces(2, folder, limit=0.3)
     for kind, protocol, wait in (
-        (LaneKernel, "LL", r"rank 1's message 0 \(level 1\)"),
+        (FusedScheduleKernel, "LL", r"rank 1's message 0 \(level 1\)"),
         (InterpretedSchedule, "Simple", r"rank 1's message \(step 0, r, channel 0\)"),
     ):
         workspaces[0].mend()
@@ -212,13 +217,13 @@ def test_a_thread_block_that_waits_for_another_leaves_it_to_that_one_to_name_the
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("kind", [LaneKernel, InterpretedSchedule])
+@pytest.mark.parametrize("kind", [FusedScheduleKernel, InterpretedSchedule])
 def test_call_numbers_may_come_round(kind, protocol, folder):
     """Calls on both sides of 2^31 and of 2^32, the first ones on memory that no call has written to."""
     rng = random.Random(SEED)
     for calls in (2**31 - 3, 2**32 - 4):
         workspaces = make_workspaces(2, folder)
-        name = "binomial-broadcast" if kind is LaneKernel else "ring-all-reduce"  # the former waits for tokens
+        name = "binomial-broadcast" if kind is FusedScheduleKernel else "ring-all-reduce"  # the former waits for tokens
         kernels = make(kind, name, {"ranks": 2}, workspaces, Variant("int32", "sum", protocol), True)
         for workspace in workspaces:
             workspace.set_calls(calls)
@@ -230,7 +235,7 @@ def test_call_numbers_may_come_round(kind, protocol, folder):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("kind", [LaneKernel, InterpretedSchedule])
+@pytest.mark.parametrize("kind", [FusedScheduleKernel, InterpretedSchedule])
 def test_what_an_old_call_left_is_not_taken_when_its_number_comes_again(kind, protocol, folder):
     """A call, others elsewhere in memory past the numbers at which it is cleaned, and the first call's number again.
 
@@ -240,7 +245,7 @@ def test_what_an_old_call_left_is_not_taken_when_its_number_comes_again(kind, pr
     variant = Variant("int32", "sum", protocol)
     tested = make(kind, "ring-all-gather", {"ranks": 2}, workspaces, variant, True)
     elsewhere = Variant("int32", "sum", "Simple" if protocol == "LL" else "LL")
-    others = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, elsewhere, True)
+    others = make(FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, elsewhere, True)
 
     def call(kernels, elements, content, seconds=0.0):
         tensors = [torch.zeros(2 * elements, dtype=torch.int32) for _ in workspaces]
@@ -271,7 +276,9 @@ def test_what_an_old_call_left_is_not_taken_when_its_number_comes_again(kind, pr
 
 def test_a_call_without_elements_does_not_count_as_one(folder):
     workspaces = make_workspaces(2, folder)
-    kernels = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", "LL128"), True)
+    kernels = make(
+        FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int16", "sum", "LL128"), True
+    )
     kernels[0](torch.zeros(0, dtype=torch.int16))  # nobody is waited for, so the mailboxes' halves must not turn
     assert workspaces[0].state[0] == 0
 
@@ -307,7 +314,7 @@ def test_what_a_graph_reads_of_an_interpreted_call_outlives_calls_of_other_sizes
 
 def test_a_schedule_for_other_ranks_is_refused(folder):
     workspaces = make_workspaces(2, folder)
-    for kind in (LaneKernel, InterpretedSchedule):
+    for kind in (FusedScheduleKernel, InterpretedSchedule):
         with pytest.raises(ValueError, match="is made for 3 ranks, the group has 2"):
             make(kind, "ring-all-gather", {"ranks": 3}, workspaces, Variant("int32", "sum", "LL"), True)
 
@@ -328,9 +335,9 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
     workspaces = make_workspaces(2, folder)
     for workspace in workspaces:
         workspace.multiprocessors, workspace.most_blocks = 132, bound_blocks(132)
-    kernel = make(LaneKernel, "two-shot-all-reduce", options, workspaces, variant, False)[0]
+    kernel = make(FusedScheduleKernel, "two-shot-all-reduce", options, workspaces, variant, False)[0]
     kernel._capacity = 64 << 20  # as on GPUs
-    text = write_source(kernel.lanes, 0, kernel.block_chunks, variant)
+    text = write_source(kernel.fused, 0, kernel.block_chunks, variant)
     most = int(re.search(r"__launch_bounds__\((\d+)\)", text)[1])
     assert most == (1024 if unroll == 1 else 512)
     for size in (2, 1 << 10, 1 << 20, 2 << 20, 3_000_000, 8 << 20, 64 << 20):

@@ -12,11 +12,11 @@ from tests.collectives.random_programs import random_program
 from stretto.collectives import Collective, chunk, compile_program, trace, verify
 from stretto.collectives.collective import AllReduce
 from stretto.collectives.executor import simulate
-from stretto.collectives.executor.cuda import courses
-from stretto.collectives.executor.cuda.copied import CopiedSchedule
+from stretto.collectives.executor.cuda.copy_engine import planner
+from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
+from stretto.collectives.executor.cuda.fused.codegen import Variant
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import Variant
 from stretto.collectives.executor.layout import count_block_chunks
 from stretto.collectives.executor.plan import make_plan
 from stretto.collectives.executor.simulation import place_input
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 SEED = random.randrange(2**31)
 KINDS = {
     "interpreter": (InterpretedSchedule, "LL"),
-    "fused": (LaneKernel, "LL"),
-    "copies": (CopiedSchedule, "Copy"),
+    "fused": (FusedScheduleKernel, "LL"),
+    "copies": (CopyEngineExecutor, "Copy"),
 }
 
 
@@ -34,7 +34,7 @@ KINDS = {
 def workspaces(folder):
     made = {ranks: make_workspaces(ranks, folder) for ranks in (1, 2, 3)}
     for each in made.values():
-        add_copy_areas(each, courses.HEAD + (1 << 16))
+        add_copy_areas(each, planner.HEAD + (1 << 16))
     return made
 
 
@@ -262,4 +262,4 @@ def test_copy_engines_push_no_more_into_a_peers_tensor_than_its_place_holds(work
         chunk(0, "in", 1).copy(0, "out", 1)
     schedule = compile_program(traced.program, name="to a short place")
     kernels = make("copies", schedule, workspaces[2], in_place=False)
-    assert not kernels[0]._straight
+    assert not kernels[0]._zero_copy

@@ -10,9 +10,9 @@ import torch
 from tests.collectives.executor.cuda.emulated import COMPILER, Places, make_workspaces
 from tests.collectives.executor.cuda.test_kernels import make
 
+from stretto.collectives.executor.cuda.fused.codegen import Variant
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.source import Variant
 from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
@@ -44,7 +44,8 @@ class Crossing:
                 workspace.places, workspace.most_blocks = places, most_blocks
         variant = Variant("int32", "sum", "Simple")
         self.kernels = [
-            make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, variant, True) for workspaces in self.groups
+            make(FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, variant, True)
+            for workspaces in self.groups
         ]
 
     def run(self, orders):

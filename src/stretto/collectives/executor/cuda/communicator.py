@@ -1,4 +1,4 @@
-"""Collectives of one group on GPUs: for each call the way that the table says, made at its first use."""
+"""Collectives of one group on GPUs: for each call the choice that the table says, made at its first use."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.algorithms import find
-from stretto.collectives.executor.cuda.copied import PROTOCOL, CopiedSchedule
-from stretto.collectives.executor.cuda.kernel import MAX_PLANS, LaneKernel
-from stretto.collectives.executor.cuda.source import ELEMENTS, OPERATIONS, Variant
-from stretto.collectives.executor.cuda.workspace import Workspace
-from stretto.collectives.said import SaidOnce
+from stretto.collectives.executor.cuda.copy_engine.executor import PROTOCOL, CopyEngineExecutor
+from stretto.collectives.executor.cuda.fused.codegen import ELEMENTS, OPERATIONS, Variant
+from stretto.collectives.executor.cuda.fused.kernel import MAX_PLANS, FusedScheduleKernel
+from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
+from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule
-from stretto.collectives.selection import LIBRARY, Table, Way, find_table_file
+from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, find_table_file
 from stretto.collectives.verifier import verify
 from stretto.memory import shared_gpus
 
-Kernel = LaneKernel | CopiedSchedule
+Kernel = FusedScheduleKernel | CopyEngineExecutor
 
 
 def machine_name(has_nvlink: bool) -> str:
@@ -29,7 +29,7 @@ def machine_name(has_nvlink: bool) -> str:
     return f"{torch.cuda.get_device_name()}, {links}, torch {torch.__version__}, NCCL {nccl}{shared_gpus.suffix()}"
 
 
-class Found(NamedTuple):
+class ResolvedCall(NamedTuple):
     """What calls of one kind run by: a kernel, called with (input, output), and its name, or None for what is left to
     the library; and why, for people.
     """
@@ -56,12 +56,12 @@ class CudaCommunicator:
         table: Table | Path | str | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.workspace = Workspace(group, timeout=timeout)
+        self.workspace = CollectiveWorkspace(group, timeout=timeout)
         self.world_size = self.workspace.world_size
         self._group_name = "0" if group is None else group.group_name
-        self._said = SaidOnce()
-        self._kernels: dict[tuple[Way, str, str, bool], Kernel] = {}
-        self._calls: dict[tuple[object, ...], Found] = {}
+        self._log = LogOnce()
+        self._kernels: dict[tuple[AlgorithmChoice, str, str, bool], Kernel] = {}
+        self._calls: dict[tuple[object, ...], ResolvedCall] = {}
         try:
             self.table = table if isinstance(table, Table) else self._find_table(group, find_table_file(table))
         except ValueError:
@@ -72,19 +72,19 @@ class CudaCommunicator:
         """Run it on the current stream, or return None where the library does it better or alone can.
 
         input, output: flat or not, contiguous, of one dtype; output None: in place, where `input` holds both buffers.
-        Returns the name of the way, and says it with its reason at debug level, once for calls that are alike.
+        Returns the name of the choice, and says it with its reason at debug level, once for calls that are alike.
         ValueError for tensors of two dtypes, or that are not on this GPU.
         """
         kernel, name, why = self.find(collective, input, output, reduction)
         if kernel is not None:
             kernel(input, output)
-        if self._said.is_heard:
+        if self._log.is_enabled:
             larger = input if output is None or input.numel() >= output.numel() else output
             call = f"{collective} {reduction} of {larger.numel()} {_name(larger.dtype)} ({larger.nbytes} bytes)"
-            self._said.say(f"group {self._group_name}: {call} runs as {name or 'the library'}: {why}")
+            self._log.log(f"group {self._group_name}: {call} runs as {name or 'the library'}: {why}")
         return name
 
-    def find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> Found:
+    def find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall:
         """What such a call runs by, for callers that run it, and say why, themselves; arguments and errors as of `run`.
 
         Collective: a kernel that calls of this kind have not needed yet is compiled.
@@ -100,52 +100,54 @@ class CudaCommunicator:
         if known is None:
             known = self._find(collective, input, output, reduction)
             if known is None:
-                return Found(None, None, "its kernel is not compiled yet, and cannot be while a graph is captured")
+                return ResolvedCall(
+                    None, None, "its kernel is not compiled yet, and cannot be while a graph is captured"
+                )
             if len(self._calls) == MAX_PLANS:
                 self._calls.clear()
             self._calls[call] = known
         if known.kernel is None or (input.is_contiguous() and (output is None or output.is_contiguous())):
             return known
-        return Found(None, None, "its tensors are not contiguous")
+        return ResolvedCall(None, None, "its tensors are not contiguous")
 
-    def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> Found | None:
+    def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall | None:
         """What such calls run by, or None where it cannot be said for good."""
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = _name(larger.dtype)
         if dtype not in ELEMENTS:
-            return Found(None, None, f"Stretto's kernels have no {dtype}")
+            return ResolvedCall(None, None, f"Stretto's kernels have no {dtype}")
         if reduction not in OPERATIONS:
-            return Found(None, None, f"Stretto's kernels have no reduction {reduction}")
+            return ResolvedCall(None, None, f"Stretto's kernels have no reduction {reduction}")
         if not larger.numel():
-            return Found(None, None, "it has no elements")
-        way, why = self.table.choose(collective, dtype, larger.nbytes, self.world_size)
-        if way == LIBRARY:
-            return Found(None, None, why)
-        key = (way, dtype, reduction, output is None)
+            return ResolvedCall(None, None, "it has no elements")
+        choice, why = self.table.choose(collective, dtype, larger.nbytes, self.world_size)
+        if choice == LIBRARY:
+            return ResolvedCall(None, None, why)
+        key = (choice, dtype, reduction, output is None)
         kernel = self._kernels.get(key)
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            if way.protocol == PROTOCOL:
+            if choice.protocol == PROTOCOL:
                 try:
                     self.workspace.copy_area()
                 except ValueError as error:  # on all ranks, if on one: the library needs less
-                    return Found(None, None, f"{way.name} has no memory: {error}")
-            kernel = self._kernels[key] = self.kernel(way, dtype, reduction, in_place=output is None)
-        return Found(kernel, way.name, why)
+                    return ResolvedCall(None, None, f"{choice.name} has no memory: {error}")
+            kernel = self._kernels[key] = self.kernel(choice, dtype, reduction, in_place=output is None)
+        return ResolvedCall(kernel, choice.name, why)
 
-    def kernel(self, way: Way, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
-        """The kernel of a way. ValueError for one that does not exist for this group."""
-        assert way.algorithm is not None
-        schedule = find(way.algorithm).compile(ranks=self.world_size, in_place=in_place)
-        return self.load(schedule, Variant(dtype, reduction, way.protocol, way.unroll), in_place=in_place)
+    def kernel(self, choice: AlgorithmChoice, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
+        """The kernel of a choice. ValueError for one that does not exist for this group."""
+        assert choice.algorithm is not None
+        schedule = find(choice.algorithm).compile(ranks=self.world_size, in_place=in_place)
+        return self.load(schedule, Variant(dtype, reduction, choice.protocol, choice.unroll), in_place=in_place)
 
     def load(self, schedule: Schedule, variant: Variant, *, in_place: bool, waive: Collection[str] = ()) -> Kernel:
         """The kernel of any schedule, once it is verified; waive: as in `verify`. ValueError with what is wrong."""
         found = verify(schedule, waive=waive)
         if not found.ok:
             raise ValueError(f"the schedule {schedule.name} is not safe to run: {found.errors[0]}")
-        kind = CopiedSchedule if variant.protocol == PROTOCOL else LaneKernel
+        kind = CopyEngineExecutor if variant.protocol == PROTOCOL else FusedScheduleKernel
         return kind(schedule, self.workspace, variant, in_place=in_place)
 
     def close(self) -> None:

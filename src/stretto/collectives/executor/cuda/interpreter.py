@@ -11,11 +11,23 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.kernel import DATA_BYTES, depends_on_chunk_length, find_sizes, require_runnable
-from stretto.collectives.executor.cuda.source import ELEMENTS, MAX_THREADS, OPERATIONS, PROTOCOLS, Variant, read_sources
-from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, Workspace
+from stretto.collectives.executor.cuda.fused.codegen import (
+    ELEMENTS,
+    MAX_THREADS,
+    OPERATIONS,
+    PROTOCOLS,
+    Variant,
+    read_sources,
+)
+from stretto.collectives.executor.cuda.fused.kernel import (
+    DATA_BYTES,
+    depends_on_chunk_length,
+    find_sizes,
+    require_runnable,
+)
+from stretto.collectives.executor.cuda.workspace import COUNTS, MAX_COUNTS, CollectiveWorkspace
 from stretto.collectives.executor.layout import find_layout, writes_input
-from stretto.collectives.executor.plan import Plan, make_plan
+from stretto.collectives.executor.plan import ExecutionPlan, make_plan
 from stretto.collectives.schedule import Schedule, Step, StepType
 from stretto.collectives.verifier.graph import build_graph, linear_order
 
@@ -119,7 +131,7 @@ class InterpretedSchedule:
     def __init__(
         self,
         schedule: Schedule,
-        workspace: Workspace,
+        workspace: CollectiveWorkspace,
         variant: Variant,
         *,
         in_place: bool,
@@ -291,7 +303,9 @@ class InterpretedSchedule:
         copies = tuple(self._find_copies(plan))
         return _Sized(tuple(parameters.items()), (rows, blocks), scratch + 16, copies, copied_input, copied_output)
 
-    def _copy_tensors(self, plan: Plan, scratch_bytes: int) -> tuple[Plan, _Copied | None, _Copied | None, int]:
+    def _copy_tensors(
+        self, plan: ExecutionPlan, scratch_bytes: int
+    ) -> tuple[ExecutionPlan, _Copied | None, _Copied | None, int]:
         """The rule of `layout`: which copies the call runs on, the plan for these, and the scratch memory in all.
 
         Both tensors are copied with full chunks where a longer chunk passes through a shorter place here; the input is
@@ -323,7 +337,9 @@ class InterpretedSchedule:
     def _narrowing_writes(self) -> frozenset[tuple[int, int]]:
         return _find_narrowing_writes(self.schedule, self.collective, self.workspace.rank, self.block_chunks)
 
-    def _lay_out(self, plan: Plan, tile_slot_bytes: int) -> tuple[dict[tuple[int, int, int], tuple[int, int]], int]:
+    def _lay_out(
+        self, plan: ExecutionPlan, tile_slot_bytes: int
+    ) -> tuple[dict[tuple[int, int, int], tuple[int, int]], int]:
         """Where each connection's slots begin at its receiver and how large one is, and the bytes that a rank needs."""
         if 2 * len(plan.connections) > MAX_COUNTS:
             raise ValueError(
@@ -345,7 +361,7 @@ class InterpretedSchedule:
             used[receiver] += plan.slots * stride
         return starts, max(used)
 
-    def _find_copies(self, plan: Plan) -> Iterator[tuple[int, int, int]]:
+    def _find_copies(self, plan: ExecutionPlan) -> Iterator[tuple[int, int, int]]:
         """What is copied before the first step: from and to which element of the two tensors, and how many."""
         layout, rank = plan.layout, self.workspace.rank
         for pair in self.schedule.ranks[rank].copies:
@@ -357,7 +373,9 @@ class InterpretedSchedule:
                 elements = max(min(layout.block_elements - start, layout.chunk_elements), 0)
                 yield block * layout.block_elements + start, to_block * layout.block_elements + end, elements
 
-    def _tables(self, plan: Plan, starts: dict[tuple[int, int, int], tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def _tables(
+        self, plan: ExecutionPlan, starts: dict[tuple[int, int, int], tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         rank = self.workspace.rank
         numbers = {key: number for number, key in enumerate(sorted(plan.connections))}
         rows: list[tuple[int, ...]] = []
@@ -385,7 +403,7 @@ class InterpretedSchedule:
         empty = (-1, -1, 0, 0, 0, 0, 0, 0, 0, 0)
         return np.array(rows or [(0,) * 6], dtype=_STEP_ROW), np.array(blocks or [empty], dtype=_BLOCK_ROW)
 
-    def _row(self, plan: Plan, step: Step, completes: bool) -> tuple[int, ...]:
+    def _row(self, plan: ExecutionPlan, step: Step, completes: bool) -> tuple[int, ...]:
         kind = step.type
         flags = (
             kind.sends,
@@ -406,7 +424,7 @@ class InterpretedSchedule:
             *awaited,
         )
 
-    def _place(self, plan: Plan, buffer: Buffer, chunk: int) -> int:
+    def _place(self, plan: ExecutionPlan, buffer: Buffer, chunk: int) -> int:
         shared, index = plan.collective.place(self.workspace.rank, buffer, chunk)
         return _BUFFERS[shared] << 28 | index
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams, CudaCopyStreams
 from stretto.collectives.executor.cuda.function import Function, Launchable
 from stretto.collectives.executor.cuda.links import has_nvlink
 from stretto.collectives.executor.cuda.nvrtc import load_or_compile
-from stretto.collectives.executor.cuda.queues import CudaQueues, Queues
 from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.cuda import CudaMemory
 from stretto.memory.gpus import bound_blocks
@@ -31,7 +31,7 @@ STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS + 2
 """Words of 4 bytes of the kernels' `State` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
 COPY_BYTES = 769 << 20  # of 1 GB what 4 ranks give each other, and flags; two-shot all-reduce: pieces of 32 MB
-KEY_BITS = 24  # as in copied.cu
+KEY_BITS = 24  # as in copy_engine/flags.cu
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
 _TO_AGREE = 0xFFFFFFFE
@@ -109,7 +109,7 @@ def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: int,
     return f"rank {rank} of {world}: {said}: the group's kernels are broken from here on"
 
 
-class Symmetric(NamedTuple):
+class SymmetricView(NamedTuple):
     """A part of a symmetric tensor: its address on every rank, and a number that tells it from others, not 0."""
 
     addresses: tuple[int, ...]
@@ -139,7 +139,7 @@ class CopyArea:
         return self._table.data_ptr()
 
 
-class Workspace:
+class CollectiveWorkspace:
     """One group's, for one stream: its kernels run one after another, in the same order on all ranks.
 
     regions: bytes of mailboxes for one call by protocol; timeout: seconds that a wait on the device may take (None: the
@@ -156,7 +156,7 @@ class Workspace:
         timeout = group_timeout(group) if timeout is None else timeout
         self._group = group
         self._timeout = timeout
-        self._queues: CudaQueues | None = None
+        self._queues: CudaCopyStreams | None = None
         self._copy_area: CopyArea | None = None
         self._copy_memory: CudaMemory | None = None
         self.regions, self.half = lay_out(DEFAULT_REGIONS | (regions or {}))
@@ -195,10 +195,10 @@ class Workspace:
         major, minor = torch.cuda.get_device_capability(self.device)
         return Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
 
-    def queues(self) -> Queues:
+    def copy_streams(self) -> CopyStreams:
         """The streams of copies."""
         if self._queues is None:
-            self._queues = CudaQueues(self.device)
+            self._queues = CudaCopyStreams(self.device)
         return self._queues
 
     def copy_area(self) -> "CopyArea":
@@ -210,13 +210,15 @@ class Workspace:
             self._copy_area, self._copy_memory = area, memory
         return self._copy_area
 
-    def find_symmetric(self, tensor: Tensor) -> Symmetric | None:
+    def find_symmetric(self, tensor: Tensor) -> SymmetricView | None:
         """What peers know a tensor by, if it is one of this group's symmetric ones or a part of it."""
         found = find_symmetric(tensor)
         if found is None or not isinstance(found.memory, CudaMemory) or found.memory.group != self.memory.group:
             return None
         addresses = tuple(address + found.offset for address in found.memory.addresses)
-        return Symmetric(addresses, 1 + zlib.crc32(f"{found.number} {found.offset}".encode()) % ((1 << KEY_BITS) - 1))
+        return SymmetricView(
+            addresses, 1 + zlib.crc32(f"{found.number} {found.offset}".encode()) % ((1 << KEY_BITS) - 1)
+        )
 
     @property
     def peers(self) -> list[int]:

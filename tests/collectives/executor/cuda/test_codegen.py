@@ -5,11 +5,8 @@ import re
 import pytest
 
 from stretto.collectives.algorithms import find
-from stretto.collectives.executor.cuda.interpreter import write_interpreter
-from stretto.collectives.executor.cuda.lanes import lower_to_lanes
-from stretto.collectives.executor.cuda.nvrtc import compile_source, load_or_compile
-from stretto.collectives.executor.cuda.pushes import find_straight, lower_to_copies
-from stretto.collectives.executor.cuda.source import (
+from stretto.collectives.executor.cuda.copy_engine.lowering import find_zero_copy, lower_to_copies
+from stretto.collectives.executor.cuda.fused.codegen import (
     ELEMENTS,
     OPERATIONS,
     Variant,
@@ -19,13 +16,16 @@ from stretto.collectives.executor.cuda.source import (
     write_macros,
     write_source,
 )
+from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
+from stretto.collectives.executor.cuda.interpreter import write_interpreter
+from stretto.collectives.executor.cuda.nvrtc import compile_source, load_or_compile
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
 
 def source(algorithm, variant, *, ranks=4, rank=1, in_place=False):
     schedule = find(algorithm).compile(ranks=ranks, in_place=in_place)
-    return write_source(lower_to_lanes(schedule, in_place=in_place), rank, 1, variant)
+    return write_source(lower_to_fused_program(schedule, in_place=in_place), rank, 1, variant)
 
 
 def ptx(algorithm, variant):
@@ -61,14 +61,14 @@ def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
     variant = Variant("bfloat16", "sum", "Simple", 4)
-    lanes = lower_to_lanes(find("two-shot-all-reduce").compile(ranks=4, in_place=False), in_place=False)
-    program = lanes.ranks[1]
-    around = write_macros(lanes, 1, variant) + read_sources("ptx.cu", "primitives.cu", "copied.cu")
+    fused = lower_to_fused_program(find("two-shot-all-reduce").compile(ranks=4, in_place=False), in_place=False)
+    program = fused.ranks[1]
+    around = write_macros(fused, 1, variant) + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
     assert compile_source(around, arch)[:4] == b"\x7fELF"
-    for straight in ({}, find_straight(lanes)):
-        for number, level in enumerate(lower_to_copies(program, "two-shot", straight)):
+    for zero_copy in ({}, find_zero_copy(fused)):
+        for number, level in enumerate(lower_to_copies(program, "two-shot", zero_copy)):
             if level.kernel is not None:
-                text = write_level_source(lanes, program, number, level.kernel, 1, variant, level.awaits)
+                text = write_level_source(fused, program, number, level.kernel, 1, variant, level.awaits)
                 assert compile_source(text, arch)[:4] == b"\x7fELF"
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.collective import Collective
-from stretto.collectives.executor.cuda.lanes import lower_to_lanes
-from stretto.collectives.executor.cuda.source import Variant, most_threads, parameter_names, write_source
-from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, Workspace
-from stretto.collectives.executor.layout import Layout, find_layout
+from stretto.collectives.executor.cuda.fused.codegen import Variant, most_threads, parameter_names, write_source
+from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
+from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, CollectiveWorkspace
+from stretto.collectives.executor.layout import BlockLayout, find_layout
 from stretto.collectives.schedule import Schedule
 
 DATA_BYTES = {"LL": 8, "LL128": 15, "Simple": 16}
@@ -29,7 +29,7 @@ class _Launches(NamedTuple):
     pieces: tuple[tuple[int, int, int], ...]
 
 
-class LaneKernel:
+class FusedScheduleKernel:
     """Runs a schedule on one rank, every thread a lane (see `lanes`). All ranks make and call it in the same order.
 
     Who waits for whom: a block of the kernel waits for the blocks with its own index on other ranks, and for nothing
@@ -40,25 +40,25 @@ class LaneKernel:
     another number of ranks, or cannot run so.
     """
 
-    def __init__(self, schedule: Schedule, workspace: Workspace, variant: Variant, *, in_place: bool) -> None:
+    def __init__(self, schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant, *, in_place: bool) -> None:
         require_runnable(schedule, workspace, variant)
         self.name = schedule.name
         self.workspace = workspace
         self.variant = variant
-        self.lanes = lower_to_lanes(schedule, in_place=in_place)
-        self.collective = self.lanes.collective
-        if variant.protocol == "Simple" and self.lanes.mailboxes > MAX_SIMPLE_MAILBOXES:
+        self.fused = lower_to_fused_program(schedule, in_place=in_place)
+        self.collective = self.fused.collective
+        if variant.protocol == "Simple" and self.fused.mailboxes > MAX_SIMPLE_MAILBOXES:
             raise ValueError(
-                f"{schedule.name} has {self.lanes.mailboxes} messages to a rank: Simple takes {MAX_SIMPLE_MAILBOXES}"
+                f"{schedule.name} has {self.fused.mailboxes} messages to a rank: Simple takes {MAX_SIMPLE_MAILBOXES}"
             )
         self._itemsize = getattr(torch, variant.dtype).itemsize
         self.block_chunks = find_layout(self.collective, 0, None).block_chunks
         self.needs_even = depends_on_chunk_length(self.collective, self.block_chunks)
-        source = write_source(self.lanes, workspace.rank, self.block_chunks, variant)
+        source = write_source(self.fused, workspace.rank, self.block_chunks, variant)
         self._function = workspace.load(source, parameter_names(workspace.world_size))
         region = workspace.regions[variant.protocol]
         self._capacity = region.size
-        program = self.lanes.ranks[workspace.rank]
+        program = self.fused.ranks[workspace.rank]
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
         fixed = {f"peer_{rank}": address for rank, address in enumerate(workspace.peers)}
         fixed |= {"state": workspace.state.data_ptr(), "report": workspace.report.data_ptr(), "limit": workspace.limit}
@@ -68,7 +68,7 @@ class LaneKernel:
             self._function.set(parameter, value)
         self._plans: dict[tuple[int | None, int | None], _Launches] = {}
         self._current: _Launches | None = None
-        self._most_threads = most_threads(self.lanes, variant)
+        self._most_threads = most_threads(self.fused, variant)
         self.threads: int | None = None
         self.max_blocks = workspace.most_blocks
 
@@ -121,9 +121,9 @@ class LaneKernel:
         chunk_bytes = layout.chunk_elements * self._itemsize
         slots = self._slots(chunk_bytes)
         # A piece is whole warps of slots, so that it is also whole lines of LL128 and a multiple of any element.
-        most = self._capacity // (16 * max(self.lanes.mailboxes, 1)) // 32 * 32
+        most = self._capacity // (16 * max(self.fused.mailboxes, 1)) // 32 * 32
         if most == 0:
-            raise ValueError(f"{self.name} has {self.lanes.mailboxes} messages to a rank: there is no memory for these")
+            raise ValueError(f"{self.name} has {self.fused.mailboxes} messages to a rank: there is no memory for these")
         threads = self.threads or self._choose_threads(min(slots, most))
         pieces = []
         # Without lanes there is no launch: nobody would wait in it, and a call is what keeps the ranks together.
@@ -146,9 +146,9 @@ class LaneKernel:
 
         A last round of a few blocks takes as long as a whole one, and more blocks share the waiting better than larger.
         """
-        lanes = -(-slots // self.variant.unroll)
-        rounds = max(-(-lanes // (self.max_blocks * self._most_threads)), 1)
-        return -(-max(lanes, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
+        vectors = -(-slots // self.variant.unroll)
+        rounds = max(-(-vectors // (self.max_blocks * self._most_threads)), 1)
+        return -(-max(vectors, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
 
     def _slots(self, chunk_bytes: int) -> int:
         """The places of 16 bytes that a chunk takes in a mailbox."""
@@ -158,7 +158,7 @@ class LaneKernel:
         return -(-chunk_bytes // DATA_BYTES[self.variant.protocol])
 
 
-def require_runnable(schedule: Schedule, workspace: Workspace, variant: Variant) -> None:
+def require_runnable(schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant) -> None:
     """ValueError for a schedule for another number of ranks, or a protocol that these links do not bear."""
     if schedule.collective.ranks != workspace.world_size:
         raise ValueError(
@@ -170,7 +170,7 @@ def require_runnable(schedule: Schedule, workspace: Workspace, variant: Variant)
 
 def find_aligned_layout(
     collective: Collective, sizes: tuple[int | None, int | None], itemsize: int, *, needs_even: bool
-) -> Layout:
+) -> BlockLayout:
     """Chunks that begin at multiples of 16 bytes where the collective leaves the choice; sizes: of `find_sizes`."""
     layout = find_layout(collective, *sizes)
     per_access = _ALIGNMENT // itemsize

@@ -1,12 +1,21 @@
-"""Courses of collectives that forward nothing: what is sent is what was given, and what comes is summed or stored."""
+"""Copy plans for single-hop collectives: sends read user input; receives are reduced or stored."""
 
 from typing import NamedTuple
 
-from stretto.collectives.executor.cuda.courses import PARTS, SHARE, Courses, Layout, Part, Step, cut, in_turn
+from stretto.collectives.executor.cuda.copy_engine.lowering import CopyLevel, OutgoingChunk, find_overwriting
+from stretto.collectives.executor.cuda.copy_engine.planner import (
+    PARTS,
+    SHARE,
+    ByteLayout,
+    ChunkSlice,
+    CopyPlanner,
+    CopyStep,
+    cut,
+    in_turn,
+)
 from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.lanes import Level
-from stretto.collectives.executor.cuda.pushes import CopiedLevel, PushedChunk, find_overwriting
-from stretto.collectives.executor.cuda.workspace import Symmetric
+from stretto.collectives.executor.cuda.fused.program import Level
+from stretto.collectives.executor.cuda.workspace import SymmetricView
 
 KERNEL_TO_LINK = 6.5
 """How many times faster a kernel sums bytes that have come, reads and writes together, than a link brings them."""
@@ -20,7 +29,7 @@ class _Storing(NamedTuple):
     in_parts: bool
 
 
-def goes_in_rounds(every: list[tuple[CopiedLevel, ...]]) -> bool:
+def is_single_hop(every: list[tuple[CopyLevel, ...]]) -> bool:
     """Whether no rank forwards anything, or stores over what it sends: then all pushes can be queued at once."""
     return not any(
         any(push.needs_kernel for level in levels for push in level.pushes) or find_overwriting(levels)
@@ -28,7 +37,7 @@ def goes_in_rounds(every: list[tuple[CopiedLevel, ...]]) -> bool:
     )
 
 
-class RoundCourses(Courses):
+class DirectCopyPlanner(CopyPlanner):
     """All that a rank sends is queued at a call's start, in as few pushes as let what comes be hidden.
 
     What is only stored is pushed whole, one peer after another, and stored while the next is on its way: of a message
@@ -75,40 +84,42 @@ class RoundCourses(Courses):
                 self._storing.append(_Storing(self._load(number, nothing, copied.awaits), nothing, False))
         self.kernels = [storing.kernel for storing in self._storing]
 
-    def _find_parted(self, sender: int) -> list[PushedChunk]:
+    def _find_parted(self, sender: int) -> list[OutgoingChunk]:
         """What a rank pushes that its receiver sums, or stores after all else."""
         pushes = in_turn((push for level in self._every[sender] for push in level.pushes), sender, len(self._every))
         return [
             push
             for push in pushes
-            if push.straight is None and (push is pushes[-1] or (push.peer, push.message) in self._summed)
+            if push.zero_copy is None and (push is pushes[-1] or (push.peer, push.message) in self._summed)
         ]
 
-    def chart(self, layout: Layout, symmetric: Symmetric | None) -> tuple[Step, ...]:
-        """See `Courses`: round by round."""
+    def build(self, layout: ByteLayout, symmetric: SymmetricView | None) -> tuple[CopyStep, ...]:
+        """See `CopyPlanner`: round by round."""
         if not layout.chunk:
             return ()
         count = 1 if self._is_whole else -(-layout.chunk // self._largest)
         size = -(-layout.chunk // (16 * count)) * 16
-        rounds = [Part(begin, min(size, layout.chunk - begin)) for begin in range(0, layout.chunk, size)]
+        rounds = [ChunkSlice(begin, min(size, layout.chunk - begin)) for begin in range(0, layout.chunk, size)]
         return tuple(
             step
             for number, whole in enumerate(rounds)
             for step in self._round(whole, number, len(rounds) - 1, layout, symmetric)
         )
 
-    def _round(self, whole: Part, number: int, last: int, layout: Layout, symmetric: Symmetric | None) -> list[Step]:
+    def _round(
+        self, whole: ChunkSlice, number: int, last: int, layout: ByteLayout, symmetric: SymmetricView | None
+    ) -> list[CopyStep]:
         rank, world = self._workspace.rank, self._workspace.world_size
         # A part's sum, of what all send and into one, is over when the next part has come.
         share = 1 - (world + 1) / ((world - 1) * KERNEL_TO_LINK) if self._summed else SHARE
         pieces = cut(whole.size, whole.size, share)
         assert len(pieces) <= PARTS
-        parts = [Part(whole.begin + begin, size, begin, flag) for flag, (begin, size) in enumerate(pieces)]
+        parts = [ChunkSlice(whole.begin + begin, size, begin, flag) for flag, (begin, size) in enumerate(pieces)]
         parted = self._find_parted(rank)
         pushes = in_turn((push for level in self._levels for push in level.pushes), rank, world)
         queued = [(push, whole) for push in pushes if push not in parted]
         queued += [(push, part) for part in parts for push in parted]
-        first = Step(
+        first = CopyStep(
             begins=self._begin(number, symmetric),
             begun="begun",
             overwrites=None,

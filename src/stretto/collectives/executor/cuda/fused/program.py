@@ -22,21 +22,21 @@ MAX_OPERATIONS = 4096
 """Of a rank: beyond it the code of one thread is longer than an instruction cache, and its registers run out."""
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """A chunk of a rank's memory, under the name that both buffers share in place."""
 
     buffer: Buffer
     chunk: int
 
 
-class Load(NamedTuple):
+class LoadChunk(NamedTuple):
     """`value` is what `place` holds before the collective."""
 
     value: int
-    place: Place
+    place: ChunkPlace
 
 
-class Receive(NamedTuple):
+class ReceiveChunk(NamedTuple):
     """`value` is what comes into this rank's mailbox `message` from `peer`."""
 
     value: int
@@ -44,7 +44,7 @@ class Receive(NamedTuple):
     peer: int
 
 
-class Reduce(NamedTuple):
+class ReduceChunks(NamedTuple):
     """`value` = `left` + `right`. completes: whether it is the sum of all ranks' inputs (an average divides then)."""
 
     value: int
@@ -53,7 +53,7 @@ class Reduce(NamedTuple):
     completes: bool
 
 
-class Store(NamedTuple):
+class StoreChunk(NamedTuple):
     """`place` holds `value` after the collective.
 
     is_whole: whether `place` holds all of the value for every size of tensors. It does not where a chunk goes to a
@@ -61,11 +61,11 @@ class Store(NamedTuple):
     """
 
     value: int
-    place: Place
+    place: ChunkPlace
     is_whole: bool = True
 
 
-class Send(NamedTuple):
+class SendChunk(NamedTuple):
     """`value` goes into `peer`'s mailbox `message`."""
 
     value: int
@@ -77,11 +77,11 @@ class Send(NamedTuple):
 class Level:
     """What a lane does once the messages before it have come, in this order."""
 
-    receives: tuple[Receive, ...]
-    loads: tuple[Load, ...]
-    reduces: tuple[Reduce, ...]
-    sends: tuple[Send, ...]
-    stores: tuple[Store, ...]
+    receives: tuple[ReceiveChunk, ...]
+    loads: tuple[LoadChunk, ...]
+    reduces: tuple[ReduceChunks, ...]
+    sends: tuple[SendChunk, ...]
+    stores: tuple[StoreChunk, ...]
 
     @property
     def operations(self) -> int:
@@ -90,7 +90,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class LaneProgram:
+class FusedRankProgram:
     """What one rank does with a lane.
 
     mailboxes: how many messages come; rounded: the sums that are rounded to the dtype before they are used again,
@@ -104,11 +104,11 @@ class LaneProgram:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class FusedProgram:
     """All ranks' lane programs. meets: whether no rank can end before all have begun, by the messages alone."""
 
     collective: Collective
-    ranks: tuple[LaneProgram, ...]
+    ranks: tuple[FusedRankProgram, ...]
     meets: bool
 
     @property
@@ -122,7 +122,7 @@ class Lanes:
         return max(len(program.levels) for program in self.ranks) - 1
 
 
-def lower_to_lanes(schedule: Schedule, *, in_place: bool) -> Lanes:
+def lower_to_fused_program(schedule: Schedule, *, in_place: bool) -> FusedProgram:
     """Lower a verified schedule, as it is called. ValueError for one that cannot run, or is too long for one thread."""
     errors: list[str] = []
     graph = build_graph(schedule, errors)
@@ -130,8 +130,8 @@ def lower_to_lanes(schedule: Schedule, *, in_place: bool) -> Lanes:
     if errors or left:
         raise ValueError(f"{schedule.name} cannot run: {errors[0] if errors else 'it deadlocks'}")
     collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
-    made: list[_Made] = []
-    makers = [_Maker(rank, schedule, collective, made) for rank in range(collective.ranks)]
+    made: list[_ValueOrigin] = []
+    makers = [_RankLowering(rank, schedule, collective, made) for rank in range(collective.ranks)]
     posted: dict[int, list[_Message]] = {}
     for number in order:
         step, rank = graph.steps[number], graph.places[number][0]
@@ -144,7 +144,7 @@ def lower_to_lanes(schedule: Schedule, *, in_place: bool) -> Lanes:
             posted[number] = makers[rank].post(values, makers[block.send_peer])
     rounds_all = collective.replicated and not _replicas_agree(makers, made)
     meets = all(len(maker.entered()) == collective.ranks for maker in makers)
-    return Lanes(collective, tuple(maker.finish(rounds_all) for maker in makers), meets)
+    return FusedProgram(collective, tuple(maker.finish(rounds_all) for maker in makers), meets)
 
 
 class _Message(NamedTuple):
@@ -158,7 +158,7 @@ class _Message(NamedTuple):
     entered: frozenset[int]
 
 
-class _Made(NamedTuple):
+class _ValueOrigin(NamedTuple):
     """How a rank got a value: from values that (rank, value) names, or from nothing but `name`."""
 
     rank: int
@@ -167,10 +167,10 @@ class _Made(NamedTuple):
     name: object = None
 
 
-class _Maker:
+class _RankLowering:
     """Makes one rank's program by running its steps on names of values instead of numbers."""
 
-    def __init__(self, rank: int, schedule: Schedule, collective: Collective, made: list[_Made]) -> None:
+    def __init__(self, rank: int, schedule: Schedule, collective: Collective, made: list[_ValueOrigin]) -> None:
         self.rank = rank
         self.name = schedule.name
         self.collective = collective
@@ -178,13 +178,13 @@ class _Maker:
         self.mailboxes = 0
         self.sums_sent: set[int] = set()
         self._made = made
-        self._held: dict[Place, int] = {}
+        self._held: dict[ChunkPlace, int] = {}
         self._levels: list[int] = []
         self._inputs: list[frozenset[tuple[int, int]]] = []
-        self._loads: dict[int, Place] = {}
-        self._receives: list[Receive] = []
-        self._reduces: dict[int, Reduce] = {}
-        self._sends: list[Send] = []
+        self._loads: dict[int, ChunkPlace] = {}
+        self._receives: list[ReceiveChunk] = []
+        self._reduces: dict[int, ReduceChunks] = {}
+        self._sends: list[SendChunk] = []
         self._names = {self._place(Buffer.IN, index): (rank, index) for index in range(collective.input_chunks)}
         for source, destination in schedule.ranks[rank].copies:
             self._held[self._place(Buffer.OUT, destination)] = self._read(self._place(Buffer.IN, source))
@@ -205,11 +205,11 @@ class _Maker:
                 self._held[self._place(step.destination_buffer, step.destination + at)] = value
         return values
 
-    def post(self, values: Sequence[int], receiver: "_Maker") -> list[_Message]:
-        """Send values to another rank, each into the next of its mailboxes."""
+    def post(self, values: Sequence[int], receiver: "_RankLowering") -> list[_Message]:
+        """SendChunk values to another rank, each into the next of its mailboxes."""
         messages = []
         for value in values:
-            self._sends.append(Send(value, receiver.rank, receiver.mailboxes))
+            self._sends.append(SendChunk(value, receiver.rank, receiver.mailboxes))
             if value in self._reduces:
                 self.sums_sent.add(value)
             level = self._levels[value]
@@ -230,10 +230,10 @@ class _Maker:
         """For each output chunk the value that it holds in the end, -1 where nobody wrote it."""
         return [self._held.get(self._place(Buffer.OUT, index), -1) for index in range(self.collective.output_chunks)]
 
-    def finish(self, rounds_all: bool) -> LaneProgram:
+    def finish(self, rounds_all: bool) -> FusedRankProgram:
         """The program; rounds_all: whether all sums are rounded, not only those that travel."""
         copied = [
-            Store(value, self._place(Buffer.OUT, index), self._fits(value, index))
+            StoreChunk(value, self._place(Buffer.OUT, index), self._fits(value, index))
             for index, value in enumerate(self.outputs())
             if value >= 0 and self._loads.get(value) != self._place(Buffer.OUT, index)
         ]
@@ -246,7 +246,7 @@ class _Maker:
             kinds[self._levels[receive.value]][0].append(receive)
         for value, place in self._loads.items():
             if place in first:
-                kinds[first[place]][1].append(Load(value, place))
+                kinds[first[place]][1].append(LoadChunk(value, place))
         for reduce in self._reduces.values():
             kinds[self._levels[reduce.value]][2].append(reduce)
         for send in self._sends:
@@ -261,16 +261,16 @@ class _Maker:
                 f"{MAX_OPERATIONS}"
             )
         rounded = set(self._reduces) if rounds_all else self.sums_sent
-        return LaneProgram(self.rank, levels, self.mailboxes, frozenset(rounded))
+        return FusedRankProgram(self.rank, levels, self.mailboxes, frozenset(rounded))
 
     def _fits(self, value: int, index: int) -> bool:
         """Whether an output chunk's place is as long as the value, for every size: chunks get shorter along a block."""
         chunks = count_block_chunks(self.collective)
         return all(given % chunks >= index % chunks for _, given in self._inputs[value])
 
-    def _first_reads(self, copied: set[int]) -> dict[Place, int]:
+    def _first_reads(self, copied: set[int]) -> dict[ChunkPlace, int]:
         """The level in which a chunk's first content is first used, for each that is used at all."""
-        first: dict[Place, int] = {}
+        first: dict[ChunkPlace, int] = {}
         used = [(side, self._levels[reduce.value]) for reduce in self._reduces.values() for side in reduce[1:3]]
         used += [(send.value, self._levels[send.value]) for send in self._sends]
         used += [(value, 0) for value in copied]
@@ -280,14 +280,14 @@ class _Maker:
                 first[place] = min(first.get(place, level), level)
         return first
 
-    def _place(self, buffer: Buffer, chunk: int) -> Place:
-        return Place(*self.collective.place(self.rank, buffer, chunk))
+    def _place(self, buffer: Buffer, chunk: int) -> ChunkPlace:
+        return ChunkPlace(*self.collective.place(self.rank, buffer, chunk))
 
-    def _read(self, place: Place) -> int:
+    def _read(self, place: ChunkPlace) -> int:
         if place not in self._held:
             name = self._names.get(place)
             value = self._value(0, frozenset() if name is None else frozenset((name,)))
-            self._made.append(_Made(self.rank, value, (), name or (self.rank, place)))
+            self._made.append(_ValueOrigin(self.rank, value, (), name or (self.rank, place)))
             self._loads[value] = place
             self._held[place] = value
         return self._held[place]
@@ -295,17 +295,17 @@ class _Maker:
     def _receive(self, message: _Message) -> int:
         self._entered_by.setdefault(message.level, set()).update(message.entered)
         value = self._value(message.level, message.inputs)
-        self._made.append(_Made(self.rank, value, ((message.sender, message.value),)))
-        self._receives.append(Receive(value, message.mailbox, message.sender))
+        self._made.append(_ValueOrigin(self.rank, value, ((message.sender, message.value),)))
+        self._receives.append(ReceiveChunk(value, message.mailbox, message.sender))
         return value
 
     def _reduce(self, left: int, right: int) -> int:
         inputs = self._inputs[left] | self._inputs[right]
         value = self._value(max(self._levels[left], self._levels[right]), inputs)
-        self._made.append(_Made(self.rank, value, ((self.rank, left), (self.rank, right))))
+        self._made.append(_ValueOrigin(self.rank, value, ((self.rank, left), (self.rank, right))))
         ranks, indices = {rank for rank, _ in inputs}, {index for _, index in inputs}
         completes = len(ranks) == len(inputs) == self.collective.ranks and len(indices) == 1
-        self._reduces[value] = Reduce(value, left, right, completes)
+        self._reduces[value] = ReduceChunks(value, left, right, completes)
         return value
 
     def _value(self, level: int, inputs: frozenset[tuple[int, int]]) -> int:
@@ -314,7 +314,7 @@ class _Maker:
         return len(self._levels) - 1
 
 
-def _replicas_agree(makers: Sequence[_Maker], made: Sequence[_Made]) -> bool:
+def _replicas_agree(makers: Sequence[_RankLowering], made: Sequence[_ValueOrigin]) -> bool:
     """Whether all ranks' outputs are the same sums of the same sums, rounded at the same places."""
     names: dict[object, int] = {}
     exact: dict[tuple[int, int], int] = {}  # of (rank, value): the expression as it is used on its rank

@@ -7,7 +7,7 @@ import pytest
 from stretto.collectives import AllReduce, Broadcast, algorithm, chunk
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Buffer, Collective
-from stretto.collectives.executor.cuda.lanes import Place, lower_to_lanes
+from stretto.collectives.executor.cuda.fused.program import ChunkPlace, lower_to_fused_program
 
 SIZES = [{"ranks": ranks} for ranks in (2, 3, 4, 5, 8)]
 SHAPES = [{"nodes": nodes, "gpus": gpus} for nodes, gpus in ((1, 2), (2, 2), (2, 3), (3, 2))]
@@ -19,19 +19,19 @@ def sizes(name):
     return SHAPES if "nodes" in ALGORITHMS[name].parameters else SIZES
 
 
-def run(lanes, inputs):
+def run(fused, inputs):
     """Every rank's memory after the collective, a number a chunk: all ranks level by level, in a random order."""
-    collective = lanes.collective
+    collective = fused.collective
     memory = [
-        {Place(*collective.place(rank, Buffer.IN, index)): given for index, given in enumerate(inputs[rank])}
+        {ChunkPlace(*collective.place(rank, Buffer.IN, index)): given for index, given in enumerate(inputs[rank])}
         for rank in range(collective.ranks)
     ]
     mail = [{} for _ in range(collective.ranks)]
     values = [{} for _ in range(collective.ranks)]
-    for level in range(lanes.levels + 1):
+    for level in range(fused.levels + 1):
         arrived = [dict(box) for box in mail]  # what is sent in this level comes in the next
         for rank in random.sample(range(collective.ranks), collective.ranks):
-            program, held = lanes.ranks[rank], values[rank]
+            program, held = fused.ranks[rank], values[rank]
             if level >= len(program.levels):
                 continue
             now = program.levels[level]
@@ -60,32 +60,34 @@ def test_every_algorithm_gives_the_right_numbers_and_keeps_its_input(name, insta
             if name == "all-to-next" and in_place:
                 continue
             options = size if name == "all-to-next" else {**size, "in_place": in_place}
-            lanes = lower_to_lanes(ALGORITHMS[name].compile(instances=instances, **options), in_place=in_place)
-            collective = lanes.collective
+            fused = lower_to_fused_program(ALGORITHMS[name].compile(instances=instances, **options), in_place=in_place)
+            collective = fused.collective
             inputs = [
                 [random.randrange(10**6) for _ in range(collective.input_chunks)] for _ in range(collective.ranks)
             ]
-            memory = run(lanes, inputs)
+            memory = run(fused, inputs)
             for rank in range(collective.ranks):
                 for index in range(collective.output_chunks):
                     expected = collective.expected(rank, index)
                     if expected is not None:
-                        found = memory[rank][Place(*collective.place(rank, Buffer.OUT, index))]
+                        found = memory[rank][ChunkPlace(*collective.place(rank, Buffer.OUT, index))]
                         assert found == sum(inputs[giver][given] for giver, given in expected), (options, rank, index)
                 if not in_place:
-                    assert [memory[rank][Place(Buffer.IN, index)] for index in range(len(inputs[rank]))] == inputs[rank]
+                    assert [memory[rank][ChunkPlace(Buffer.IN, index)] for index in range(len(inputs[rank]))] == inputs[
+                        rank
+                    ]
 
 
 def test_a_two_shot_all_reduce_is_three_levels_without_a_copy():
-    lanes = lower_to_lanes(ALGORITHMS["two-shot-all-reduce"].compile(ranks=4, in_place=False), in_place=False)
-    first, second, third = lanes.ranks[2].levels
+    fused = lower_to_fused_program(ALGORITHMS["two-shot-all-reduce"].compile(ranks=4, in_place=False), in_place=False)
+    first, second, third = fused.ranks[2].levels
     assert [len(level.receives) for level in (first, second, third)] == [0, 3, 3]
     assert [len(level.sends) for level in (first, second, third)] == [3, 3, 0]
     assert [len(level.stores) for level in (first, second, third)] == [0, 1, 3]
     assert len(second.reduces) == 3
-    assert lanes.ranks[2].rounded == {second.reduces[-1].value}  # only the whole sum travels
+    assert fused.ranks[2].rounded == {second.reduces[-1].value}  # only the whole sum travels
     assert second.reduces[-1].completes
-    assert lanes.meets
+    assert fused.meets
 
 
 def test_ranks_that_round_at_different_places_round_every_sum():
@@ -106,8 +108,8 @@ def test_ranks_that_round_at_different_places_round_every_sum():
         at_2.reduce(chunk(2, "scratch", 0))
         assert total is not None
 
-    lanes = lower_to_lanes(lopsided.compile(), in_place=False)
-    for program in lanes.ranks:
+    fused = lower_to_fused_program(lopsided.compile(), in_place=False)
+    for program in fused.ranks:
         assert program.rounded == {reduce.value for level in program.levels for reduce in level.reduces}
 
 
@@ -118,7 +120,7 @@ def test_a_broadcast_does_not_keep_its_root_until_all_have_begun():
         for rank in (1, 2):
             chunk(0, "in", 0).copy(rank, "out", 0)
 
-    assert not lower_to_lanes(star.compile(), in_place=True).meets
+    assert not lower_to_fused_program(star.compile(), in_place=True).meets
 
 
 def test_a_send_is_not_held_up_by_what_its_rank_receives_before_it_in_the_program():
@@ -134,10 +136,10 @@ def test_a_send_is_not_held_up_by_what_its_rank_receives_before_it_in_the_progra
                 chunk(rank, "in", 0).copy((rank + 1) % 3, "out", index)
 
     # A lane sends all at once, and then waits for the rank before it alone.
-    assert not lower_to_lanes(shift.compile(), in_place=False).meets
+    assert not lower_to_fused_program(shift.compile(), in_place=False).meets
 
 
 @pytest.mark.exhaustive
 def test_a_program_that_is_too_long_for_a_thread_is_refused():
     with pytest.raises(ValueError, match="operations a lane: one thread takes up to 4096"):
-        lower_to_lanes(ALGORITHMS["direct-all-to-all"].compile(ranks=8, instances=256), in_place=False)
+        lower_to_fused_program(ALGORITHMS["direct-all-to-all"].compile(ranks=8, instances=256), in_place=False)

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 import torch
 
-SIDES = ("push", "tell", "watch")
+SIDE_STREAMS = ("push", "tell", "watch")
 
 
-class Queues(Protocol):
-    """Where copies and kernels are put in order: "caller", the stream that was current at `fork`, and `SIDES`."""
+class CopyStreams(Protocol):
+    """The streams of a call: "caller", the stream that was current at `fork`, and `SIDE_STREAMS`."""
 
     def fork(self) -> None:
         """The others go on after what the caller's has."""
@@ -31,12 +31,12 @@ class Queues(Protocol):
         """The caller's goes on after the others."""
 
 
-class CudaQueues:
-    """`Queues` as CUDA streams. Works while a graph is captured: the streams fork from the caller's and join it."""
+class CudaCopyStreams:
+    """CUDA streams for copies. Works under graph capture: the streams fork from the caller's and join it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in SIDES}
+        self._streams = {name: torch.cuda.Stream(device) for name in SIDE_STREAMS}
         self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
         self._events: dict[Hashable, torch.cuda.Event] = {}
         self._known: dict[Hashable, int] = {}
@@ -46,18 +46,18 @@ class CudaQueues:
         self._wait = _declare(driver.cuStreamWaitEvent, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 
     def fork(self) -> None:
-        """See `Queues`."""
+        """See `CopyStreams`."""
         self._handles["caller"] = torch._C._cuda_getCurrentRawStream(self._device.index)
         self.mark("forked", "caller")
-        for queue in SIDES:
+        for queue in SIDE_STREAMS:
             self.follow("forked", queue)
 
     def handle(self, queue: str) -> int:
-        """See `Queues`."""
+        """See `CopyStreams`."""
         return self._handles[queue]
 
     def mark(self, event: Hashable, queue: str) -> None:
-        """See `Queues`."""
+        """See `CopyStreams`."""
         known = self._known.get(event)
         if known is None:
             made = self._events[event] = torch.cuda.Event()
@@ -66,16 +66,16 @@ class CudaQueues:
         self._require(self._record(known, self._handles[queue]), "an event")
 
     def follow(self, event: Hashable, queue: str) -> None:
-        """See `Queues`."""
+        """See `CopyStreams`."""
         self._require(self._wait(self._handles[queue], self._known[event], 0), "a wait")
 
     def copy(self, target: int, source: int, num_bytes: int, queue: str) -> None:
-        """See `Queues`. RuntimeError with CUDA's number for what it refuses."""
+        """See `CopyStreams`. RuntimeError with CUDA's number for what it refuses."""
         self._require(self._copy(target, source, num_bytes, self._handles[queue]), f"a copy of {num_bytes} bytes")
 
     def join(self) -> None:
-        """See `Queues`."""
-        for queue in SIDES:
+        """See `CopyStreams`."""
+        for queue in SIDE_STREAMS:
             self.mark("joined", queue)
             self.follow("joined", "caller")
 

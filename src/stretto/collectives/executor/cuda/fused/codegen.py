@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from stretto.collectives.collective import Buffer
-from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Place, Receive
+from stretto.collectives.executor.cuda.fused.program import (
+    ChunkPlace,
+    FusedProgram,
+    FusedRankProgram,
+    Level,
+    ReceiveChunk,
+)
 
 ELEMENTS = {
     "float64": "double",
@@ -70,58 +76,61 @@ class Variant:
     unroll: int = 1
 
 
-def most_threads(lanes: Lanes, variant: Variant) -> int:
+def most_threads(fused: FusedProgram, variant: Variant) -> int:
     """Of a block of the kernel, which is the same on all ranks."""
     is_narrow = variant.unroll > 1 or any(
-        sum(level.operations for level in program.levels) > _MOST_WIDE_OPERATIONS for program in lanes.ranks
+        sum(level.operations for level in program.levels) > _MOST_WIDE_OPERATIONS for program in fused.ranks
     )
     return MAX_THREADS if is_narrow else WIDE_THREADS
 
 
-def write_source(lanes: Lanes, rank: int, block_chunks: int, variant: Variant) -> str:
+def write_source(fused: FusedProgram, rank: int, block_chunks: int, variant: Variant) -> str:
     """The kernel `run` of that rank. block_chunks: the chunks of a block (see `Layout`)."""
-    writer = _Writer(lanes, lanes.ranks[rank], block_chunks, variant)
-    return write_macros(lanes, rank, variant) + "\n".join(
+    writer = _Writer(fused, fused.ranks[rank], block_chunks, variant)
+    return write_macros(fused, rank, variant) + "\n".join(
         [read_sources("ptx.cu", "primitives.cu"), *writer.kernel(), ""]
     )
 
 
 def write_level_source(
-    lanes: Lanes,
-    program: LaneProgram,
+    fused: FusedProgram,
+    program: FusedRankProgram,
     number: int,
     level: Level,
     block_chunks: int,
     variant: Variant,
-    awaits: Sequence[Receive] = (),
+    awaits: Sequence[ReceiveChunk] = (),
 ) -> str:
     """The kernel `run` of one level that sends nothing: its messages lie in mailboxes, where copy engines put them.
 
     awaits: messages that lie elsewhere, and are only waited for.
     """
-    writer = _LevelWriter(lanes, program, block_chunks, variant)
-    return write_macros(lanes, program.rank, variant) + "\n".join(
+    writer = _LevelWriter(fused, program, block_chunks, variant)
+    return write_macros(fused, program.rank, variant) + "\n".join(
         [read_sources("ptx.cu", "primitives.cu"), *writer.level_kernel(number, level, awaits), ""]
     )
 
 
-def write_macros(lanes: Lanes, rank: int, variant: Variant) -> str:
+def write_macros(fused: FusedProgram, rank: int, variant: Variant) -> str:
     """What the sources of a variant expect to be defined."""
     macros = {
         "ELEMENT": ELEMENTS[variant.dtype],
         "OPERATION": OPERATIONS[variant.reduction],
         "IS_AVERAGE": int(variant.reduction == "avg"),
         "PROTOCOL": PROTOCOLS[variant.protocol],
-        "WORLD": lanes.collective.ranks,
+        "WORLD": fused.collective.ranks,
         "RANK": rank,
         "UNROLL": variant.unroll,
     }
     return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
+SOURCES = "stretto.collectives.executor.cuda"
+
+
 def read_sources(*names: str) -> str:
-    """The CUDA C++ that lies beside this module."""
-    return "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
+    """The CUDA C++ files of this package, by their paths in its folder."""
+    return "\n".join(files(SOURCES).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def parameter_names(world: int) -> list[str]:
@@ -132,13 +141,13 @@ def parameter_names(world: int) -> list[str]:
 class _Writer:
     """Writes the kernel's lines."""
 
-    def __init__(self, lanes: Lanes, program: LaneProgram, block_chunks: int, variant: Variant) -> None:
+    def __init__(self, fused: FusedProgram, program: FusedRankProgram, block_chunks: int, variant: Variant) -> None:
         self.program = program
-        self.world = lanes.collective.ranks
-        self.meets = lanes.meets
-        self.in_place = lanes.collective.in_place
+        self.world = fused.collective.ranks
+        self.meets = fused.meets
+        self.in_place = fused.collective.in_place
         self.block_chunks = block_chunks
-        self.most_threads = most_threads(lanes, variant)
+        self.most_threads = most_threads(fused, variant)
         self.is_simple = variant.protocol == "Simple"
         self.is_line = variant.protocol == "LL128"
         self.completes = {reduce.value for level in program.levels for reduce in level.reduces if reduce.completes}
@@ -256,7 +265,7 @@ class _Writer:
                     f"(u64)epoch << 32, wait, TO_BEGIN, {peer});"
                 )
 
-    def _chunk(self, place: Place) -> tuple[str, str]:
+    def _chunk(self, place: ChunkPlace) -> tuple[str, str]:
         """Where a chunk begins, and its bytes."""
         base = "input" if place.buffer is Buffer.IN else "output"
         block, chunk = divmod(place.chunk, self.block_chunks)
@@ -279,7 +288,7 @@ class _Writer:
 class _LevelWriter(_Writer):
     """Writes the kernel of one level. A message is there once its flag has the piece's tick."""
 
-    def level_kernel(self, number: int, level: Level, awaits: Sequence[Receive]) -> Iterator[str]:
+    def level_kernel(self, number: int, level: Level, awaits: Sequence[ReceiveChunk]) -> Iterator[str]:
         parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}) {{'
         yield "  const u64 tick = *base + index + 1;"

@@ -10,13 +10,13 @@ from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, m
 from tests.collectives.executor.cuda.test_kernels import check, make
 
 from stretto.collectives.algorithms import ALGORITHMS
-from stretto.collectives.executor.cuda import courses
-from stretto.collectives.executor.cuda.copied import CopiedSchedule
-from stretto.collectives.executor.cuda.kernel import LaneKernel
-from stretto.collectives.executor.cuda.lanes import lower_to_lanes
-from stretto.collectives.executor.cuda.pushes import lower_to_copies
-from stretto.collectives.executor.cuda.source import Variant
-from stretto.collectives.executor.cuda.workspace import Symmetric
+from stretto.collectives.executor.cuda.copy_engine import planner
+from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
+from stretto.collectives.executor.cuda.copy_engine.lowering import lower_to_copies
+from stretto.collectives.executor.cuda.fused.codegen import Variant
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
+from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
+from stretto.collectives.executor.cuda.workspace import SymmetricView
 from stretto.memory import PeerError
 
 SEED = random.randrange(2**31)
@@ -26,8 +26,8 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(courses, "SMALLEST_PIECE", 64)
-    monkeypatch.setattr(courses, "LARGEST_PIECE", 256)
+    monkeypatch.setattr(planner, "SMALLEST_PIECE", 64)
+    monkeypatch.setattr(planner, "LARGEST_PIECE", 256)
 
 
 def count_pieces(kernel):
@@ -37,19 +37,19 @@ def count_pieces(kernel):
 
 def pushes_of(kernel):
     """Of the last call of a new size."""
-    _, steps = list(kernel._courses.values())[-1]
+    _, steps = list(kernel._plans.values())[-1]
     return [push for step in steps for push in step.pushes]
 
 
 def test_pieces_cover_a_chunk_once_and_the_last_is_small():
     for size in (1, 15, 4 << 20, 8 << 20, (8 << 20) + 1, 64 << 20, (256 << 20) + 24):
         for largest in (1 << 20, 7 << 20, 32 << 20):
-            pieces = courses.cut(size, largest)
+            pieces = planner.cut(size, largest)
             assert sum(count for _, count in pieces) == size
             assert [begin for begin, _ in pieces] == [sum(count for _, count in pieces[:i]) for i in range(len(pieces))]
             assert all(begin % 16 == 0 and 0 < count <= largest for begin, count in pieces)
-            assert pieces[-1][1] <= 2 * courses.SMALLEST_PIECE
-    assert courses.cut(0, 1 << 20) == ()
+            assert pieces[-1][1] <= 2 * planner.SMALLEST_PIECE
+    assert planner.cut(0, 1 << 20) == ()
 
 
 @pytest.mark.sampled(1)
@@ -60,9 +60,11 @@ def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder,
     rng = random.Random(SEED)
     ranks = rng.choice([2, 3])
     workspaces = make_workspaces(ranks, folder)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
     reduction, in_place = rng.choice(["sum", "max"]), rng.random() < 0.5
-    kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", reduction, "Copy"), in_place)
+    kernels = make(
+        CopyEngineExecutor, name, {"ranks": ranks}, workspaces, Variant("int32", reduction, "Copy"), in_place
+    )
     for elements in (1, rng.choice([7, 64]), rng.choice([1000, 1300]), 2):
         check(kernels, torch.int32, reduction, in_place, elements, rng.choice([0, 1, 3]), rng)
 
@@ -72,26 +74,28 @@ def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder,
 def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    lanes = make(LaneKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("bfloat16", "sum", "LL"), True)
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
+    fused = make(
+        FusedScheduleKernel, "direct-all-gather", {"ranks": 2}, workspaces, Variant("bfloat16", "sum", "LL"), True
+    )
     kernels = make(
-        CopiedSchedule, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("bfloat16", "avg", "Copy"), True
+        CopyEngineExecutor, "two-shot-all-reduce", {"ranks": 2}, workspaces, Variant("bfloat16", "avg", "Copy"), True
     )
     for elements in (3001, 3001, 40):
         check(kernels, torch.bfloat16, "avg", True, elements, rng.choice([0, 1]), rng)
-        check(lanes, torch.bfloat16, "sum", True, 100, 0, rng)
+        check(fused, torch.bfloat16, "sum", True, 100, 0, rng)
     assert count_pieces(kernels[0]) == 1
     check(kernels, torch.bfloat16, "avg", True, 9001, 0, rng)
-    assert count_pieces(kernels[0]) > 2 * courses.SLOTS
+    assert count_pieces(kernels[0]) > 2 * planner.SLOTS
 
 
 @needs_compiler
 def test_a_rank_that_waits_for_nobody_does_not_overwrite_what_is_not_read_yet(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 12))
+    add_copy_areas(workspaces, planner.HEAD + (1 << 12))
     kernels = make(
-        CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
+        CopyEngineExecutor, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
     )
     check(kernels, torch.int16, "sum", True, 9001, 0, rng)
     assert count_pieces(kernels[0]) == 5
@@ -104,8 +108,8 @@ def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     workspaces = make_workspaces(3, folder, limit=10.0)
-    add_copy_areas(workspaces, courses.HEAD + (2 << 12))  # two messages of 4096 bytes
-    kernels = make(CopiedSchedule, name, {"ranks": 3}, workspaces, Variant("int32", "sum", "Copy"), False)
+    add_copy_areas(workspaces, planner.HEAD + (2 << 12))  # two messages of 4096 bytes
+    kernels = make(CopyEngineExecutor, name, {"ranks": 3}, workspaces, Variant("int32", "sum", "Copy"), False)
     check(kernels, torch.int32, "sum", False, 1024, 0, rng)
     assert [push.num_bytes for push in pushes_of(kernels[1])] == [4096, 3072, 768, 192, 64]
     workspaces[rng.randrange(3)].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.003
@@ -123,9 +127,9 @@ def test_what_is_summed_goes_in_parts_of_all_messages_and_in_rounds(in_place, fo
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     workspaces = make_workspaces(3, folder, limit=10.0)
-    add_copy_areas(workspaces, courses.HEAD + (2 << 12))  # two messages of 4096 bytes
+    add_copy_areas(workspaces, planner.HEAD + (2 << 12))  # two messages of 4096 bytes
     variant = Variant("int32", "avg", "Copy")
-    kernels = make(CopiedSchedule, "direct-reduce-scatter", {"ranks": 3}, workspaces, variant, in_place)
+    kernels = make(CopyEngineExecutor, "direct-reduce-scatter", {"ranks": 3}, workspaces, variant, in_place)
     check(kernels, torch.int32, "avg", in_place, 1024, 0, rng)
     sizes = [push.num_bytes for push in pushes_of(kernels[1])]
     assert sizes[::2] == sizes[1::2] == sorted(sizes[::2], reverse=True)
@@ -146,8 +150,8 @@ def test_what_is_summed_goes_in_parts_of_all_messages_and_in_rounds(in_place, fo
 def test_a_rank_with_a_late_queue_spoils_nothing(in_place, name, queue, folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder, limit=10.0)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    kernels = make(CopiedSchedule, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), in_place)
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
+    kernels = make(CopyEngineExecutor, name, {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), in_place)
     workspaces[1].late[queue] = 0.01
     for _ in range(3):
         check(kernels, torch.int32, "sum", in_place, rng.choice([300, 900]), 0, rng)
@@ -160,9 +164,9 @@ def test_a_rank_with_a_late_queue_spoils_nothing(in_place, name, queue, folder, 
 def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder, limit=10.0)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
     kernels = make(
-        CopiedSchedule, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
+        CopyEngineExecutor, "binomial-broadcast", {"ranks": 2}, workspaces, Variant("int16", "sum", "Copy"), True
     )
     workspaces[1].late[queue] = 0.02
     for elements in (3000, 300):
@@ -174,7 +178,7 @@ def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, f
 def make_symmetric(workspaces, targets, keys=None):
     addresses = tuple(target.data_ptr() for target in targets)
     for workspace, target, key in zip(workspaces, targets, keys or [7] * len(targets), strict=True):
-        workspace.symmetric = {target.data_ptr(): Symmetric(addresses, key)}
+        workspace.symmetric = {target.data_ptr(): SymmetricView(addresses, key)}
 
 
 def forget_symmetric(workspaces, targets):
@@ -190,17 +194,17 @@ def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small
     rng = random.Random(SEED)
     ranks = rng.choice([2, 3])
     workspaces = make_workspaces(ranks, folder, limit=10.0)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    kernels = make(CopiedSchedule, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
+    kernels = make(CopyEngineExecutor, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
     workspaces[0].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.002
     for elements in (7, 1000):
         for prepare in (make_symmetric, forget_symmetric):  # one call so, the next into ordinary tensors
             prepare = partial(prepare, workspaces)
             check(kernels, torch.int32, "sum", in_place, elements, rng.choice([0, 1]), rng, prepare)
     # In place, what all-to-all and all-reduce write over is still to be sent. Of a ring the last hop goes straight.
-    straight = {"direct-all-gather", "ring-all-gather"}
-    straight |= set() if in_place else {"direct-all-to-all", "two-shot-all-reduce"}
-    assert (kernels[0]._pushed is not None) == (name in straight)
+    zero_copy = {"direct-all-gather", "ring-all-gather"}
+    zero_copy |= set() if in_place else {"direct-all-to-all", "two-shot-all-reduce"}
+    assert (kernels[0]._pushed is not None) == (name in zero_copy)
     for workspace in workspaces:
         workspace.check()
 
@@ -209,9 +213,9 @@ def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small
 def test_other_symmetric_tensors_on_two_ranks_are_an_error(folder, small_pieces):
     for keys in ([7, 8], [7, None]):
         workspaces = make_workspaces(2, folder, limit=1000.0)  # at once, and not after the time limit
-        add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+        add_copy_areas(workspaces, planner.HEAD + (1 << 16))
         variant = Variant("int32", "sum", "Copy")
-        kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, variant, False)
+        kernels = make(CopyEngineExecutor, "direct-all-gather", {"ranks": 2}, workspaces, variant, False)
         targets = [torch.zeros(200, dtype=torch.int32) for _ in workspaces]
         make_symmetric(workspaces, targets, keys)
         if keys[1] is None:
@@ -227,8 +231,10 @@ def test_other_symmetric_tensors_on_two_ranks_are_an_error(folder, small_pieces)
 @needs_compiler
 def test_a_peer_that_never_comes_is_named(folder, small_pieces):
     workspaces = make_workspaces(2, folder, limit=0.3)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
+    kernels = make(
+        CopyEngineExecutor, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True
+    )
     run_all(kernels[:1], [(torch.zeros(200, dtype=torch.int32),)])
     with pytest.raises(PeerError, match="rank 1 to begin"):
         kernels[0](torch.zeros(200, dtype=torch.int32))
@@ -238,9 +244,9 @@ def test_a_peer_that_never_comes_is_named(folder, small_pieces):
 def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
     workspaces = make_workspaces(3, folder, limit=3.0)
     workspaces[0].limit = int(0.1e9)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
     variant = Variant("int32", "sum", "Copy")
-    kernels = make(CopiedSchedule, "two-shot-all-reduce", {"ranks": 3}, workspaces, variant, True)
+    kernels = make(CopyEngineExecutor, "two-shot-all-reduce", {"ranks": 3}, workspaces, variant, True)
 
     def come_late(tensor):
         while not workspaces[0].report[0]:
@@ -260,9 +266,11 @@ def test_a_rank_that_has_given_up_tells_nobody_that_its_sums_are_there(folder):
 @needs_compiler
 def test_after_an_error_in_the_middle_of_a_call_no_other_is_taken_for_it(folder, monkeypatch):
     workspaces = make_workspaces(2, folder, limit=1.0)
-    add_copy_areas(workspaces, courses.HEAD + (1 << 16))
-    kernels = make(CopiedSchedule, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True)
-    queues = workspaces[0].queues()
+    add_copy_areas(workspaces, planner.HEAD + (1 << 16))
+    kernels = make(
+        CopyEngineExecutor, "direct-all-gather", {"ranks": 2}, workspaces, Variant("int32", "sum", "Copy"), True
+    )
+    copy_streams = workspaces[0].copy_streams()
 
     def refuse(*_):
         raise RuntimeError("a copy of 400 bytes was refused: CUDA error 1")
@@ -271,7 +279,7 @@ def test_after_an_error_in_the_middle_of_a_call_no_other_is_taken_for_it(folder,
 
     def call_in_vain(tensor):
         with monkeypatch.context() as patched:
-            patched.setattr(queues, "copy", refuse)
+            patched.setattr(copy_streams, "copy", refuse)
             with pytest.raises(RuntimeError, match="was refused"):
                 kernels[0](tensor)
         workspaces[0].drain()
@@ -287,8 +295,10 @@ def test_every_direct_algorithm_can_go_by_copies():
     for name in NAMES:
         for ranks in (2, 3, 4, 8):
             for in_place in (False, True):
-                lanes = lower_to_lanes(ALGORITHMS[name].compile(ranks=ranks, in_place=in_place), in_place=in_place)
-                for program in lanes.ranks:
+                fused = lower_to_fused_program(
+                    ALGORITHMS[name].compile(ranks=ranks, in_place=in_place), in_place=in_place
+                )
+                for program in fused.ranks:
                     levels = lower_to_copies(program, name, {})
                     sent = sum(len(level.pushes) for level in levels)
                     assert sent == sum(len(level.sends) for level in program.levels) > 0
@@ -296,13 +306,13 @@ def test_every_direct_algorithm_can_go_by_copies():
 
 def test_a_message_that_lies_in_no_buffer_is_refused():
     # A ring's partial sums are nobody's output in a reduce-scatter: they travel on without being stored.
-    lanes = lower_to_lanes(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
+    fused = lower_to_fused_program(ALGORITHMS["ring-reduce-scatter"].compile(ranks=4, in_place=False), in_place=False)
     with pytest.raises(ValueError, match="ring cannot go by copy engines: it sends what is in none of its buffers"):
-        lower_to_copies(lanes.ranks[0], "ring", {})
+        lower_to_copies(fused.ranks[0], "ring", {})
 
 
 def test_what_is_refused_takes_no_memory(folder):
     workspaces = make_workspaces(4, folder)  # without areas
     variant = Variant("int32", "sum", "Copy")
     with pytest.raises(ValueError, match="cannot go by copy engines"):
-        make(CopiedSchedule, "ring-reduce-scatter", {"ranks": 4}, workspaces, variant, False)
+        make(CopyEngineExecutor, "ring-reduce-scatter", {"ranks": 4}, workspaces, variant, False)

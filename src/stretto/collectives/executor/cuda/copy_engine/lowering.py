@@ -9,42 +9,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stretto.collectives.executor.cuda.lanes import LaneProgram, Lanes, Level, Load, Place, Receive, Send
+from stretto.collectives.executor.cuda.fused.program import (
+    ChunkPlace,
+    FusedProgram,
+    FusedRankProgram,
+    Level,
+    LoadChunk,
+    ReceiveChunk,
+    SendChunk,
+)
 
 
 @dataclass(frozen=True)
-class PushedChunk:
+class OutgoingChunk:
     """A message: the chunk of the user's memory that goes into the mailbox `message` of `peer`.
 
-    needs_kernel: it is there only after this level's kernel; straight: where it goes instead, in the peer's tensor.
+    needs_kernel: it is there only after this level's kernel; zero_copy: where it goes instead, in the peer's tensor.
     """
 
-    place: Place
+    place: ChunkPlace
     peer: int
     message: int
     needs_kernel: bool
-    straight: Place | None
+    zero_copy: ChunkPlace | None
 
 
 @dataclass(frozen=True)
-class CopiedLevel:
+class CopyLevel:
     """One level as a kernel, which sends nothing, and the pushes after it. kernel None: there is nothing for one.
 
     awaits: messages that come straight, for which the kernel only waits.
     """
 
     kernel: Level | None
-    awaits: tuple[Receive, ...]
-    pushes: tuple[PushedChunk, ...]
+    awaits: tuple[ReceiveChunk, ...]
+    pushes: tuple[OutgoingChunk, ...]
 
 
-def find_straight(lanes: Lanes) -> dict[tuple[int, int], Place]:
+def find_zero_copy(fused: FusedProgram) -> dict[tuple[int, int], ChunkPlace]:
     """{(rank, message): where it may go straight, in the rank's memory}: what it only stores, and never reads there.
 
     A peer's copy may come as soon as both have begun the call, so nobody may need what was there before.
     """
     found = {}
-    for program in lanes.ranks:
+    for program in fused.ranks:
         levels = program.levels
         read = {load.place for level in levels for load in level.loads}
         used = {side for level in levels for reduce in level.reduces for side in (reduce.left, reduce.right)}
@@ -68,22 +76,22 @@ class _Known(NamedTuple):
     first level that stores to a place.
     """
 
-    program: LaneProgram
+    program: FusedRankProgram
     name: str
-    loads: dict[int, Place]
-    stored: dict[int, tuple[Place, int]]
-    overwritten: dict[Place, int]
+    loads: dict[int, ChunkPlace]
+    stored: dict[int, tuple[ChunkPlace, int]]
+    overwritten: dict[ChunkPlace, int]
 
 
 def lower_to_copies(
-    program: LaneProgram, name: str, straight: Mapping[tuple[int, int], Place]
-) -> tuple[CopiedLevel, ...]:
+    program: FusedRankProgram, name: str, zero_copy: Mapping[tuple[int, int], ChunkPlace]
+) -> tuple[CopyLevel, ...]:
     """A rank's lane program by levels. ValueError for a schedule whose messages are not chunks of its buffers.
 
-    straight: of `find_straight`, the messages that go so.
+    zero_copy: of `find_zero_copy`, the messages that go so.
     """
     awaits = [
-        tuple(receive for receive in level.receives if (program.rank, receive.message) in straight)
+        tuple(receive for receive in level.receives if (program.rank, receive.message) in zero_copy)
         for level in program.levels
     ]
     program = _without({receive.value for level in awaits for receive in level}, program)
@@ -94,22 +102,22 @@ def lower_to_copies(
         for store in level.stores
         if store.is_whole  # a place that may be shorter does not have all of the value
     }
-    overwritten: dict[Place, int] = {}
+    overwritten: dict[ChunkPlace, int] = {}
     for number, level in enumerate(program.levels):
         for store in level.stores:
             overwritten.setdefault(store.place, number)
     known = _Known(program, name, loads, stored, overwritten)
     return tuple(
-        CopiedLevel(
+        CopyLevel(
             _kernel_of(known, number, level, has_awaits=bool(awaits[number])),
             awaits[number],
-            tuple(_push_of(known, number, send, straight.get((send.peer, send.message))) for send in level.sends),
+            tuple(_push_of(known, number, send, zero_copy.get((send.peer, send.message))) for send in level.sends),
         )
         for number, level in enumerate(program.levels)
     )
 
 
-def _without(values: set[int], program: LaneProgram) -> LaneProgram:
+def _without(values: set[int], program: FusedRankProgram) -> FusedRankProgram:
     """The program without those values, which come and are stored by themselves."""
     levels = tuple(
         replace(
@@ -122,12 +130,12 @@ def _without(values: set[int], program: LaneProgram) -> LaneProgram:
     return replace(program, levels=levels)
 
 
-def _push_of(known: _Known, number: int, send: Send, straight: Place | None) -> PushedChunk:
+def _push_of(known: _Known, number: int, send: SendChunk, zero_copy: ChunkPlace | None) -> OutgoingChunk:
     loads, stored = known.loads, known.stored
     if send.value in loads and known.overwritten.get(loads[send.value], number + 1) > number:
-        return PushedChunk(loads[send.value], send.peer, send.message, False, straight)
+        return OutgoingChunk(loads[send.value], send.peer, send.message, False, zero_copy)
     if send.value in stored and stored[send.value][1] <= number:
-        return PushedChunk(stored[send.value][0], send.peer, send.message, True, straight)
+        return OutgoingChunk(stored[send.value][0], send.peer, send.message, True, zero_copy)
     raise ValueError(f"{known.name} cannot go by copy engines: it sends what is in none of its buffers")
 
 
@@ -142,23 +150,23 @@ def _kernel_of(known: _Known, number: int, level: Level, *, has_awaits: bool) ->
     again = []
     for value in sorted(used - here):
         if value in loads and known.overwritten.get(loads[value], number) >= number:
-            again.append(Load(value, loads[value]))
+            again.append(LoadChunk(value, loads[value]))
         elif value in stored and stored[value][1] < number and _is_exact(value, known.program):
-            again.append(Load(value, stored[value][0]))
+            again.append(LoadChunk(value, stored[value][0]))
         else:
             raise ValueError(f"{known.name} cannot go by copy engines: it uses again what is in none of its buffers")
     return replace(level, loads=tuple(again), sends=())
 
 
-def _is_exact(value: int, program: LaneProgram) -> bool:
+def _is_exact(value: int, program: FusedRankProgram) -> bool:
     """Whether a stored value is the value itself: sums that are not rounded are wider than what is stored."""
     is_sum = any(reduce.value == value for level in program.levels for reduce in level.reduces)
     return not is_sum or value in program.rounded
 
 
-def find_overwriting(levels: tuple[CopiedLevel, ...]) -> frozenset[int]:
+def find_overwriting(levels: tuple[CopyLevel, ...]) -> frozenset[int]:
     """Levels whose kernels write over what earlier levels push."""
-    pushed: set[Place] = set()
+    pushed: set[ChunkPlace] = set()
     found = set()
     for number, level in enumerate(levels):
         if level.kernel is not None and any(store.place in pushed for store in level.kernel.stores):

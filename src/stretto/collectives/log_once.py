@@ -6,18 +6,18 @@ logger = logging.getLogger("stretto.collectives")
 _MOST = 65536
 
 
-class SaidOnce:
+class LogOnce:
     """Says each line once, to the logger `stretto.collectives`; several threads may (a line may then come twice)."""
 
     def __init__(self) -> None:
         self._lines: set[str] = set()
 
     @property
-    def is_heard(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether anybody listens: lines are made only then."""
         return logger.isEnabledFor(logging.DEBUG)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Say it, unless it was said before."""
         if line in self._lines:
             return

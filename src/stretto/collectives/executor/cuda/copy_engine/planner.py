@@ -4,11 +4,16 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.copy_engine.lowering import (
+    CopyLevel,
+    OutgoingChunk,
+    find_overwriting,
+    lower_to_copies,
+)
 from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.lanes import Lanes, Level, Place, Receive
-from stretto.collectives.executor.cuda.pushes import CopiedLevel, PushedChunk, find_overwriting, lower_to_copies
-from stretto.collectives.executor.cuda.source import LEVEL_PARAMETERS, MAX_THREADS, Variant, write_level_source
-from stretto.collectives.executor.cuda.workspace import Symmetric, Workspace
+from stretto.collectives.executor.cuda.fused.codegen import LEVEL_PARAMETERS, MAX_THREADS, Variant, write_level_source
+from stretto.collectives.executor.cuda.fused.program import ChunkPlace, FusedProgram, Level, ReceiveChunk
+from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
 
 PARTS = 16  # of a message, at most: with pieces as `cut` makes them, enough for any memory
 SLOTS = 3  # pieces that a peer may be ahead by
@@ -23,14 +28,14 @@ and from FLAGS on a flag a message, or a part of one."""
 KERNEL_BLOCKS = 64
 
 
-class Layout(NamedTuple):
+class ByteLayout(NamedTuple):
     """Of a call's tensors, in bytes."""
 
     chunk: int
     block: int
 
 
-class Part(NamedTuple):
+class ChunkSlice(NamedTuple):
     """Of each chunk, in bytes: where it begins there and in the mailboxes; flag: 0, or which of a message's parts."""
 
     begin: int
@@ -39,17 +44,17 @@ class Part(NamedTuple):
     flag: int = 0
 
 
-class Copy(NamedTuple):
+class PeerCopy(NamedTuple):
     """A push: from a buffer's offset to an address; `tells`: to the receiver's flag."""
 
     buffer: int
     offset: int
     num_bytes: int
     target: int
-    tells: "Launch"
+    tells: "KernelLaunch"
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel, of so many blocks and threads, and the parameters that change from launch to launch."""
 
     kernel: Launchable
@@ -58,13 +63,13 @@ class Launch(NamedTuple):
     values: tuple[tuple[str, int], ...]
 
     def run(self, stream: int) -> None:
-        """Launch it there."""
+        """KernelLaunch it there."""
         for name, value in self.values:
             self.kernel.set(name, value)
         self.kernel.launch(self.blocks, self.threads, stream=stream)
 
 
-class Step(NamedTuple):
+class CopyStep(NamedTuple):
     """A part of a call: what is launched and copied in it, in this order; the others are names of events.
 
     begun: after `begins`, for pushes, and at a call's start for its kernels; overwrites: after what the kernel writes
@@ -72,18 +77,18 @@ class Step(NamedTuple):
     writes over what they send; is_last: of the call.
     """
 
-    begins: Launch | None
+    begins: KernelLaunch | None
     begun: Hashable
     overwrites: Hashable
-    kernel: Launch | None
+    kernel: KernelLaunch | None
     done: Hashable
-    pushes: tuple[Copy, ...]
+    pushes: tuple[PeerCopy, ...]
     pushed: Hashable
-    finishes: Launch | None
+    finishes: KernelLaunch | None
     is_last: bool
 
 
-class Sentinels(NamedTuple):
+class FlagKernels(NamedTuple):
     """The kernels of copied.cu."""
 
     begin: Launchable
@@ -103,78 +108,78 @@ def cut(size: int, largest: int, share: float = SHARE) -> tuple[tuple[int, int],
     return tuple(pieces)
 
 
-def in_turn(pushes: Iterable[PushedChunk], rank: int, world: int) -> list[PushedChunk]:
+def in_turn(pushes: Iterable[OutgoingChunk], rank: int, world: int) -> list[OutgoingChunk]:
     """A rank's, the next rank's first, so that a rank is sent to by one other at a time."""
     return sorted(pushes, key=lambda push: (push.peer - rank) % world)
 
 
-def require_copyable(lanes: Lanes, name: str) -> None:
+def require_copyable(fused: FusedProgram, name: str) -> None:
     """ValueError for a schedule that cannot go by copies: before it has memory, which the group keeps."""
-    for program in lanes.ranks:
+    for program in fused.ranks:
         lower_to_copies(program, name, {})
-    if FLAGS + 8 * max(_find_slots(lanes), PARTS) * lanes.mailboxes > HEAD:
-        raise ValueError(f"{name} has {lanes.mailboxes} messages to a rank: there are no flags for these")
+    if FLAGS + 8 * max(_find_slots(fused), PARTS) * fused.mailboxes > HEAD:
+        raise ValueError(f"{name} has {fused.mailboxes} messages to a rank: there are no flags for these")
 
 
-def _find_slots(lanes: Lanes) -> int:
-    return max(SLOTS, lanes.levels + 2)  # one more than its levels
+def _find_slots(fused: FusedProgram) -> int:
+    return max(SLOTS, fused.levels + 2)  # one more than its levels
 
 
-class Courses:
+class CopyPlanner:
     """One rank's, for a schedule, piece by piece: its kernels, and of a call all that its tensors' sizes decide.
 
-    every: all ranks' levels, of `lower_to_copies`; straight: the messages that go into the peers' tensors, and where
-    (see `find_straight`), instead of a mailbox.
+    every: all ranks' levels, of `lower_to_copies`; zero_copy: the messages that go into the peers' tensors, and where
+    (see `find_zero_copy`), instead of a mailbox.
     """
 
     def __init__(
         self,
-        lanes: Lanes,
-        every: list[tuple[CopiedLevel, ...]],
-        workspace: Workspace,
+        fused: FusedProgram,
+        every: list[tuple[CopyLevel, ...]],
+        workspace: CollectiveWorkspace,
         variant: Variant,
         block_chunks: int,
-        sentinels: Sentinels,
+        flag_kernels: FlagKernels,
         fixed: Mapping[str, int],
-        straight: Mapping[tuple[int, int], Place],
+        zero_copy: Mapping[tuple[int, int], ChunkPlace],
     ) -> None:
-        self._lanes, self._every = lanes, every
+        self._fused, self._every = fused, every
         self._levels = self._every[workspace.rank]
         self._depth = max(len(levels) for levels in self._every)
         self._overwriting = find_overwriting(self._levels)
         self._workspace, self._area, self._variant = workspace, workspace.copy_area(), variant
-        self._block_chunks, self._mailboxes, self._sentinels = block_chunks, lanes.mailboxes, sentinels
+        self._block_chunks, self._mailboxes, self._flag_kernels = block_chunks, fused.mailboxes, flag_kernels
         self._fixed = fixed
         self._slots = self._count_slots()
         room = (self._area.size - HEAD) // max(self._slots * self._mailboxes, 1) // 256 * 256
         self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room  # a round takes all there is
         # What nobody adds up or puts elsewhere needs no pieces.
-        self._is_whole = len(straight) == sum(program.mailboxes for program in lanes.ranks)
+        self._is_whole = len(zero_copy) == sum(program.mailboxes for program in fused.ranks)
         self.kernels: list[Launchable | None] = []
         self._load_kernels()
 
     def _count_slots(self) -> int:
-        return _find_slots(self._lanes)
+        return _find_slots(self._fused)
 
     def _load_kernels(self) -> None:
         for number, level in enumerate(self._levels):
             self.kernels.append(None if level.kernel is None else self._load(number, level.kernel, level.awaits))
 
-    def _load(self, number: int, level: Level, awaits: tuple[Receive, ...]) -> Launchable:
-        lanes = self._lanes
-        program = lanes.ranks[self._workspace.rank]
-        source = write_level_source(lanes, program, number, level, self._block_chunks, self._variant, awaits)
+    def _load(self, number: int, level: Level, awaits: tuple[ReceiveChunk, ...]) -> Launchable:
+        fused = self._fused
+        program = fused.ranks[self._workspace.rank]
+        source = write_level_source(fused, program, number, level, self._block_chunks, self._variant, awaits)
         kernel = self._workspace.load(source, [name for _, name in LEVEL_PARAMETERS])
         for parameter in ("state", "report", "failed", "limit", "kernel", "base"):
             kernel.set(parameter, self._fixed[parameter])
         kernel.set("stride", self._largest)
         return kernel
 
-    def chart(self, layout: Layout, symmetric: Symmetric | None) -> tuple[Step, ...]:
+    def build(self, layout: ByteLayout, symmetric: SymmetricView | None) -> tuple[CopyStep, ...]:
         """What a call does: a piece's next level when the piece after it has had this one."""
-        pieces = tuple(Part(*piece) for piece in cut(layout.chunk, self._largest))
+        pieces = tuple(ChunkSlice(*piece) for piece in cut(layout.chunk, self._largest))
         if self._is_whole and pieces:
-            pieces = (Part(0, layout.chunk),)
+            pieces = (ChunkSlice(0, layout.chunk),)
         return tuple(
             self._step(pieces, turn - level, level, layout, symmetric)
             for turn in range(len(pieces) + self._depth - 1)
@@ -184,18 +189,18 @@ class Courses:
 
     def _step(
         self,
-        pieces: tuple[Part, ...],
+        pieces: tuple[ChunkSlice, ...],
         piece: int,
         number: int,
-        layout: Layout,
-        symmetric: Symmetric | None,
-    ) -> Step:
+        layout: ByteLayout,
+        symmetric: SymmetricView | None,
+    ) -> CopyStep:
         has_level = number < len(self._levels)
         pushes = self._levels[number].pushes if has_level else ()
         slot, last = piece % self._slots, len(pieces) - 1
         is_end = number == self._depth - 1
         level = self._levels[number].kernel if has_level else None
-        return Step(
+        return CopyStep(
             begins=self._begin(piece, symmetric) if number == 0 else None,
             begun=("begun", slot),
             overwrites=("pushed", slot, number - 1) if number in self._overwriting else None,
@@ -210,23 +215,25 @@ class Courses:
             is_last=is_end and piece == last,
         )
 
-    def _begin(self, piece: int, symmetric: Symmetric | None) -> Launch | None:
+    def _begin(self, piece: int, symmetric: SymmetricView | None) -> KernelLaunch | None:
         """None where its slot was free before: the first piece begins for all that have one."""
         if 0 < piece < self._slots:
             return None
         key = 0 if symmetric is None else symmetric.key
-        return Launch(self._sentinels.begin, 1, 32, (("index", piece), ("key", key), ("behind", self._slots)))
+        return KernelLaunch(self._flag_kernels.begin, 1, 32, (("index", piece), ("key", key), ("behind", self._slots)))
 
-    def _finish(self, piece: int, last: int) -> Launch | None:
+    def _finish(self, piece: int, last: int) -> KernelLaunch | None:
         """None where nobody waits for it."""
         if last - self._slots < piece < last:
             return None
-        return Launch(self._sentinels.finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
+        return KernelLaunch(self._flag_kernels.finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
 
-    def _compute(self, kernel: Launchable | None, level: Level, part: Part, piece: int, layout: Layout) -> Launch:
+    def _compute(
+        self, kernel: Launchable | None, level: Level, part: ChunkSlice, piece: int, layout: ByteLayout
+    ) -> KernelLaunch:
         assert kernel is not None
         mailboxes, mine = piece % self._slots * self._mailboxes, self._area.addresses[self._workspace.rank]
-        lanes = -(-part.size // 16)
+        vectors = -(-part.size // 16)
         values = (
             ("mail", mine + HEAD + mailboxes * self._largest + part.inside),
             ("flags", mine + FLAGS + 8 * (mailboxes + part.flag * self._mailboxes)),
@@ -234,38 +241,40 @@ class Courses:
             ("block_bytes", layout.block),
             ("chunk_bytes", layout.chunk),
             ("begin", part.begin),
-            ("slots", lanes),
+            ("slots", vectors),
         )
         # Half of the multiprocessors at most: what they wait for, kernels of one block tell.
         half = max(self._workspace.multiprocessors // 2, 1)
         most = min(KERNEL_BLOCKS, half, self._workspace.most_blocks) if level.operations else 1
-        return Launch(kernel, min(-(-lanes // (MAX_THREADS * self._variant.unroll)), most), MAX_THREADS, values)
+        return KernelLaunch(kernel, min(-(-vectors // (MAX_THREADS * self._variant.unroll)), most), MAX_THREADS, values)
 
-    def _push(self, push: PushedChunk, part: Part, piece: int, layout: Layout, symmetric: Symmetric | None) -> Copy:
+    def _push(
+        self, push: OutgoingChunk, part: ChunkSlice, piece: int, layout: ByteLayout, symmetric: SymmetricView | None
+    ) -> PeerCopy:
         begin = part.begin
         mailbox = piece % self._slots * self._mailboxes + push.message
         peer = self._area.addresses[push.peer]
         target = peer + HEAD + mailbox * self._largest + part.inside
         flag = peer + FLAGS + 8 * (mailbox + part.flag * self._mailboxes)
         there = self._length(push.place, layout)
-        if push.straight is not None:
+        if push.zero_copy is not None:
             assert symmetric is not None
-            target = symmetric.addresses[push.peer] + self._find(push.straight, layout) + begin
-            there = min(there, self._length(push.straight, layout))
-        return Copy(
+            target = symmetric.addresses[push.peer] + self._find(push.zero_copy, layout) + begin
+            there = min(there, self._length(push.zero_copy, layout))
+        return PeerCopy(
             buffer=int(push.place.buffer is Buffer.OUT),
             offset=self._find(push.place, layout) + begin,
             num_bytes=min(max(there - begin, 0), part.size),
             target=target,
-            tells=Launch(self._sentinels.tell, 1, 32, (("index", piece), ("flag", flag))),
+            tells=KernelLaunch(self._flag_kernels.tell, 1, 32, (("index", piece), ("flag", flag))),
         )
 
-    def _length(self, place: Place, layout: Layout) -> int:
+    def _length(self, place: ChunkPlace, layout: ByteLayout) -> int:
         """The bytes of a chunk: a block's last ones may be cut short."""
         start = place.chunk % self._block_chunks * layout.chunk
         return min(max(layout.block - start, 0), layout.chunk)
 
-    def _find(self, place: Place, layout: Layout) -> int:
+    def _find(self, place: ChunkPlace, layout: ByteLayout) -> int:
         """Where a chunk begins in its buffer."""
         block, chunk = divmod(place.chunk, self._block_chunks)
         return block * layout.block + chunk * layout.chunk
