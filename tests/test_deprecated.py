@@ -15,6 +15,13 @@ RENAMED = {
     ("stretto.memory", "tell"): "store_all_gather",
     ("stretto.planner", "Plan"): "GridPlan",
     ("stretto.report", "Run"): "RunRecord",
+    ("stretto.collectives.executor.cuda", "LaneKernel"): "FusedScheduleKernel",
+    ("stretto.collectives.executor.cuda", "Workspace"): "CollectiveWorkspace",
+    ("stretto.collectives.selection", "BY_COPIES_FROM"): "COPY_ENGINE_MIN_BYTES",
+    ("stretto.collectives.selection", "WAYS"): "CHOICES",
+    ("stretto.collectives.selection", "Way"): "AlgorithmChoice",
+    ("stretto.collectives.selection", "default_way"): "default_choice",
+    ("stretto.collectives.selection", "find_ways"): "find_choices",
     ("stretto.tuning", "Store"): "TuningStore",
 }
 

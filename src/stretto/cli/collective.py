@@ -243,7 +243,7 @@ def run(
     """
     with refusing_bad_input(as_json=as_json):
         from stretto.collectives import verify
-        from stretto.collectives.host_benchmark import run_trial
+        from stretto.collectives.host_benchmark import run_host_benchmark
 
         parameters = _parameters(ranks, nodes, gpus, in_place, set_)
         if name.endswith(".xml"):
@@ -256,21 +256,23 @@ def run(
         if found.ok:
             try:
                 with _cleaning_up_when_ended():
-                    trial = run_trial(schedule, size, dtype, reduction, repeats=repeats, slots=slots, in_place=in_place)
+                    result = run_host_benchmark(
+                        schedule, size, dtype, reduction, repeats=repeats, slots=slots, in_place=in_place
+                    )
             except RuntimeError as error:  # a process died, or the others did not wait any longer
                 raise fail(f"not run to its end: {_one_line(error)}", NOT_VERIFIED, as_json=as_json) from error
     if not found.ok:
         print(_describe(schedule, found), file=sys.stderr)
         raise fail("not run: the schedule is not verified", NOT_VERIFIED, as_json=as_json)
     if as_json:
-        print_json(asdict(trial))
+        print_json(asdict(result))
     else:
         print(
-            f"{_shown(schedule.name)} on {schedule.collective.ranks} processes, {trial.bytes:,} bytes of {dtype}: "
-            f"{trial.seconds * 1e3:.1f} ms with their start, "
-            + ("all numbers right" if not trial.wrong else f"{trial.wrong:,} numbers WRONG")
+            f"{_shown(schedule.name)} on {schedule.collective.ranks} processes, {result.bytes:,} bytes of {dtype}: "
+            f"{result.seconds * 1e3:.1f} ms with their start, "
+            + ("all numbers right" if not result.wrong else f"{result.wrong:,} numbers WRONG")
         )
-    if trial.wrong:
+    if result.wrong:
         raise typer.Exit(NOT_VERIFIED)
 
 

@@ -1,4 +1,4 @@
-"""A trial: a schedule is run on processes of this machine, and what comes out is compared with what must."""
+"""Runs a schedule on processes of this machine, times it and checks its results."""
 
 import re
 import time
@@ -29,9 +29,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What a trial gave. bytes: of a rank's larger buffer; seconds: the median of the runs, with the start of their
-    processes; wrong: how many output elements of all ranks are not what the collective promises."""
+class HostBenchmark:
+    """The result of a benchmark on the host.
+
+    bytes: the size of a rank's larger buffer; seconds: the median of the runs, with the start of their processes;
+    wrong: the number of output elements, over all ranks, that differ from what the collective promises.
+    """
 
     ranks: int
     bytes: int
@@ -39,7 +42,7 @@ class Trial:
     wrong: int
 
 
-def run_trial(
+def run_host_benchmark(
     schedule: Schedule,
     size: str,
     dtype: str,
@@ -48,7 +51,7 @@ def run_trial(
     repeats: int = 1,
     slots: int | None = None,
     in_place: bool | None = None,
-) -> Trial:
+) -> HostBenchmark:
     """Run a verified schedule with random numbers whose results are exact, and count what is wrong.
 
     size: bytes of a rank's larger buffer, as 4096, 64K, 1M or 1G, rounded down to whole chunks, at least one element
@@ -78,7 +81,7 @@ def run_trial(
         outputs = run_on_processes(schedule, inputs, reduction=reduction, slots=slots, in_place=in_place)
         seconds.append(time.perf_counter() - begin)
         wrong = max(wrong, _count_wrong(schedule, inputs, outputs, chunk, reduction))
-    return Trial(collective.ranks, buffer_bytes, median(seconds), wrong)
+    return HostBenchmark(collective.ranks, buffer_bytes, median(seconds), wrong)
 
 
 def read_size(text: str) -> int:

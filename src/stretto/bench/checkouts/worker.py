@@ -179,7 +179,7 @@ class _WorkerRank:
         from stretto.collectives.selection import Table
 
         # An older checkout calls the class Way.
-        make_choice: Any = getattr(selection, "AlgorithmChoice", None) or getattr(selection, "Way")  # noqa: B009
+        make_choice: Any = getattr(selection, "AlgorithmChoice" if hasattr(selection, "AlgorithmChoice") else "Way")
 
         if self._communicator is None:
             self._communicator = CudaCommunicator(table=Table())

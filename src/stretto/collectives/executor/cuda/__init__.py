@@ -1,9 +1,12 @@
-"""The CUDA executor: a verified schedule as one kernel. Imported only where there are GPUs."""
+"""Runs verified schedules on GPUs: fused into one kernel, by an interpreter kernel, or by copy engines."""
 
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
+from stretto.deprecated import alias
 
 __all__ = ["CollectiveWorkspace", "CudaCommunicator", "FusedScheduleKernel", "InterpretedSchedule", "Variant"]
+
+__getattr__ = alias(__name__, {"LaneKernel": "FusedScheduleKernel", "Workspace": "CollectiveWorkspace"})
