@@ -6,7 +6,7 @@ LL128 relies on it: a warp's store of 128 bytes crosses NVLink in one piece, and
 import torch
 import torch.distributed as dist
 
-from stretto.memory import nvml
+from stretto.memory.gpus import NVML_NVLINK, nvml_supports
 
 
 def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -22,4 +22,4 @@ def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 def are_linked(own: str, gpus: list[str]) -> bool:
     """Whether NVLink links this GPU to all others, by their UUIDs; not where the driver's NVML does not say so."""
-    return nvml.supports(nvml.NVLINK, own, gpus) is True
+    return nvml_supports(NVML_NVLINK, own, gpus) is True
