@@ -50,7 +50,7 @@ from stretto.bench.stress.operators import OperatorCase, OperatorVariant
 from stretto.bench.stress.team import Team, mix
 from stretto.memory import PeerError, SymmetricMemory, allocate, failures
 from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
-from stretto.ops.embedding.ways import Way
+from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.tiles.intrinsics import now
 
 RANKS = 4
@@ -130,7 +130,7 @@ _KINDS: dict[str, Callable[[float, Team], StressCase]] = {
     "scattered tiles": _operator(OperatorVariant("matmul_reduce_scatter", 128, 4096, 128, _TILES)),
     # More tasks than programs, and more programs than the GPU has places for: two of eight warps with 128 registers a
     # thread fill a multiprocessor.
-    "look-up": _look_up("wide", LookUp(dims=(2048, 1024), way=Way(1, 8, 1, 8, 4, "mixed"))),
+    "look-up": _look_up("wide", LookUp(dims=(2048, 1024), config=LaunchConfig(1, 8, 1, 8, 4, "mixed"))),
     "look-up, short rows": _look_up("short", LookUp(dims=(16, 32, 16))),
     "look-up's gradients": _look_up("gradients", LookUp("dense", dims=(256, 128))),
     "one-shot all-reduce by LL": partial(AllReduceCase, "one-shot-all-reduce", "LL"),

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from stretto import ops
 from stretto.ops.embedding import forward
 from stretto.ops.embedding.forward_kernel import ORDERS
-from stretto.ops.embedding.ways import Way
+from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.parallel import Grid
-from tests.ops.backward_ways import push_by_copies
+from tests.ops.backward_configs import push_by_copies
 from tests.ops.jagged import Case, Kind, fill_case, is_close
 
 Run = Callable[..., list[Any]]
@@ -81,7 +81,7 @@ def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
     world = dist.get_world_size()
     device = Grid(data=world, device="cuda").device
     rank, rng, kinds = dist.get_rank(), random.Random(seed), make_kinds()
-    chosen = forward.choose_way
+    chosen = forward.choose_launch_config
     wrong: list[object] = []
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(calls):
@@ -90,7 +90,7 @@ def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
         late, cycles = rng.randrange(world), rng.choice([0, 0, 100_000, 2_000_000])
         order, size = rng.choice(ORDERS), 8
         if number % 3 == 0 and kind == 1:
-            forward.choose_way = lambda *_, order=order, size=size: Way(1, 8, size, 1, 4, order)  # type: ignore[assignment]
+            forward.choose_launch_config = lambda *_, order=order, size=size: LaunchConfig(1, 8, size, 1, 4, order)  # type: ignore[assignment]
         if late == rank:
             torch.cuda._sleep(cycles)
         out = call(case)
@@ -99,7 +99,7 @@ def look_up_random_batches(folder: Path, seed: int, calls: int) -> None:
             wrong.append((number, kind, (out.double() - expected).abs().max().item()))
         if number % 5 == 0 and not torch.equal(out, call(case)):
             wrong.append((number, kind, "another time"))
-        forward.choose_way = chosen
+        forward.choose_launch_config = chosen
         if number % 7 == rank:
             held = [*held[-3:], (out, out.clone())]
         wrong += [(number, "written over") for kept, copy in held if not torch.equal(kept, copy)]

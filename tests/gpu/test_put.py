@@ -18,9 +18,9 @@ import torch.distributed._symmetric_memory as symmetric
 from stretto import ops
 from stretto.memory import PeerError
 from stretto.ops.embedding import put
-from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward import look_up_alone
-from stretto.ops.embedding.ways import Way
+from stretto.ops.embedding.index_errors import IndexErrors
+from stretto.ops.embedding.launch_config import LaunchConfig
 from tests.gpu.watched import run_watched
 from tests.ops.jagged import Case, Kind, fill_case, is_close
 
@@ -36,9 +36,10 @@ pytestmark = [
 # Rank 1 has no tables. Each kind with its way is a kernel to compile, with NVSHMEM's device library: few.
 UNEQUAL = [[(1, 4), (300, 92), (50, 256)], [], [(5000, 64)], [(3, 8), (70, 32), (9, 12), (11, 260)]]
 KINDS = [
-    (Kind(UNEQUAL[:RANKS], 48 * RANKS, torch.float32, torch.int64, "mean", True, 20), Way(1, 8, 8, 1, 4, "by_table")),
+    (Kind(UNEQUAL[:RANKS], 48 * RANKS, torch.float32, torch.int64, "mean", True, 20),
+     LaunchConfig(1, 8, 8, 1, 4, "by_table")),
     (Kind([[(1000, 128)] * 3] * RANKS, 20 * RANKS, torch.bfloat16, torch.int32, "sum", False, 9),
-     Way(8, 1, 8, 2, 8, "mixed")),
+     LaunchConfig(8, 1, 8, 2, 8, "mixed")),
 ]  # fmt: skip
 
 
@@ -56,8 +57,8 @@ def begin() -> torch.device:
     return device
 
 
-def call(case: Case, way: Way, reach: list[bool] | None) -> torch.Tensor:
-    put.find_way = lambda *_: way  # type: ignore[assignment]
+def call(case: Case, way: LaunchConfig, reach: list[bool] | None) -> torch.Tensor:
+    put.find_launch_config = lambda *_: way  # type: ignore[assignment]
     own = case.owners[dist.get_rank()]
     return ops.embedding_all_to_all_put(
         own.indices,
@@ -71,7 +72,7 @@ def call(case: Case, way: Way, reach: list[bool] | None) -> torch.Tensor:
     )
 
 
-def pool_without_exchange(case: Case, way: Way, device: torch.device) -> torch.Tensor:
+def pool_without_exchange(case: Case, way: LaunchConfig, device: torch.device) -> torch.Tensor:
     """This rank's rows of what each rank pools by the kernel that has no exchange: what must come of it, to the bit."""
     rank, world = dist.get_rank(), dist.get_world_size()
     columns = []
@@ -80,8 +81,8 @@ def pool_without_exchange(case: Case, way: Way, device: torch.device) -> torch.T
             width = sum(table.shape[1] for table in owner.tables)
             out = torch.empty(world, case.batch // world, width, dtype=case.grad.dtype, device=device)
             look_up_alone(
-                owner.indices, owner.offsets, owner.tables, owner.weights, world, case.mode, out, Faults(rank, device),
-                way=way,
+                owner.indices, owner.offsets, owner.tables, owner.weights, world, case.mode, out,
+                IndexErrors(rank, device), config=way,
             )  # fmt: skip
             columns.append(out[rank])
     return torch.cat(columns, 1)

@@ -11,18 +11,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops.backward_ways import push_by_copies
+from tests.ops.backward_configs import push_by_copies
 from tests.ops.jagged import is_close, make_case
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
-from stretto.ops.embedding import backward, forward, tuned, ways
+from stretto.ops.embedding import autotune, backward, forward, launch_config
 from stretto.ops.embedding.forward_kernel import ORDERS
-from stretto.ops.embedding.ring import find_rings
+from stretto.ops.embedding.launch_config import LaunchConfig, LookupSize
+from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.embedding.ways import Shape, Way
 from stretto.tuning import TuningStore
 
 assert tiles.INTERPRETED.value, "tests.ops.embedding_programs is for processes that interpret their kernels"
@@ -50,22 +50,22 @@ def own_rows(case, whole):
     return whole[dist.get_rank() * rows : (dist.get_rank() + 1) * rows]
 
 
-def take_random_ways(generator, order):
-    """Have the operator launch itself some other way, on this rank."""
+def take_random_configs(generator, order):
+    """Have the operator launch itself with another config, on this rank."""
     draws = [1 << int(torch.randint(0, 3, (1,), generator=generator)) for _ in range(4)]
-    way = Way(draws[0], draws[1], draws[0] * draws[2], 1, draws[3], order)
-    forward.choose_way = lambda *_: way
+    config = LaunchConfig(draws[0], draws[1], draws[0] * draws[2], 1, draws[3], order)
+    forward.choose_launch_config = lambda *_: config
 
 
 def look_up_random_batches(first, calls):
     """Look up so many random batches, in all orders, past stragglers; the seeds of those that are wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    chosen = forward.choose_way
+    chosen = forward.choose_launch_config
     wrong = []
     for seed in range(first, first + calls):
         case = make_case(seed, world)
         if seed % 3:
-            take_random_ways(torch.Generator().manual_seed(seed * world + rank), ORDERS[seed % len(ORDERS)])
+            take_random_configs(torch.Generator().manual_seed(seed * world + rank), ORDERS[seed % len(ORDERS)])
         if seed % 7 == rank:
             time.sleep(0.02)
         out = call(case)
@@ -73,7 +73,7 @@ def look_up_random_batches(first, calls):
             wrong.append((seed, "wrong"))
         if seed % 5 == 0 and not torch.equal(out, call(case)):
             wrong.append((seed, "another time"))
-        forward.choose_way = chosen
+        forward.choose_launch_config = chosen
     return wrong
 
 
@@ -252,7 +252,7 @@ def hold_outputs(count):
             (float(call_number), ops.embedding_all_to_all(torch.zeros(world, dtype=torch.int64), offsets, tables))
         )
         right = right and all(torch.equal(out, torch.full_like(out, value)) for value, out in held)
-    rings = find_rings(dist.group.WORLD.group_name)
+    rings = find_output_rings(dist.group.WORLD.group_name)
     assert len(rings) == 1
     slots = rings[0].slots
     inside = [slots.data_ptr() <= out.data_ptr() < slots.data_ptr() + slots.numel() for _, out in held]
@@ -297,7 +297,7 @@ def wait_for_nobody():
     if rank == 1:
         time.sleep(2.5)
         return "late"
-    for ring in find_rings(dist.group.WORLD.group_name):
+    for ring in find_output_rings(dist.group.WORLD.group_name):
         ring.channel._clock[1] = 500_000_000
     with pytest.raises(PeerError, match="waited in vain for rank 1"):
         ops.embedding_all_to_all(indices, offsets, tables)
@@ -483,9 +483,9 @@ def look_up_many_sets_of_tables(after_capture):
 
     after_capture: whether a CUDA graph, of which CPUs have none, would have been captured from the step.
     """
-    ways._kept.clear()  # what earlier programs of this process have made
+    launch_config._kept.clear()  # what earlier programs of this process have made
     for function in (
-        ways._describe_tables,
+        launch_config._describe_tables,
         backward._describe_rows,
         backward._describe_target,
         backward._find_tables_of,
@@ -497,16 +497,16 @@ def look_up_many_sets_of_tables(after_capture):
         layer(torch.tensor([0, 1]), torch.tensor([0, 1, 2])).sum().backward()
 
     step()
-    kept = [*ways._kept.values(), backward._find_tables_of((4, 8), torch.device("cpu"))]
+    kept = [*launch_config._kept.values(), backward._find_tables_of((4, 8), torch.device("cpu"))]
     words = [weakref.ref(word) for word in kept]
     del kept
     if after_capture:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ways, "_is_capturing", lambda device: True)
+            patch.setattr(launch_config, "_is_capturing", lambda device: True)
             step()
     for number in range(300):
         shape = (number + 1, 4 * (number + 1))
-        ways.describe_tables(find_tables([torch.empty(shape)], torch.device("cpu")), 0, 1, shape[1], 1)
+        launch_config.describe_tables(find_tables([torch.empty(shape)], torch.device("cpu")), 0, 1, shape[1], 1)
         backward._describe_rows((number,), (4,), 4, torch.device("cpu"))
         backward._describe_target((shape[1],), 4, "sgd", False, torch.device("cpu"))
     gc.collect()
@@ -584,18 +584,20 @@ def watch_operators():
 
 
 def tune(folder):
-    """A look-up is launched as was measured to be fastest, and files that are no ways change nothing."""
+    """A look-up is launched as was measured to be fastest, and files that hold no configs change nothing."""
     os.environ["STRETTO_CACHE"] = folder
-    tuned._load.cache_clear()
+    autotune._load.cache_clear()
     indices, offsets, tables = torch.zeros(2, dtype=torch.int64), torch.arange(3), [torch.ones(2, 4)]
-    before = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
-    way = ops.tune_embedding(indices, offsets, tables)
-    found = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
-    other = forward.find_tuned(Shape(2, 16, 1, 4, 2), offsets.device)
+    before = forward.find_tuned_config(LookupSize(2, 16, 1, 2, 2), offsets.device)
+    config = ops.tune_embedding(indices, offsets, tables)
+    found = forward.find_tuned_config(LookupSize(2, 16, 1, 2, 2), offsets.device)
+    other = forward.find_tuned_config(LookupSize(2, 16, 1, 4, 2), offsets.device)
     store = TuningStore()
-    store.add(tuned._name_machine(offsets.device), {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]})
-    tuned._load.cache_clear()
-    again = forward.find_tuned(Shape(2, 16, 1, 2, 2), offsets.device)
+    store.add(
+        autotune._name_machine(offsets.device), {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]}
+    )
+    autotune._load.cache_clear()
+    again = forward.find_tuned_config(LookupSize(2, 16, 1, 2, 2), offsets.device)
     del os.environ["STRETTO_CACHE"]
-    tuned._load.cache_clear()
-    return before is None, found == way == again, other is None
+    autotune._load.cache_clear()
+    return before is None, found == config == again, other is None

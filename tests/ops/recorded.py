@@ -18,10 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops import Blocks, Plan, matmul_reduce_scatter_copies, small_m
-from stretto.ops.embedding import backward, forward, ring
-from stretto.ops.embedding.placement import Placement
+from stretto.ops.embedding import backward, forward, output_ring
+from stretto.ops.embedding.launch_config import LaunchConfig
+from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.embedding.ways import Way
 from stretto.ops.gemm.tile import FP8, Scales
 from stretto.ops.workspace import Workspace
 
@@ -193,7 +193,7 @@ LOOK_UP_CHOICES: dict[str, list[Any]] = {
     "bags": [1, 2],
     "action": ["store", "sgd"],
 }
-placements: dict[tuple[int, ...], Placement] = {}
+placements: dict[tuple[int, ...], EmbeddingPlacement] = {}
 kept: dict[Any, Any] = {}
 
 
@@ -208,9 +208,9 @@ def patch_embedding() -> None:
     def allocate(_group: Any, *, channels: int, peer_tiles: int = 0, data_bytes: int, backend: str) -> Any:
         return tiles.BlockChannel(Memory(data_bytes + (1 << 16)), channels, peer_tiles, 30.0)  # type: ignore[arg-type]
 
-    for module in (forward, backward, ring):
+    for module in (forward, backward, output_ring):
         module.find_kept = find_kept  # type: ignore[attr-defined]
-    for module in (backward, ring):
+    for module in (backward, output_ring):
         module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)  # type: ignore[attr-defined]
     tiles.BlockChannel.allocate = staticmethod(allocate)  # type: ignore[method-assign, assignment]
 
@@ -219,7 +219,7 @@ def run_look_up(kind: LookUp) -> None:
     """A look-up and its backward pass, of new tensors."""
     batch, device = 4 * WORLD, torch.device("cpu")
     dims = tuple(kind.dims if rank == Memory.rank else (8,) for rank in range(WORLD))
-    placement = placements.setdefault(kind.dims, Placement(Memory.rank, dims, torch.float32, batch, True))
+    placement = placements.setdefault(kind.dims, EmbeddingPlacement(Memory.rank, dims, torch.float32, batch, True))
     tables = [torch.zeros(10, dim) for dim in kind.dims]
 
     def make(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -228,10 +228,10 @@ def run_look_up(kind: LookUp) -> None:
 
     indices, weights = make(kind.total, kind.index), make(kind.total, torch.float32) if kind.weighted else None
     offsets = make(len(kind.dims) * batch + 1, torch.int64)
-    way = Way(kind.bags, 2, 4, 1, 3, "mixed")
+    config = LaunchConfig(kind.bags, 2, 4, 1, 3, "mixed")
     found = find_tables(tables, device)
-    forward.look_up_and_send(indices, offsets, found, weights, placement, "", kind.mode, way=way)
-    lookups = backward.Lookups(indices, offsets, weights, kind.mode, found.rows, found.dims)
+    forward.look_up_and_send(indices, offsets, found, weights, placement, "", kind.mode, config=config)
+    lookups = backward.LookupInput(indices, offsets, weights, kind.mode, found.rows, found.dims)
     staged = backward.stage_gradients(torch.zeros(4, placement.width), lookups, placement, "")
     assert staged is not None
     settings = torch.zeros(2) if kind.action == "sgd" else None

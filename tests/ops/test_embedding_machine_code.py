@@ -9,18 +9,18 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 
 from stretto import tiles
 from stretto.ops.embedding import backward_kernel, forward_kernel
-from stretto.ops.embedding.faults import Report
 from stretto.ops.embedding.forward_kernel import ORDERS
-from stretto.ops.embedding.lookup import Lookup, Pooling
+from stretto.ops.embedding.index_errors import IndexErrorReport
+from stretto.ops.embedding.launch_config import describe_shapes
 from stretto.ops.embedding.placement import common_multiple
-from stretto.ops.embedding.ways import describe_shapes
+from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
 from stretto.tiles.compile_only import compile_kernel
 
 NVIDIA = ["sm_90", "sm_100"]
 WORDS = torch.zeros(64, dtype=torch.int32)
 LONGS = torch.zeros(64, dtype=torch.int64)
 FLOATS = torch.zeros(64)
-REPORT = Report(WORDS, LONGS)
+REPORT = IndexErrorReport(WORDS, LONGS)
 WIDE_LOAD = r"ld\.global\.(nc\.)?(L1.*\.)?v4\.b32"
 
 
@@ -29,11 +29,11 @@ def constants(*values):
 
 
 def look_up(dim=256, block=256, multiple=4, out_multiple=None):
-    return Lookup(LONGS, 64, 1024, 65536, 100_000, *constants(dim, block, multiple, out_multiple or multiple))
+    return KernelTables(LONGS, 64, 1024, 65536, 100_000, *constants(dim, block, multiple, out_multiple or multiple))
 
 
 def pooling(bags=1, rows=8, is_mean=False, checks=True):
-    return Pooling(*constants(bags, rows, max(bags, 8), is_mean, checks))
+    return PoolingConfig(*constants(bags, rows, max(bags, 8), is_mean, checks))
 
 
 def forward_arguments(

@@ -15,10 +15,10 @@ import torch.utils._triton
 import triton.language as tl
 from tests.tiles.machine_code import RELEASE, find, make_channel
 
-from stretto.ops.embedding.faults import Report
-from stretto.ops.embedding.lookup import Lookup, Pooling
+from stretto.ops.embedding.index_errors import IndexErrorReport
+from stretto.ops.embedding.output_ring import CHANNELS
+from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
 from stretto.ops.embedding.put import STAGING_BYTES, PutSlots, require_nvshmem
-from stretto.ops.embedding.ring import CHANNELS
 from stretto.tiles.compile_only import compile_kernel
 
 SLOT = 1 << 16
@@ -63,11 +63,12 @@ def exchange(kernels, dtype=torch.float32):
 
 def compile_pool(kernels, stubs, target="sm_90", bags=1, dtype=torch.float32, dim=256, weighted=False):
     """All forms of `pool_and_put`."""
-    lookup = Lookup(LONGS, 64, 1024, 65536, 100_000, *(tl.constexpr(value) for value in (dim, 256, 4, 4)))
-    pooling = Pooling(*(tl.constexpr(value) for value in (bags, 8 // bags, 8, False, True)))
+    lookup = KernelTables(LONGS, 64, 1024, 65536, 100_000, *(tl.constexpr(value) for value in (dim, 256, 4, 4)))
+    pooling = PoolingConfig(*(tl.constexpr(value) for value in (bags, 8 // bags, 8, False, True)))
     arguments = (
         make_channel("p2p"), exchange(kernels, dtype), lookup, pooling, LONGS, LONGS,
-        torch.zeros(64) if weighted else None, torch.zeros(64, dtype=dtype), 12345, Report(WORDS, LONGS), "mixed",
+        torch.zeros(64) if weighted else None, torch.zeros(64, dtype=dtype), 12345,
+        IndexErrorReport(WORDS, LONGS), "mixed",
     )  # fmt: skip
     options = {"num_warps": 2, "num_stages": 1, "extern_libs": stubs}
     return compile_kernel(kernels.pool_and_put, arguments, options, target)

@@ -17,7 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.memory import PeerError, failures
-from stretto.tiles.signals import LATE, OF_HOST, USED
+from stretto.tiles.call_state import LATE, USED
+from stretto.tiles.waits import OF_HOST
 
 assert tiles.INTERPRETED.value, "tests.tiles.programs is for processes that interpret their kernels"
 

@@ -5,6 +5,8 @@ which signal a tile has. The same source is compiled for GPUs and, with TRITON_I
 that share memory. docs/tiles.md goes through it all.
 """
 
+from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish
+from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
 from stretto.tiles.channel import BlockChannel, Channel
 from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_push_data
 from stretto.tiles.host import (
@@ -36,18 +38,9 @@ from stretto.tiles.mapping import (
 )
 from stretto.tiles.packets import pack, push_packets, sum_packets, take_packets, unpack
 from stretto.tiles.signals import (
-    arrive_produced,
-    begin_call,
-    call_number,
-    call_slot,
-    claim,
-    claim_move,
     consumer_tile_poll,
     consumer_tile_wait,
-    end_call,
-    end_unsignalled_call,
     finish_polls,
-    may_publish,
     peer_tile_notify,
     peer_tile_wait,
     producer_tile_count,

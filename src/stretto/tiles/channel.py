@@ -10,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, find_own_rank, group_timeout
-from stretto.tiles import reports
-from stretto.tiles.intrinsics import INTERPRETED
+from stretto.tiles.call_state import HEADER
+from stretto.tiles.calls import begin_call
+from stretto.tiles.intrinsics import INTERPRETED, register_record
 from stretto.tiles.launches import Launches
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
-from stretto.tiles.signals import HEADER, OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER, begin_call
 from stretto.tiles.streams import SideStream
+from stretto.tiles.waits import OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER
 
 _ALIGNMENT = 128
 _MOST_KEPT = 1024  # tensors that a channel knows
@@ -89,7 +90,7 @@ class BlockChannel:
         self._current: Channel | None = None
         self._sides: dict[int, SideStream] = {}
         self.open_lanes: set[int] = set()
-        reports.register(self._record.words.data_ptr(), self)
+        register_record(self._record.words.data_ptr(), self)
 
     @classmethod
     def allocate(

@@ -5,7 +5,7 @@ memory, so that processes which share memory run the kernels that GPUs run. Stoc
 for that, and `install` puts them in:
 
 - The programs of a launch run one after another, so that one that waits for a later one waits for ever. Here a program
-  that keeps looking at a word gives way to the others (`_Launch`).
+  that keeps looking at a word gives way to the others (`_InterpretedLaunch`).
 - bf16 is held as 16-bit integers, and sums, products and conversions take them for numbers. Here they are computed in
   fp32 and rounded to the nearest, ties to even, after each operation.
 - Every call of a device function patches all of triton.language again. Here it is patched once a launch.
@@ -58,7 +58,7 @@ class _Abandoned(BaseException):
 class _Program(threading.local):
     """The program that this thread runs, if any."""
 
-    launch: "_Launch | None" = None
+    launch: "_InterpretedLaunch | None" = None
     index: tuple[int, int, int] = (0, 0, 0)
     looked_at: tuple[int, int] = (0, 0)
     looks: int = 0
@@ -68,7 +68,7 @@ class _Program(threading.local):
 _program = _Program()
 
 
-class _Launch:
+class _InterpretedLaunch:
     """The programs of one launch. One of them runs at a time; one that waits passes the baton.
 
     So a kernel without waits runs in one thread, as fast as before, and only as many threads are made as programs wait
@@ -186,7 +186,7 @@ def _run_programs_concurrently() -> None:
             converted = {name: value if name in self.constexprs else _convert(value) for name, value in bound.items()}
             grid = self.grid(converted) if callable(self.grid) else self.grid
             x, y, z = [int(extent) for extent in grid] + [1] * (3 - len(grid))
-            _Launch(self.fn, converted, (x, y, z)).run()
+            _InterpretedLaunch(self.fn, converted, (x, y, z)).run()
 
     _Builder.create_get_program_id = create_get_program_id
     _Builder.create_get_num_programs = create_get_num_programs

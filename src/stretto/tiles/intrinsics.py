@@ -6,12 +6,11 @@ functions, whose text is part of the key under which Triton caches what it has c
 """
 
 import time
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import triton
 import triton.language as tl
-
-from stretto.tiles import reports
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether the kernels of this process are interpreted: TRITON_INTERPRET, as it was at import."""
@@ -23,6 +22,24 @@ if INTERPRETED.value == isinstance(tl.zeros, triton.JITFunction):
     )
 
 
+class RecordOwner(Protocol):
+    """The owner of a failure record: a kernel that is interpreted knows only at which address the record lies."""
+
+    def check(self) -> None:
+        """Raise the error that the record describes."""
+
+    def require_own(self, address: int) -> None:
+        """ValueError for an address that is outside of the owner's memory."""
+
+
+_record_owners: weakref.WeakValueDictionary[int, RecordOwner] = weakref.WeakValueDictionary()
+
+
+def register_record(address: int, owner: RecordOwner) -> None:
+    """Make `owner` answer for the failure record at this address, as long as it lives."""
+    _record_owners[address] = owner
+
+
 def _read_clock() -> int:
     """Nanoseconds of this machine's clock, in an interpreted kernel."""
     return time.monotonic_ns()
@@ -30,12 +47,15 @@ def _read_clock() -> int:
 
 def _raise_report(report: Any) -> None:
     """End an interpreted launch with the error that the report, a pointer to it, tells of."""
-    reports.raise_reported(int(report.handle.data.item()))
+    _record_owners[int(report.handle.data.item())].check()
+    raise AssertionError("a wait was given up and nothing was reported")
 
 
 def _require_own(report: Any, pointer: Any) -> None:
     """ValueError if a pointer of an interpreted kernel is into other memory than that of the report's channel."""
-    reports.require_own(int(report.handle.data.item()), int(pointer.handle.data.min()))
+    owner = _record_owners.get(int(report.handle.data.item()))
+    if owner is not None:
+        owner.require_own(int(pointer.handle.data.min()))
 
 
 # Compiled kernels name these, in branches that are not compiled; Triton lets them name nothing else but builtins.

@@ -16,9 +16,10 @@ So blocks of packets have at least as many elements as the program has threads (
 import triton
 import triton.language as tl
 
+from stretto.tiles.call_state import call_number, may_publish
 from stretto.tiles.data import peer_pointer
 from stretto.tiles.intrinsics import INTERPRETED, count_threads, require_own
-from stretto.tiles.signals import LOOKS_A_TIME, OF_PACKETS, call_number, may_publish, watch_clock
+from stretto.tiles.waits import LOOKS_A_TIME, OF_PACKETS, watch_clock
 
 _ZERO = tl.constexpr(-(1 << 31))  # what 0 travels as
 

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.ops.embedding.backward import (
-    Lookups,
+    LookupInput,
     add_gradients,
-    choose_backward_way,
+    choose_backward_config,
     fill_zeros,
     reduce_rows,
     sort_lookups,
 )
-from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward import look_up_alone
-from stretto.ops.embedding.placement import Placement
+from stretto.ops.embedding.index_errors import IndexErrors
+from stretto.ops.embedding.placement import EmbeddingPlacement
 
 
 @dataclass(frozen=True)
 class LookupBatch:
     """This rank's tables, and the lookups in them for the global batch."""
 
-    placement: Placement
+    placement: EmbeddingPlacement
     tables: list[Tensor]
     indices: Tensor
     offsets: Tensor
@@ -41,9 +41,9 @@ class LookupBatch:
         """Of each table."""
         return tuple(table.shape[1] for table in self.tables)
 
-    def lookups(self) -> Lookups:
+    def lookups(self) -> LookupInput:
         """As the backward pass takes them."""
-        return Lookups(self.indices, self.offsets, None, "sum", self.rows, self.dims)
+        return LookupInput(self.indices, self.offsets, None, "sum", self.rows, self.dims)
 
 
 class EmbeddingBags:
@@ -70,7 +70,7 @@ class EmbeddingBags:
         return exchange_rows(pooled, placement)
 
 
-def exchange_rows(pooled: Tensor, placement: Placement) -> Tensor:
+def exchange_rows(pooled: Tensor, placement: EmbeddingPlacement) -> Tensor:
     """pooled [global batch, this rank's columns]: to each rank its rows, and what comes side by side."""
     batch = placement.local_batch
     received = pooled.new_empty(batch * placement.width)
@@ -79,7 +79,7 @@ def exchange_rows(pooled: Tensor, placement: Placement) -> Tensor:
     return join_columns(received, placement)
 
 
-def join_columns(received: Tensor, placement: Placement) -> Tensor:
+def join_columns(received: Tensor, placement: EmbeddingPlacement) -> Tensor:
     """Rows of all ranks, one rank's after another's, side by side."""
     sizes = [placement.local_batch * width for width in placement.widths]
     parts = received.split(sizes)
@@ -93,7 +93,7 @@ class Batched:
         self._batch = batch
         device = batch.offsets.device
         placement = batch.placement
-        self._faults = Faults(placement.rank, device)
+        self._faults = IndexErrors(placement.rank, device)
         width = placement.widths[placement.rank]
         self._shape = (placement.world_size, placement.local_batch, width)
         self._out = torch.empty(self._shape, dtype=placement.dtype, device=device)
@@ -136,8 +136,8 @@ class Batched:
     def _stage(self, grad: Tensor) -> Any:
         batch = self._batch
         block = 1 << (max(batch.dims) - 1).bit_length()
-        way = choose_backward_way(block * grad.element_size(), grad.device)
-        return sort_lookups(batch.lookups(), batch.placement, self.push(grad), way, self._faults)
+        config = choose_backward_config(block * grad.element_size(), grad.device)
+        return sort_lookups(batch.lookups(), batch.placement, self.push(grad), config, self._faults)
 
 
 class Chunked:

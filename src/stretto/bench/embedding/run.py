@@ -16,11 +16,11 @@ from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, Looku
 from stretto.bench.embedding.plot import plot_embedding
 from stretto.bench.harness import Column, print_table, require_known, require_least, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
-from stretto.ops.embedding.forward import count_trace, find_way, look_up_and_send
+from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
+from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import find_placement
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.embedding.ways import Way
 from stretto.parallel import Grid
 
 # Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
@@ -116,7 +116,12 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
     """What each rank of the job does; returns the rows. Rank 0 writes them after each."""
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
     rows: list[dict[str, Any]] = []
-    studies = {"peers": measure_peers, "orders": study_ways, "slices": study_ways, "occupancy": study_ways}
+    studies = {
+        "peers": measure_peers,
+        "orders": study_launch_configs,
+        "slices": study_launch_configs,
+        "occupancy": study_launch_configs,
+    }
     for case in setting.cases:
         batch = make_batch(case, setting, device)
         for study in setting.studies:
@@ -257,43 +262,45 @@ def _row(what: str, milliseconds: dict[str, float], batch: LookupBatch) -> dict[
     return row
 
 
-def study_ways(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str) -> list[dict[str, Any]]:
-    """The fused look-up launched in other ways; the skew is how much longer the slowest rank's takes than the fastest.
+def study_launch_configs(
+    case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str
+) -> list[dict[str, Any]]:
+    """The fused look-up with other launch configs; the skew is how much longer the slowest rank takes than the fastest.
 
     orders: which slices come first. slices: samples of a task. occupancy: programs on a multiprocessor.
     """
     placement, device = batch.placement, batch.offsets.device
-    chosen = find_way(placement, len(batch.tables), batch.indices.numel(), device)
-    ways: dict[str, Way]
+    chosen = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
+    configs: dict[str, LaunchConfig]
     match study:
         case "orders":
-            ways = {order: chosen._replace(order=order) for order in ORDERS}
+            configs = {order: chosen._replace(order=order) for order in ORDERS}
         case "slices":
             sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-            ways = {f"slice {size}": chosen._replace(slice=size) for size in sizes if size >= chosen.bags}
+            configs = {f"slice {size}": chosen._replace(slice=size) for size in sizes if size >= chosen.bags}
         case _:
             counts = (2, 4, 8, 12, 16, 20, 24, 32)
             tiles = ((1, 4), (1, 8), (1, 16), (2, 4), (4, 2), (8, 1))
-            ways = {f"{count} programs": chosen._replace(programs=count) for count in counts}
+            configs = {f"{count} programs": chosen._replace(programs=count) for count in counts}
             for bags, depth in tiles:
                 size = max(chosen.slice, bags)
-                ways[f"tile {bags} x {depth}"] = chosen._replace(bags=bags, rows=depth, slice=size)
+                configs[f"tile {bags} x {depth}"] = chosen._replace(bags=bags, rows=depth, slice=size)
     rows = []
-    for name, way in ways.items():
-        run = partial(_launch, batch, way)
+    for name, config in configs.items():
+        run = partial(_launch, batch, config)
         times = _time_each_rank(run, device)
         slowest, fastest = max(times), min(times)
-        chosen_mark = " (chosen)" if way == chosen else ""
+        chosen_mark = " (chosen)" if config == chosen else ""
         rows.append({"what": study, "setting": name + chosen_mark, "stretto": slowest, "skew": slowest / fastest - 1})
     return rows
 
 
-def _launch(batch: LookupBatch, way: Way, trace: Tensor | None = None) -> Tensor:
+def _launch(batch: LookupBatch, config: LaunchConfig, trace: Tensor | None = None) -> Tensor:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     tables = find_tables(batch.tables, batch.offsets.device)
     return look_up_and_send(
-        batch.indices, batch.offsets, tables, None, batch.placement, name, "sum", way=way, trace=trace
+        batch.indices, batch.offsets, tables, None, batch.placement, name, "sum", config=config, trace=trace
     )
 
 
@@ -321,15 +328,15 @@ def trace_programs(
 ) -> list[dict[str, Any]]:
     """Rank 0's first programs on a time axis (figure 9): their slices for others and own ones, and how they wait."""
     placement, device = batch.placement, batch.offsets.device
-    way = find_way(placement, len(batch.tables), batch.indices.numel(), device)
-    size = count_trace(way, placement, len(batch.tables), device)
+    config = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
+    size = count_trace(config, placement, len(batch.tables), device)
     trace = torch.zeros(size, TRACE_WORDS, dtype=torch.int64, device=device)
     for _ in range(3):
         dist.barrier()
-        _launch(batch, way, trace)
+        _launch(batch, config, trace)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    tasks = placement.world_size * len(batch.tables) * -(-placement.local_batch // way.slice)
+    tasks = placement.world_size * len(batch.tables) * -(-placement.local_batch // config.slice)
     words = trace.cpu()
     programs = words[tasks : tasks + SHOWN_PROGRAMS, :3]
     zero = int(words[tasks:, 0].min())
@@ -343,4 +350,4 @@ def trace_programs(
         ],
         "milliseconds": float((words[tasks:, 2].max() - zero) / 1e6),
     }
-    return [{"what": study, "setting": str(way), "stretto": timeline["milliseconds"], "timeline": timeline}]
+    return [{"what": study, "setting": str(config), "stretto": timeline["milliseconds"], "timeline": timeline}]

@@ -17,7 +17,7 @@ from stretto.parallel.layout import version_of
 
 FAMILY = "pushed weights"
 ENTRIES = 6
-_BEGIN = "tiles.signals.begin_call"
+_BEGIN = "tiles.calls.begin_call"
 _WAIT = "tiles.signals.wait_for_all"
 _SCATTER = ("parallel.comm.copy_engine_scatter.begin_scatter", "parallel.comm.copy_engine_scatter.sum_parts")
 _ADAMW = "optim.adamw_kernel._adamw"

@@ -14,13 +14,13 @@ from stretto import ops
 from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team, is_exact
 from stretto.ops.embedding import backward
-from stretto.ops.embedding.faults import Faults
 from stretto.ops.embedding.forward import look_up_alone, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS
+from stretto.ops.embedding.index_errors import IndexErrors
+from stretto.ops.embedding.launch_config import LaunchConfig
+from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import find_placement
-from stretto.ops.embedding.ring import find_rings
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.embedding.ways import Way
 from stretto.ops.workspace import list_kept
 
 FAMILY = "embedding"
@@ -39,8 +39,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 class LookUp:
     """What is looked up, and what is done with it.
 
-    action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. way: of
-    the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
+    action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. config:
+    of the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
     last rank has no tables. reaches: of "put", whether ranks store into those that they reach, or put to all.
     """
 
@@ -49,7 +49,7 @@ class LookUp:
     index_dtype: torch.dtype = torch.int64
     mode: str = "sum"
     is_weighted: bool = False
-    way: Way | None = None
+    config: LaunchConfig | None = None
     by_copies: bool = False
     has_none: bool = False
     reaches: bool = True
@@ -70,7 +70,7 @@ class EmbeddingCase(StressCase):
         self._inputs = [self._draw_indices(entry, self._rank) for entry in range(ENTRIES)]
         self._settings = torch.tensor([1.0, 1e-8], device=team.device)
         self._states = [torch.zeros(self._rows, device=team.device) for _ in self._tables]
-        self._faults = Faults(self._rank, team.device)
+        self._faults = IndexErrors(self._rank, team.device)
         local = slice(self._rank * self._batch // self._world, (self._rank + 1) * self._batch // self._world)
         self._outputs, self._grads, self._gradients = [], [], []
         for entry in range(ENTRIES):
@@ -174,13 +174,15 @@ class EmbeddingCase(StressCase):
                     indices, offsets, self._tables, team.group, weights=weights, mode=look_up.mode, batch=self._batch,
                     name=self._name, reach=reach,
                 )  # fmt: skip
-        if look_up.way is None:
+        if look_up.config is None:
             return self._call_operator(entry, self._tables)
         group, tables = team.group.group_name, find_tables(self._tables, team.device)
         placement = find_placement(
             group, team.device, self._name, tables.dims, tables.dtype, self._batch, needs_grad=False
         )
-        return look_up_and_send(indices, offsets, tables, weights, placement, group, look_up.mode, way=look_up.way)
+        return look_up_and_send(
+            indices, offsets, tables, weights, placement, group, look_up.mode, config=look_up.config
+        )
 
     def _call_operator(self, entry: int, tables: Sequence[Tensor], **options: Any) -> Tensor:
         indices, offsets, weights = self._inputs[entry]
@@ -196,7 +198,7 @@ class EmbeddingCase(StressCase):
         out = torch.empty(self._world, samples, width, dtype=self._look_up.dtype, device=self._team.device)
         look_up_alone(
             indices, offsets, self._tables, weights, self._world, self._look_up.mode, out, self._faults,
-            way=self._look_up.way,
+            config=self._look_up.config,
         )  # fmt: skip
         first = sum(sum(self._dims(peer)) for peer in range(self._rank))
         result = self._outputs[entry].clone()
@@ -247,15 +249,15 @@ class EmbeddingCase(StressCase):
         """Inside, copy engines push gradients, if they are to."""
         if not self._look_up.by_copies:
             return nullcontext()
-        choose = backward.choose_backward_way
+        choose = backward.choose_backward_config
         return mock.patch.object(
-            backward, "choose_backward_way", lambda *arguments: choose(*arguments)._replace(pushes=0)
+            backward, "choose_backward_config", lambda *arguments: choose(*arguments)._replace(pushes=0)
         )
 
     def poison(self) -> None:
         """See `StressCase`: the ring of outputs, of which none lives, and the gradients that peers push."""
         name = self._team.group.group_name
-        for ring in find_rings(name):
+        for ring in find_output_rings(name):
             ring.slots.fill_(0xFF)
         for kept in list_kept(name):
             if isinstance(kept, backward._Staging):
@@ -263,7 +265,7 @@ class EmbeddingCase(StressCase):
 
     def release_graph(self) -> None:
         """See `StressCase`: a ring's slot that a graph has captured is that graph's for good, and the graph is gone."""
-        for ring in find_rings(self._team.group.group_name):
+        for ring in find_output_rings(self._team.group.group_name):
             ring._captures = [None] * ring.outputs
 
     def check(self) -> None:
@@ -282,18 +284,18 @@ def list_configurations() -> list[Configuration]:
     tiles = ((1, 8, 4), (4, 2, 8), (8, 1, 8), (2, 4, 2))
     for number, order in enumerate(ORDERS):
         bags, rows, size = tiles[number]
-        way = Way(bags, rows, size, (1, 2, 4, 1)[number], 2, order)
+        config = LaunchConfig(bags, rows, size, (1, 2, 4, 1)[number], 2, order)
         dtype = (FP32, BF16, FP16, FP32)[number]
         covers = f"order {order}, tiles of {bags} bags and {rows} rows, slices of {size}"
-        found[f"forward/{order}"] = covers, LookUp(way=way, dtype=dtype), FORWARD
+        found[f"forward/{order}"] = covers, LookUp(config=config, dtype=dtype), FORWARD
     found |= {
-        "forward/default": ("the default way", LookUp(index_dtype=torch.int32), FORWARD),
+        "forward/default": ("the default launch config", LookUp(index_dtype=torch.int32), FORWARD),
         "forward/mean": ("weighted means", LookUp(mode="mean"), FORWARD),
         "forward/weighted-bf16": ("weighted sums in bf16", LookUp(is_weighted=True, dtype=BF16), FORWARD),
         "forward/rank-without-tables": ("the last rank has none", LookUp(has_none=True, dims=(16, 64)), FORWARD),
         "forward/alone": (
             "one rank's tables, with no exchange",
-            LookUp("alone", way=Way(4, 2, 8, 2, 2, "by_table")),
+            LookUp("alone", config=LaunchConfig(4, 2, 8, 2, 2, "by_table")),
             ("ops.embedding.forward_kernel.pool_alone",),
         ),
         "backward/dense": (

@@ -86,6 +86,8 @@ _EMBEDDING = "tests/ops/test_embedding_machine_code.py::"
 _SOURCE = "tests/collectives/executor/cuda/test_codegen.py::"
 
 _SIGNALS = "tiles/signals.py"
+_WAITS = "tiles/waits.py"
+_CALLS = "tiles/calls.py"
 _PTX = "collectives/executor/cuda/ptx.cu"
 _PRIMITIVES = "collectives/executor/cuda/primitives.cu"
 _WRITER = "collectives/executor/cuda/fused/codegen.py"
@@ -100,18 +102,18 @@ _NO_BARRIER = Edit(
 )
 _NO_ACQUIRE = (
     Edit(
-        _SIGNALS,
+        _WAITS,
         '    seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")\n    began =',
         '    seen = tl.atomic_add(pointer, 0, sem="relaxed", scope="sys")\n    began =',
     ),
     Edit(
-        _SIGNALS,
+        _WAITS,
         '    while waits:\n        seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")',
         '    while waits:\n        seen = tl.atomic_add(pointer, 0, sem="relaxed", scope="sys")',
     ),
 )
 _NO_MEETING = Edit(
-    _SIGNALS,
+    _CALLS,
     "await_slot(channel, peer, channel.peer_tiles, awaited, OF_BEGIN, False)",
     f"await_slot(channel, peer, channel.peer_tiles, awaited{_MET}, OF_BEGIN, False)",
 )
@@ -196,7 +198,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "before a program's end of the call",
         (
             Edit(
-                _SIGNALS,
+                _CALLS,
                 "    tl.debug_barrier()\n    return tl.atomic_add(channel.state + ENDED",
                 "    return tl.atomic_add(channel.state + ENDED",
             ),
@@ -253,7 +255,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "packets",
         "fence",
         "two slots in turn, which stand in for one",
-        (Edit(_SIGNALS, "    return call_number(channel) & 1", "    return call_number(channel) & 0"),),
+        (Edit("tiles/call_state.py", "    return call_number(channel) & 1", "    return call_number(channel) & 0"),),
         "tiles/packet*,tiles/push-entered,all-reduce/*",
     ),
     # All-gather + GEMM.

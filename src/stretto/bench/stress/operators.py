@@ -17,7 +17,7 @@ from stretto.ops.gemm.tile import FP8
 
 FAMILY = "operators"
 ENTRIES = 6
-BEGIN = "tiles.signals.begin_call"
+BEGIN = "tiles.calls.begin_call"
 GATHER = "ops.all_gather_matmul.all_gather_gemm"
 SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")

@@ -14,7 +14,7 @@ from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
 
 FAMILY = "tiles"
-BEGIN = "tiles.signals.begin_call"
+BEGIN = "tiles.calls.begin_call"
 ENTRIES = 6
 _LARGEST = 1 << 20  # of the numbers that move
 _WARPS = 4

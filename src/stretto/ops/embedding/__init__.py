@@ -1,5 +1,6 @@
 """Embedding look-ups fused with the exchange of the results, with gradients (Punniyamurthy et al., section 3)."""
 
+from stretto.ops.embedding.fused_optimizer import TableUpdate, embedding_all_to_all_updating
 from stretto.ops.embedding.module import EmbeddingAllToAll
 from stretto.ops.embedding.operator import (
     check_indices,
@@ -8,7 +9,6 @@ from stretto.ops.embedding.operator import (
     tune_embedding,
 )
 from stretto.ops.embedding.put import embedding_all_to_all_put
-from stretto.ops.embedding.updating import TableUpdate, embedding_all_to_all_updating
 
 __all__ = [
     "EmbeddingAllToAll",

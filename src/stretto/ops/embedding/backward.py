@@ -23,13 +23,9 @@ from stretto.ops.embedding.backward_kernel import (
     push_gradients,
     reduce_chunks,
 )
-from stretto.ops.embedding.faults import Faults
-from stretto.ops.embedding.lookup import Lookup
-from stretto.ops.embedding.placement import Placement, common_multiple
-from stretto.ops.embedding.ring import round_size
-from stretto.ops.embedding.table_set import TableSet
-from stretto.ops.embedding.ways import (
-    Way,
+from stretto.ops.embedding.index_errors import IndexErrors
+from stretto.ops.embedding.launch_config import (
+    LaunchConfig,
     count_multiprocessors,
     describe_pooling,
     describe_shapes,
@@ -39,16 +35,20 @@ from stretto.ops.embedding.ways import (
     round_up_to_power,
     send_words,
 )
+from stretto.ops.embedding.output_ring import round_size
+from stretto.ops.embedding.placement import EmbeddingPlacement, common_multiple
+from stretto.ops.embedding.pooling_kernel import KernelTables
+from stretto.ops.embedding.table_set import TableSet
 from stretto.ops.gemm.tile import bound_programs
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # of a rank's gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
 _MOST_BY_32_BITS = 1 << 31  # places in a gradient
-_KEYS = Way(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
+_KEYS = LaunchConfig(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
 
-class BackwardWay(NamedTuple):
+class BackwardConfig(NamedTuple):
     """How the backward pass is launched; `limit`, `chunks` and `rows` may change its bits.
 
     limit: lookups of a chunk, at most. chunks, rows: of a tile. num_warps, programs (on each multiprocessor): of the
@@ -65,7 +65,7 @@ class BackwardWay(NamedTuple):
     block: int
 
 
-class Lookups(NamedTuple):
+class LookupInput(NamedTuple):
     """A forward call's input, as the backward pass takes it. rows, dims: of this rank's tables."""
 
     indices: Tensor
@@ -86,7 +86,7 @@ class Staged(NamedTuple):
     segments: Segments
     uniques: Tensor
     bases: tuple[int, ...]
-    way: BackwardWay
+    config: BackwardConfig
     kind: Hashable
 
 
@@ -100,10 +100,10 @@ class _Staging(NamedTuple):
     everyones: Tensor
     own: Tensor
     columns: Tensor
-    faults: Faults
+    index_errors: IndexErrors
 
     @classmethod
-    def find(cls, group: str, device: torch.device, placement: Placement) -> "_Staging":
+    def find(cls, group: str, device: torch.device, placement: EmbeddingPlacement) -> "_Staging":
         """The group's; all ranks call it."""
         widest, own = max(placement.widths), placement.widths[placement.rank]
         size = round_size(placement.batch * widest * placement.dtype.itemsize)
@@ -116,27 +116,27 @@ class _Staging(NamedTuple):
                 channel.tensor((placement.batch, widest), placement.dtype),  # an empty one, as own, has no address
                 channel.tensor((placement.batch, own), placement.dtype),
                 keep_words(columns, device),
-                Faults(placement.rank, device),
+                IndexErrors(placement.rank, device),
             )
 
         return find_kept(group, device, ("embedding staging", placement), make)
 
 
 @functools.lru_cache
-def choose_backward_way(block_bytes: int, device: torch.device) -> BackwardWay:
+def choose_backward_config(block_bytes: int, device: torch.device) -> BackwardConfig:
     """A table, not a measurement, for rows of so many bytes: each warp has about 2 KB of gradients in flight."""
     if device.type == "cpu":
-        return BackwardWay(8, 8, 4, 1, 2, 2, 256)
+        return BackwardConfig(8, 8, 4, 1, 2, 2, 256)
     num_warps = min(max(block_bytes // 1024, 1), 8)
     chunks = 1 if block_bytes > 512 else 2 if block_bytes > 128 else 4
     processors = count_multiprocessors(device)
-    return BackwardWay(1024, chunks, 2, num_warps, 32 // num_warps, min(bound_programs(processors), 32), 1024)
+    return BackwardConfig(1024, chunks, 2, num_warps, 32 // num_warps, min(bound_programs(processors), 32), 1024)
 
 
 def stage_gradients(
     grad: Tensor,
-    lookups: Lookups,
-    placement: Placement,
+    lookups: LookupInput,
+    placement: EmbeddingPlacement,
     group: str,
     zeros: Sequence[Tensor] = (),
     firsts: tuple[int, ...] | None = None,
@@ -151,15 +151,15 @@ def stage_gradients(
     grad = grad.contiguous()
     device = grad.device
     block = round_up_to_power(max(lookups.dims, default=4))
-    way = choose_backward_way(block * placement.dtype.itemsize, device)
+    config = choose_backward_config(block * placement.dtype.itemsize, device)
     staging = _Staging.find(group, device, placement)
     with tiles.copy_engine(staging.channel):
-        _push(staging, grad, placement, way)
+        _push(staging, grad, placement, config)
     fill_zeros(zeros)
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has said what is wrong with the input: what this one finds is nobody's.
-        staged = sort_lookups(lookups, placement, staging.own, way, staging.faults, firsts)
+        staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
     tiles.join_copies(staging.channel)
     return staged
 
@@ -174,9 +174,9 @@ def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel
     )
 
 
-def _push(staging: _Staging, grad: Tensor, placement: Placement, way: BackwardWay) -> None:
+def _push(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement, config: BackwardConfig) -> None:
     """Each rank's columns to their owner, and wait for what the others push; on a side stream."""
-    if not way.pushes:
+    if not config.pushes:
         _copy_columns(staging, grad, placement)
         return
     rows = 4
@@ -186,10 +186,10 @@ def _push(staging: _Staging, grad: Tensor, placement: Placement, way: BackwardWa
     block = min(round_up_to_power(max(placement.widths)), 2048)
     arguments = begun, mapping, grad, staging.columns, staging.everyones, placement.local_batch, placement.width
     key = placement, tiles.kind_of(grad)
-    staging.channel.launch(push_gradients, key, way.pushes, (*arguments, rows, block), num_warps=8)
+    staging.channel.launch(push_gradients, key, config.pushes, (*arguments, rows, block), num_warps=8)
 
 
-def _copy_columns(staging: _Staging, grad: Tensor, placement: Placement) -> None:
+def _copy_columns(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement) -> None:
     """As `push_gradients`, by copy engines: no multiprocessor is taken from the sorting."""
     channel, rank, world, batch = staging.channel, placement.rank, placement.world_size, placement.local_batch
     mapping = tiles.shard_tiles(1, world, 1, channels=1)
@@ -210,7 +210,7 @@ def _describe_rows(
     itemsize: int,
     device: torch.device,
     firsts: tuple[int, ...] | None = None,
-) -> tuple[Lookup, tuple[int, ...], Tensor]:
+) -> tuple[KernelTables, tuple[int, ...], Tensor]:
     """Tables without addresses; and where the rows of each begin among those of all, and all end: here, and there."""
     bases = tuple(itertools.accumulate(rows, initial=0))
     if firsts is not None:
@@ -221,11 +221,11 @@ def _describe_rows(
 
 
 def sort_lookups(
-    lookups: Lookups,
-    placement: Placement,
+    lookups: LookupInput,
+    placement: EmbeddingPlacement,
     staging: Tensor,
-    way: BackwardWay,
-    faults: Faults,
+    config: BackwardConfig,
+    index_errors: IndexErrors,
     firsts: tuple[int, ...] | None = None,
 ) -> Staged:
     """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later.
@@ -252,19 +252,19 @@ def sort_lookups(
     tensors = *given, first_rows, keys, places, scales
     pooling = describe_pooling(_KEYS, lookups.mode, True)
     # Of memory that is allocated here torch begins all at the same multiple: kernels differ in its dtypes only.
-    sizes = way, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
+    sizes = config, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
     _launches[device](
         find_keys,
         (lookups.mode, find_kind(lookup), tiles.kind_of(world), sizes, *map(tiles.kind_of, given)),
         programs,
-        (lookup, pooling, *tensors, world, rows, faults.report(), steps),
+        (lookup, pooling, *tensors, world, rows, index_errors.report(), steps),
         num_warps=_KEYS.num_warps,
     )
     keys, order = torch.sort(keys, stable=True)
-    blocks = -(-total // way.block)
+    blocks = -(-total // config.block)
     # In one row: torch scans several with few threads.
     counts = torch.empty(2 * blocks, dtype=torch.int64, device=device)
-    _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, way.limit, way.block), num_warps=4)
+    _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, config.limit, config.block), num_warps=4)
     sums = counts.cumsum(0)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
@@ -276,9 +276,9 @@ def sort_lookups(
     segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, totals, total, rows, quanta)
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
-    arguments = keys, order, places, scales, tables_of, sums, segments, uniques, way.limit, way.block
+    arguments = keys, order, places, scales, tables_of, sums, segments, uniques, config.limit, config.block
     _launches[device](place_chunks, sizes, blocks, arguments, num_warps=4)
-    return Staged(staging, segments, uniques, bases, way, sizes)
+    return Staged(staging, segments, uniques, bases, config, sizes)
 
 
 def reduce_rows(
@@ -297,7 +297,7 @@ def reduce_rows(
     addresses: where each table's target begins; is_kept: they are the same call after call. lasts: the last word of
     each table in `Target.meta`.
     """
-    segments, way, gradients = staged.segments, staged.way, staged.gradients
+    segments, config, gradients = staged.segments, staged.config, staged.gradients
     device = gradients.device
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
     meta = keep_words(words, device) if is_kept else send_words(words, device)
@@ -310,17 +310,22 @@ def reduce_rows(
     failed = None if action == "store" else failures.failure_flag(device)
     target = target._replace(meta=meta, settings=settings, failed=failed)
     block = target.block.value
-    cuts = (segments.total - 1) // way.limit
+    cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
     constants = action, by_number, block, target.multiple.value
     kinds = staged.kind, gradients.dtype, tiles.kind_of(settings), constants
-    arguments = segments, target, gradients, partials, way.limit
-    programs = way.programs * count_multiprocessors(device)
+    arguments = segments, target, gradients, partials, config.limit
+    programs = config.programs * count_multiprocessors(device)
     _launches[device](
-        reduce_chunks, kinds, programs, (*arguments, way.chunks, way.rows), num_warps=way.num_warps, num_stages=1
+        reduce_chunks,
+        kinds,
+        programs,
+        (*arguments, config.chunks, config.rows),
+        num_warps=config.num_warps,
+        num_stages=1,
     )
     if cuts:
-        _launches[device](combine_chunks, kinds, cuts, (*arguments, way.rows), num_warps=1, num_stages=1)
+        _launches[device](combine_chunks, kinds, cuts, (*arguments, config.rows), num_warps=1, num_stages=1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -339,7 +344,9 @@ def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.arange(len(dims), dtype=torch.int32).repeat_interleave(repeats).to(device)
 
 
-def find_gradients(grad: Tensor, lookups: Lookups, placement: Placement, group: str, *, sparse: bool) -> list[Tensor]:
+def find_gradients(
+    grad: Tensor, lookups: LookupInput, placement: EmbeddingPlacement, group: str, *, sparse: bool
+) -> list[Tensor]:
     """Each table's gradient, from that of the output; all ranks call it."""
     if sparse:
         return sparse_gradients(stage_gradients(grad, lookups, placement, group), lookups.rows, lookups.dims, grad)
@@ -352,8 +359,8 @@ def find_gradients(grad: Tensor, lookups: Lookups, placement: Placement, group: 
 
 def update_tables(
     grad: Tensor,
-    lookups: Lookups,
-    placement: Placement,
+    lookups: LookupInput,
+    placement: EmbeddingPlacement,
     group: str,
     tables: TableSet,
     states: Sequence[Tensor],

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-from stretto.ops.embedding.lookup import META, read_bags
+from stretto.ops.embedding.pooling_kernel import META, read_bags
 
 QUANTUM = tl.constexpr(4)
 """Dims are multiples of this many elements; places in the gradient are counted in them, and most fit into 32 bits."""

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
-from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
+from stretto.ops.embedding.index_errors import OTHER_TABLES, record_index_error
+from stretto.ops.embedding.pooling_kernel import find_table, pool_bags, read_bags, store_bags
+from stretto.tiles.call_state import EPOCH
 from stretto.tiles.intrinsics import now
-from stretto.tiles.signals import EPOCH
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 """by_table: table after table, and of each the next rank's samples first, own ones last. mixed: the same, slice by
@@ -87,7 +87,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
         is_other = tl.load(words + 1) != fingerprint
         # An atomic, so that all threads see the same: a wait that has failed says why by itself.
         if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
-            write_fault(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
+            record_index_error(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
         # After a wait that has failed, the place may be one that its rank has given to another tensor.
         publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):

@@ -11,14 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from stretto.ops.checks import find_name
 from stretto.ops.dispatch import is_differentiated, is_traced
-from stretto.ops.embedding.backward import Lookups, find_gradients, update_tables
+from stretto.ops.embedding.autotune import measure_launch_configs
+from stretto.ops.embedding.backward import LookupInput, find_gradients, update_tables
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
-from stretto.ops.embedding.placement import Placement, find_placement, require_input
+from stretto.ops.embedding.launch_config import LaunchConfig, choose_launch_config, list_launch_configs
+from stretto.ops.embedding.output_ring import find_output_rings
+from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.put import find_put_slots
-from stretto.ops.embedding.ring import find_rings
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
-from stretto.ops.embedding.tuned import measure_ways
-from stretto.ops.embedding.ways import Way, choose_way, list_ways
 from stretto.ops.workspace import find_group
 
 OPTIMIZERS = ("sgd", "adagrad")
@@ -75,7 +75,7 @@ def embedding_all_to_all(
         return torch.ops.stretto.embedding_all_to_all(
             indices, offsets, list(tables), weights, anchor, mode, count, width, dtype, checks, sparse, name, group_name
         )
-    call = _Call(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
+    call = _EagerLookup(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
     anchor = _find_anchor(device) if _needs_anchor(known, call.placement.needs_grad) else None
     if is_differentiated(anchor, *tables[:1]):  # all tables need gradients, or none
         return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
@@ -172,7 +172,7 @@ def _embedding_all_to_all_gradients(
     group: str,
 ) -> list[Tensor]:
     """The dense gradients of this rank's tables; without tables its anchor's, or compilers would leave the call out."""
-    lookups = Lookups(indices, offsets, weights, mode, tuple(rows), tuple(dims))
+    lookups = LookupInput(indices, offsets, weights, mode, tuple(rows), tuple(dims))
     placement = _find_again(group, offsets.device, lookups.dims, grad.dtype, batch, name)
     return find_gradients(grad, lookups, placement, group, sparse=False) or [_make_nothing(grad)]
 
@@ -207,7 +207,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     indices, offsets, weights = ctx.saved_tensors
     rows, dims = ctx.shapes
-    lookups = Lookups(indices, offsets, weights, ctx.mode, tuple(rows), tuple(dims))
+    lookups = LookupInput(indices, offsets, weights, ctx.mode, tuple(rows), tuple(dims))
     anchor = None
     if ctx.sparse:
         placement = _find_again(ctx.group, offsets.device, lookups.dims, grad.dtype, ctx.batch, ctx.name)
@@ -219,18 +219,18 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return None, None, grads, None, anchor, *[None] * 8
 
 
-def _call_gradients(grad: Tensor, lookups: Lookups, batch: int, name: str, group: str) -> list[Tensor]:
+def _call_gradients(grad: Tensor, lookups: LookupInput, batch: int, name: str, group: str) -> list[Tensor]:
     return torch.ops.stretto.embedding_all_to_all_gradients(grad, *lookups[:4], batch, *lookups[4:], name, group)
 
 
 _embedding_all_to_all.register_autograd(_differentiate, setup_context=_save)
 
 
-class _Call(NamedTuple):
+class _EagerLookup(NamedTuple):
     """An eager call, but for its tensors."""
 
     tables: TableSet
-    placement: Placement
+    placement: EmbeddingPlacement
     name: str
     group: str
     mode: str
@@ -244,7 +244,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: _EagerLookup,
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
@@ -260,9 +260,9 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _EagerLookup = ctx.call
         indices, offsets, weights = ctx.saved_tensors
-        lookups = Lookups(indices, offsets, weights, call.mode, call.tables.rows, call.tables.dims)
+        lookups = LookupInput(indices, offsets, weights, call.mode, call.tables.rows, call.tables.dims)
         if is_traced(grad) and not call.sparse:
             grads = _call_gradients(grad, lookups, call.placement.batch, call.name, call.group)[: len(lookups.dims)]
         else:
@@ -288,7 +288,7 @@ def _embedding_all_to_all_update(
     # pooling: the mode, by which name torch's functionalization calls something else.
     known = find_tables(tables, offsets.device)
     placement = _find_again(group, offsets.device, known.dims, grad.dtype, batch, name)
-    lookups = Lookups(indices, offsets, weights, pooling, known.rows, known.dims)
+    lookups = LookupInput(indices, offsets, weights, pooling, known.rows, known.dims)
     update_tables(grad, lookups, placement, group, known, states, optimizer, settings)
 
 
@@ -336,7 +336,7 @@ def embedding_all_to_all_update(
             grad, indices, offsets, detached, list(states), settings, weights, optimizer, mode, count, name, group_name
         )
         return
-    lookups = Lookups(indices, offsets, weights, mode, known.rows, known.dims)
+    lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
     placement = _find_again(group_name, device, known.dims, dtype, count, name)
     with torch.no_grad():
         update_tables(grad, lookups, placement, group_name, known, states, optimizer, settings)
@@ -383,12 +383,12 @@ def tune_embedding(
     mode: str = "sum",
     batch: int | None = None,
     name: str = "",
-) -> Way:
-    """Measure ways to launch `embedding_all_to_all` with such input; later calls of its shape take the fastest.
+) -> LaunchConfig:
+    """Measure configs to launch `embedding_all_to_all` with such input; later calls of its shape take the fastest.
 
     The arguments are those of the operator, and all ranks call it. Times are kept on this machine (`stretto.tuning`),
     for later runs too. What it chooses may change the order in which a bag's rows are added, and so the last bits. It
-    takes about 30 x 9 calls. Returns this rank's way.
+    takes about 30 x 9 calls. Returns this rank's config.
     """
     group_name = find_name(group)
     device = offsets.device
@@ -397,18 +397,20 @@ def tune_embedding(
     placement = find_placement(group_name, device, name, known.dims, known.dtype, count, needs_grad=False)
     shape = find_shape(placement, len(tables), indices.numel())
 
-    def run(way: Way) -> Tensor:
-        return look_up_and_send(indices, offsets, known, weights, placement, group_name, mode, way=way)
+    def run(config: LaunchConfig) -> Tensor:
+        return look_up_and_send(indices, offsets, known, weights, placement, group_name, mode, config=config)
 
-    return measure_ways(list_ways(choose_way(shape, device), device), run, shape, find_group(group_name), device)
+    return measure_launch_configs(
+        list_launch_configs(choose_launch_config(shape, device), device), run, shape, find_group(group_name), device
+    )
 
 
 def check_indices(group: dist.ProcessGroup | None = None) -> None:
     """Wait for the device, and raise what its look-ups in this group have found wrong, or waited for in vain."""
-    for ring in find_rings(find_name(group)):
+    for ring in find_output_rings(find_name(group)):
         if ring.channel.device.type == "cuda":
             torch.cuda.synchronize(ring.channel.device)
-        ring.faults.check()
+        ring.index_errors.check()
         ring.channel.check()
     for slots in find_put_slots(find_name(group)):
         torch.cuda.synchronize(slots.device)
@@ -417,6 +419,6 @@ def check_indices(group: dist.ProcessGroup | None = None) -> None:
 
 def _find_again(
     group: str, device: torch.device, dims: tuple[int, ...], dtype: torch.dtype, batch: int, name: str
-) -> Placement:
+) -> EmbeddingPlacement:
     """The placement that the call has agreed on before; where torch calls an operator itself, it is agreed on now."""
     return find_placement(group, device, name, dims, dtype if dims else None, batch, needs_grad=False)

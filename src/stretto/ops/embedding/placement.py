@@ -20,7 +20,7 @@ _TIMEOUT = 60.0
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class EmbeddingPlacement:
     """All ranks' tables as one rank sees them. What follows from them is computed once; there may be hundreds.
 
     rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global. needs_grad: whether backward runs.
@@ -111,7 +111,7 @@ def require_input(
 
 
 def require_mode(mode: str) -> None:
-    """ValueError for a way to pool that there is none of."""
+    """ValueError for an unknown pooling mode."""
     if mode not in MODES:
         raise ValueError(f"embedding_all_to_all: mode is one of {', '.join(MODES)}, not {mode!r}")
 
@@ -162,21 +162,21 @@ def find_placement(
     dtype: torch.dtype | None,
     batch: int,
     needs_grad: bool,
-) -> Placement:
+) -> EmbeddingPlacement:
     """All ranks' tables. The first call with these, on this rank, meets all ranks, which must call it too.
 
     dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in
     what must be the same.
     """
 
-    def make() -> Placement:
+    def make() -> EmbeddingPlacement:
         named = None if dtype is None else str(dtype).removeprefix("torch.")
         return _agree(group, device, _Told(dims, named, batch, needs_grad if dims else None))
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
 
 
-def _agree(group: str, device: torch.device, told: _Told) -> Placement:
+def _agree(group: str, device: torch.device, told: _Told) -> EmbeddingPlacement:
     process_group = find_group(group)
     every: list[_Told]
     if device.type == "cpu":
@@ -199,7 +199,7 @@ def _agree(group: str, device: torch.device, told: _Told) -> Placement:
                 )
     dtype = getattr(torch, owners[0][1].dtype or "")
     dims = tuple(other.dims for other in every)
-    return Placement(process_group.rank(), dims, dtype, told.batch, bool(owners[0][1].needs_grad))
+    return EmbeddingPlacement(process_group.rank(), dims, dtype, told.batch, bool(owners[0][1].needs_grad))
 
 
 @functools.lru_cache(maxsize=256)

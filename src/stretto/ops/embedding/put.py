@@ -14,19 +14,20 @@ from torch import Tensor
 
 from stretto.memory import failures, group_timeout, shared_gpus
 from stretto.ops.checks import find_name
-from stretto.ops.embedding.faults import Faults
-from stretto.ops.embedding.forward import count_programs, find_way
-from stretto.ops.embedding.placement import Placement, find_placement, require_input
-from stretto.ops.embedding.ring import CHANNELS, round_size
+from stretto.ops.embedding.forward import count_programs, find_launch_config
+from stretto.ops.embedding.index_errors import IndexErrors
+from stretto.ops.embedding.launch_config import LaunchConfig, describe_pooling, describe_tables, keep_words
+from stretto.ops.embedding.output_ring import CHANNELS, round_size
+from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.table_set import TableSet, find_tables
-from stretto.ops.embedding.ways import Way, describe_pooling, describe_tables, keep_words
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
-from stretto.tiles.signals import HEADER, OF_BEGIN
+from stretto.tiles.call_state import HEADER
+from stretto.tiles.waits import OF_BEGIN
 
 NAME = "embedding_all_to_all_put"
 STAGING_BYTES = 16 << 20
-"""For tiles on their way: a tile a program, and as many programs as it holds. A tile has up to 64 KB."""
+"""For tiles on their config: a tile a program, and as many programs as it holds. A tile has up to 64 KB."""
 
 _ALIGNMENT = 128
 
@@ -73,8 +74,10 @@ def embedding_all_to_all_put(
     slots = PutSlots.find(group_name, device, size)
     slots.check()
     reached = slots.find_reach(reach)
-    way = find_way(placement, len(tables), indices.numel(), device)
-    return _launch(slots, indices, offsets, known, weights, placement, group_name, mode, checks, reached, way.check())
+    config = find_launch_config(placement, len(tables), indices.numel(), device)
+    return _launch(
+        slots, indices, offsets, known, weights, placement, group_name, mode, checks, reached, config.check()
+    )
 
 
 def _launch(
@@ -83,23 +86,25 @@ def _launch(
     offsets: Tensor,
     tables: TableSet,
     weights: Tensor | None,
-    placement: Placement,
+    placement: EmbeddingPlacement,
     group: str,
     mode: str,
     checks: bool,
     reach: tuple[bool, ...],
-    way: Way,
+    config: LaunchConfig,
 ) -> Tensor:
     begin_putting, pool_and_put = _load_kernels()
     device = offsets.device
     counts = find_kept(group, device, ("embedding put counts", placement), lambda: _count(placement, device))
     first_column = placement.first_column(placement.rank)
     lookup = describe_tables(tables, first_column, placement.local_batch, placement.width, indices.numel())
-    programs = count_programs(way, placement, len(tables.dims), device)
+    programs = count_programs(config, placement, len(tables.dims), device)
     if not all(reach):
-        programs = min(programs, STAGING_BYTES // (way.bags * lookup.block.value * placement.dtype.itemsize))
+        programs = min(programs, STAGING_BYTES // (config.bags * lookup.block.value * placement.dtype.itemsize))
         if programs == 0:
-            raise ValueError(f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a way with {way.bags} bags")
+            raise ValueError(
+                f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a config with {config.bags} bags"
+            )
     exchange = slots.describe(placement.dtype, reach)
     begin_putting[(1,)](
         slots.channel,
@@ -114,15 +119,15 @@ def _launch(
         slots.channel,
         exchange,
         lookup,
-        describe_pooling(way, mode, checks),
+        describe_pooling(config, mode, checks),
         indices,
         offsets,
         weights,
         out,
         placement.fingerprint,
-        slots.faults.report(),
-        ORDER=way.order,
-        num_warps=way.num_warps,
+        slots.index_errors.report(),
+        ORDER=config.order,
+        num_warps=config.num_warps,
         num_stages=1,
     )
     return out.clone()
@@ -138,7 +143,7 @@ class PutSlots:
     def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
         world, device = len(addresses), storage.device
         self.rank, self.device = rank, device
-        self.faults = Faults(rank, device)
+        self.index_errors = IndexErrors(rank, device)
         self.mapped = tuple(bool(address) for address in addresses)
         own = addresses[rank]
         distances = [address - own if address else 0 for address in addresses]
@@ -219,7 +224,7 @@ class PutSlots:
 
     def check(self) -> None:
         """Raise what kernels have found wrong, or waited for in vain; synchronize first to be sure of what has run."""
-        self.faults.check()
+        self.index_errors.check()
         failures.check()
 
 
@@ -292,7 +297,7 @@ def _require_call(group: str, tables: TableSet, reach: Sequence[bool] | None, wo
         raise ValueError(f"{NAME}: a CUDA graph would give all its replays one of the two outputs: call it outside")
 
 
-def _count(placement: Placement, device: torch.device) -> Tensor:
+def _count(placement: EmbeddingPlacement, device: torch.device) -> Tensor:
     """int64 [world x CHANNELS]: the vectors that each source sends to this rank in a call, channel by channel."""
     counts = torch.zeros(placement.world_size, CHANNELS, dtype=torch.int64)
     for source, dims in enumerate(placement.dims):

@@ -10,10 +10,11 @@ import triton.language as tl
 from torch.distributed._symmetric_memory import _nvshmem_triton as nvshmem
 
 from stretto import tiles
-from stretto.ops.embedding.faults import OTHER_TABLES, write_fault
 from stretto.ops.embedding.forward_kernel import place_task
-from stretto.ops.embedding.lookup import find_table, pool_bags, read_bags, store_bags
-from stretto.tiles.signals import EPOCH, LOOKS_A_TIME, OF_BEGIN, OF_CONSUMER, watch_clock
+from stretto.ops.embedding.index_errors import OTHER_TABLES, record_index_error
+from stretto.ops.embedding.pooling_kernel import find_table, pool_bags, read_bags, store_bags
+from stretto.tiles.call_state import EPOCH
+from stretto.tiles.waits import LOOKS_A_TIME, OF_BEGIN, OF_CONSUMER, watch_clock
 
 # Of NVSHMEM's headers, device_host_transport/nvshmem_common_transport.h and nvshmem_constants.h. What the bindings' own
 # documentation says of them (5 to add, 3 for "greater or equal") is not so.
@@ -138,7 +139,7 @@ def pool_and_put(  # type: ignore[no-untyped-def]
         is_other = said.to(tl.int32) != fingerprint
         # An atomic, so that all threads see the same: a wait that has failed says why by itself.
         if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
-            write_fault(report, OTHER_TABLES, source, source, source, source)
+            record_index_error(report, OTHER_TABLES, source, source, source, source)
     for index in range(tl.program_id(0), (channel.world - 1) * channel.capacity, tl.num_programs(0)):
         source = (channel.rank + 1 + index // channel.capacity) % channel.world
         word = source * channel.capacity + index % channel.capacity

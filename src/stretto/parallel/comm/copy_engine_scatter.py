@@ -21,7 +21,9 @@ from torch import Tensor
 from stretto.parallel.comm.collectives import Pending, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import SCATTERS_IN_FLIGHT
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
-from stretto.tiles.signals import OF_PEER, await_slot, may_publish, set_slot
+from stretto.tiles.call_state import may_publish
+from stretto.tiles.signals import set_slot
+from stretto.tiles.waits import OF_PEER, await_slot
 
 SLOTS = SCATTERS_IN_FLIGHT + 1
 OPERATOR = "the reduce-scatter of gradients over z"

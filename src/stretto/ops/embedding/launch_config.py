@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.embedding.forward_kernel import ORDERS
-from stretto.ops.embedding.lookup import Lookup, Pooling
 from stretto.ops.embedding.placement import common_multiple
+from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
 from stretto.ops.embedding.table_set import TableSet
 from stretto.tiles import kind_of
 
@@ -20,7 +20,7 @@ _LONG_BAGS = 16  # average indices of a bag from which on one bag fills a tile
 _MOST_TABLES_KEPT = 256
 
 
-class Way(NamedTuple):
+class LaunchConfig(NamedTuple):
     """How a kernel is launched; every choice gives right results, and `bags` and `rows` alone may change their bits.
 
     bags, rows: of a tile. slice: samples of a task, a multiple of bags. order: one of `ORDERS`. programs: on each
@@ -34,23 +34,25 @@ class Way(NamedTuple):
     programs: int
     order: str
 
-    def check(self) -> "Way":
+    def check(self) -> "LaunchConfig":
         """Itself. ValueError for what no kernel can be launched with."""
         for name, value in (("bags", self.bags), ("rows", self.rows), ("slice", self.slice)):
             if value < 1 or value & (value - 1):
-                raise ValueError(f"a way's {name} is a power of two, not {value}")
+                raise ValueError(f"a launch config's {name} is a power of two, not {value}")
         if self.slice < self.bags:
-            raise ValueError(f"a way's slice is of whole tiles: {self.slice} samples are fewer than {self.bags} bags")
+            raise ValueError(
+                f"a launch config's slice is of whole tiles: {self.slice} samples are fewer than {self.bags} bags"
+            )
         if self.programs < 1 or self.num_warps not in (1, 2, 4, 8):
             raise ValueError(
-                f"a way has 1 program or more of 1, 2, 4 or 8 warps, not {self.programs}, {self.num_warps}"
+                f"a launch config has 1 program or more of 1, 2, 4 or 8 warps, not {self.programs}, {self.num_warps}"
             )
         if self.order not in ORDERS:
-            raise ValueError(f"a way's order is one of {', '.join(ORDERS)}, not {self.order!r}")
+            raise ValueError(f"a launch config's order is one of {', '.join(ORDERS)}, not {self.order!r}")
         return self
 
 
-class Shape(NamedTuple):
+class LookupSize(NamedTuple):
     """What a look-up's speed depends on: ranks, bytes of the longest row, tables, global batch, indices."""
 
     world: int
@@ -65,7 +67,7 @@ class Shape(NamedTuple):
         return self.total / max(self.tables * self.batch, 1)
 
 
-def choose_way(shape: Shape, device: torch.device) -> Way:
+def choose_launch_config(shape: LookupSize, device: torch.device) -> LaunchConfig:
     """A table, not a measurement.
 
     Long bags are pooled one at a time, with rows in flight, and table after table by all programs at once, so that rows
@@ -76,31 +78,31 @@ def choose_way(shape: Shape, device: torch.device) -> Way:
     is_long = shape.pooling >= _LONG_BAGS
     order = "by_table" if is_long else "mixed"
     if device.type == "cpu":
-        return Way(2, 2, 4, 1, 3, order)
+        return LaunchConfig(2, 2, 4, 1, 3, order)
     num_warps = min(max(shape.block_bytes // 1024, 1), 8)
     programs = max(16 // num_warps, 2)
     count = programs * count_multiprocessors(device)
     if is_long:
-        return Way(1, 8, min(round_up_to_power(-(-shape.batch // count)), 32), num_warps, programs, order)
+        return LaunchConfig(1, 8, min(round_up_to_power(-(-shape.batch // count)), 32), num_warps, programs, order)
     size = 1 << (max(shape.tables * shape.batch // (4 * count), 1).bit_length() - 1)
-    return Way(8, 1, min(max(size, 8), 32), num_warps, programs, order)
+    return LaunchConfig(8, 1, min(max(size, 8), 32), num_warps, programs, order)
 
 
-def list_ways(chosen: Way, device: torch.device) -> list[Way]:
-    """What is worth a measurement beside a chosen way, as many whichever it is: first tiles, orders, slices, programs.
+def list_launch_configs(chosen: LaunchConfig, device: torch.device) -> list[LaunchConfig]:
+    """The configs that tuning measures beside a chosen one, equally many for each: tiles, orders, slices, programs.
 
     On CPUs, where nothing is worth one, a few.
     """
     if device.type == "cpu":
         return [chosen, chosen._replace(order="remote_first")]
-    ways = [chosen]
+    configs = [chosen]
     for bags, rows in ((1, 8), (1, 16), (2, 8), (4, 2), (8, 1)):
         for size in (1, 4, 16):
             for order in ("by_table", "mixed"):
-                ways.append(chosen._replace(bags=bags, rows=rows, slice=max(size, bags), order=order))
+                configs.append(chosen._replace(bags=bags, rows=rows, slice=max(size, bags), order=order))
     for programs in (8, 12, 24, 32):
-        ways.append(chosen._replace(programs=max(programs // chosen.num_warps, 1)))
-    return ways
+        configs.append(chosen._replace(programs=max(programs // chosen.num_warps, 1)))
+    return configs
 
 
 def round_up_to_power(number: int) -> int:
@@ -158,7 +160,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def describe_tables(tables: TableSet, first_column: int, batch: int, width: int, total: int) -> Lookup:
+def describe_tables(tables: TableSet, first_column: int, batch: int, width: int, total: int) -> KernelTables:
     """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
     lookup = _describe_tables(tables, first_column, width)
     hold_for_replays(lookup.meta)
@@ -166,7 +168,7 @@ def describe_tables(tables: TableSet, first_column: int, batch: int, width: int,
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES_KEPT)
-def _describe_tables(tables: TableSet, first_column: int, width: int) -> Lookup:
+def _describe_tables(tables: TableSet, first_column: int, width: int) -> KernelTables:
     shapes = tuple(zip(tables.addresses, tables.rows, tables.dims, strict=True))
     itemsize = tables.dtype.itemsize if tables.dtype else 4
     return describe_shapes(shapes, itemsize, first_column, width, tables.device)
@@ -174,7 +176,7 @@ def _describe_tables(tables: TableSet, first_column: int, width: int) -> Lookup:
 
 def describe_shapes(
     shapes: Sequence[tuple[int, int, int]], itemsize: int, first_column: int, width: int, device: torch.device
-) -> Lookup:
+) -> KernelTables:
     """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes; the call's sizes are 0.
 
     Rows are read as wide as tables' addresses and dims allow, and stored as wide as all ranks' columns do: peers' dims
@@ -186,7 +188,7 @@ def describe_shapes(
     for address, rows, dim in shapes:
         words.append((address, rows, dim, column))
         column += dim
-    return Lookup(
+    return KernelTables(
         keep_words(tuple(words) or ((0, 0, 0, 0),), device),
         len(dims),
         0,
@@ -199,7 +201,7 @@ def describe_shapes(
     )
 
 
-def find_kind(lookup: Lookup) -> tuple[Hashable, ...]:
+def find_kind(lookup: KernelTables) -> tuple[Hashable, ...]:
     """All that decides for what Triton compiles a kernel that is given these tables: see `stretto.tiles.Launches`."""
     numbers = lookup.tables, lookup.batch, lookup.width, lookup.total
     constants = lookup.dim, lookup.block, lookup.multiple, lookup.out_multiple
@@ -207,7 +209,7 @@ def find_kind(lookup: Lookup) -> tuple[Hashable, ...]:
 
 
 @functools.lru_cache
-def describe_pooling(way: Way, mode: str, checks: bool) -> Pooling:
-    """What kernels take of a way."""
-    constants = (way.bags, way.rows, way.slice, mode == "mean", checks)
-    return Pooling(*(tl.constexpr(value) for value in constants))
+def describe_pooling(config: LaunchConfig, mode: str, checks: bool) -> PoolingConfig:
+    """What kernels take of a config."""
+    constants = (config.bags, config.rows, config.slice, mode == "mean", checks)
+    return PoolingConfig(*(tl.constexpr(value) for value in constants))

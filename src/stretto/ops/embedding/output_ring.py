@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.ops.embedding.faults import Faults
+from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import BlockChannel
 
@@ -32,7 +32,7 @@ class OutputRing:
 
     channel: its buffer begins with `destinations`, int64 [2, world, 2], by the call's parity: where each rank's output
     of the call lies, in units of 16 bytes from `slots` on, and the fingerprint of its placement. tickets: int32 [1],
-    how many of a call's tasks are taken. faults: what kernels find wrong with their input.
+    how many of a call's tasks are taken. index_errors: what kernels find wrong with their input.
     """
 
     def __init__(self, channel: BlockChannel, slot_bytes: int, outputs: int) -> None:
@@ -44,10 +44,10 @@ class OutputRing:
         self.destinations = channel.tensor((2, world, 2), torch.int64)
         self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
-        self.faults = Faults(channel.rank, channel.device)
+        self.index_errors = IndexErrors(channel.rank, channel.device)
         parts = self.slots.chunk(outputs + 1)
         self._spare = parts[-1]
-        self._parts = [_Part(part) for part in parts[:-1]]
+        self._parts = [_Slot(part) for part in parts[:-1]]
         self._captures: list[int | None] = [None] * outputs
 
     @classmethod
@@ -89,12 +89,12 @@ def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), place, shape, (shape[1], 1))
 
 
-def find_rings(group: str) -> list[OutputRing]:
+def find_output_rings(group: str) -> list[OutputRing]:
     """All rings of a group."""
     return [kept for kept in list_kept(group) if isinstance(kept, OutputRing)]
 
 
-class _Part:
+class _Slot:
     """A slot as a tensor of a storage of its own, of which it is known who else uses it. memory: bytes."""
 
     def __init__(self, part: Tensor) -> None:

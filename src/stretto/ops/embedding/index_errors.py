@@ -12,7 +12,7 @@ BAD_OFFSETS = tl.constexpr(2)
 OTHER_TABLES = tl.constexpr(3)
 
 
-class Report(NamedTuple):
+class IndexErrorReport(NamedTuple):
     """What a kernel is given: one argument. state: int32 [1], 1 once something is written down. words: int64, in memory
     that the host reads."""
 
@@ -20,7 +20,7 @@ class Report(NamedTuple):
     words: Any
 
 
-class Faults:
+class IndexErrors:
     """The first fault of this rank's kernels since the last one that was raised."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -28,9 +28,9 @@ class Faults:
         self._state = torch.zeros(1, dtype=torch.int32, device=device)
         self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
 
-    def report(self) -> Report:
+    def report(self) -> IndexErrorReport:
         """What a kernel writes to."""
-        return Report(self._state, self._words)
+        return IndexErrorReport(self._state, self._words)
 
     def check(self) -> None:
         """Raise the ValueError that a kernel has written down, once; synchronize first to be sure of what has run."""
@@ -57,7 +57,7 @@ class Faults:
 
 
 @triton.jit
-def write_fault(report, kind: tl.constexpr, table, position, value, bound):  # type: ignore[no-untyped-def]
+def record_index_error(report, kind: tl.constexpr, table, position, value, bound):  # type: ignore[no-untyped-def]
     """Write down a fault, unless one is already; its first word last."""
     if tl.atomic_cas(report.state, 0, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(report.words + 1, table.to(tl.int64))

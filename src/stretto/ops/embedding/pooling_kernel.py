@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from stretto.ops.embedding.faults import BAD_INDEX, BAD_OFFSETS, write_fault
+from stretto.ops.embedding.index_errors import BAD_INDEX, BAD_OFFSETS, record_index_error
 
-META = tl.constexpr(4)  # words a table: see `Lookup`
+META = tl.constexpr(4)  # words a table: see `KernelTables`
 
 
-class Lookup(NamedTuple):
+class KernelTables(NamedTuple):
     """What kernels are given of this rank's tables; one argument.
 
     meta: int64 [tables, 4]: address, rows, dim, first column in a row of the output. tables: how many. batch: samples
@@ -34,7 +34,7 @@ class Lookup(NamedTuple):
     out_multiple: Any
 
 
-class Pooling(NamedTuple):
+class PoolingConfig(NamedTuple):
     """How a kernel pools: bags of a tile, rows of a bag in flight, bags of a slice (a multiple of `bags`), and whether
     it checks what it reads; compiled in."""
 
@@ -67,7 +67,7 @@ def read_bags(lookup, pooling, offsets, table, world, sample, inside, report):  
         worst = tl.max(tl.where(is_bad, bag, -1), 0)
         if worst >= 0:
             first, last = tl.load(offsets + worst), tl.load(offsets + worst + 1)
-            write_fault(report, BAD_OFFSETS, tl.cast(table, tl.int64), worst, first, last)
+            record_index_error(report, BAD_OFFSETS, tl.cast(table, tl.int64), worst, first, last)
         start = tl.where(is_bad, 0, start)
         end = tl.where(is_bad, 0, end)
     return start, end
@@ -111,7 +111,7 @@ def pool_bags(lookup, pooling, address, rows, dim, indices, weights, start, end,
     if pooling.checks:
         position = tl.max(tl.max(worst, 1), 0)
         if position >= 0:
-            write_fault(report, BAD_INDEX, tl.cast(table, tl.int64), position, tl.load(indices + position), rows)
+            record_index_error(report, BAD_INDEX, tl.cast(table, tl.int64), position, tl.load(indices + position), rows)
     if pooling.is_mean:
         total /= tl.maximum(count, 1).to(tl.float32)[:, None]
     return total
