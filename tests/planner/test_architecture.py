@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import stretto
+from stretto.axes import GridSizes
 from stretto.models import GPT, GPTConfig
 from stretto.models.gpt_config import PRESETS
 from stretto.parallel import validate
 from stretto.planner import read_architecture
-from stretto.planner.grids import GridSizes, every_grid, why_impossible
+from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import local_parameters
 
 SHAPES = {

@@ -14,10 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 import stretto
+from stretto.axes import GridSizes
 from stretto.cli import app
 from stretto.parallel import validate
 from stretto.planner import hugging_face, read_architecture
-from stretto.planner.grids import GridSizes, every_grid, why_impossible
+from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import local_parameters, memory
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.pretrained import STYLES

@@ -127,16 +127,16 @@ def _print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: in
     from rich.measure import Measurement
     from rich.table import Table
 
-    from stretto.cluster import name_grid
+    from stretto.axes import INNER_TO_OUTER, name_grid
 
     fitting = sum(plan.fits for plan in plans)
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     console = Console()
-    for heading in ("", "grid", "micro", "step", "exposed ms: x/y/z/data", "memory"):
+    for heading in ("", "grid", "micro", "step", f"exposed ms: {'/'.join(INNER_TO_OUTER)}", "memory"):
         table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
     for place, plan in enumerate(plans[:top], start=1):
-        exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in ("x", "y", "z", "data"))
+        exposed = "/".join(_milliseconds(plan.exposed[axis]) for axis in INNER_TO_OUTER)
         table.add_row(
             str(place),
             name_grid(plan.grid),

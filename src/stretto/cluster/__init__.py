@@ -1,7 +1,7 @@
 """What the machine is: nodes, GPUs, links, with the source of each figure. Imports no GPU library."""
 
+from stretto.axes import name_grid
 from stretto.cluster.cluster import Cluster
-from stretto.cluster.description import name_grid
 from stretto.cluster.files import read_bounded
 from stretto.cluster.model import GPU, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
 from stretto.deprecated import alias

@@ -1,6 +1,6 @@
 """A cluster as plain text for people."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -75,8 +75,3 @@ def _scaled(value: float | None, unit: str) -> str:
         if value >= scale:
             return f"{value / scale:.4g} {prefix}{unit}"
     return f"{value / 1e-9:.4g} n{unit}"
-
-
-def name_grid(sizes: Mapping[str, int]) -> str:
-    """A grid's short name, "x=2 z=2": axes in the order given, those of size 1 left out; "one rank" if all are."""
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one rank"

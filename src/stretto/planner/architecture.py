@@ -25,6 +25,16 @@ class Linear:
     stores_inputs_first: bool = False
 
     @property
+    def output_axis(self) -> str:
+        """The axis that cuts the outputs: x of a colwise linear, y of a rowwise one."""
+        return "y" if self.is_rowwise else "x"
+
+    @property
+    def input_axis(self) -> str:
+        """The axis that cuts the inputs, over which the output's partial sums are added."""
+        return "x" if self.is_rowwise else "y"
+
+    @property
     def weights(self) -> int:
         """How many numbers the weight has."""
         return self.inputs * self.outputs

@@ -7,14 +7,14 @@ they run over, which for a rowwise linear is the other one: x and y change roles
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stretto.axes import INNER_TO_OUTER, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture, Linear
-from stretto.planner.grids import GridSizes
 
-AXES = ("x", "y", "z", "data")
 KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data")
 Rates = Mapping[str, float | None]  # bytes/s, by axis
 AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data"), strict=True))
+GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over several
 
 
 @dataclass(frozen=True)
@@ -49,28 +49,25 @@ class LinearTraffic:
 
     all_gather: float  # 5.1: the weight, over z, once
     reduce_scatter: float  # 5.2: its gradient, over z
-    output: float  # 5.3: the output's partial sums, in the forward pass, over `output_axis`
-    gradient: float  # 5.4: those of the input's gradient, in the backward pass, over `input_axis`
+    output: float  # 5.3: the output's partial sums, in the forward pass, over `output_sum_axis`
+    gradient: float  # 5.4: those of the input's gradient, in the backward pass, over `gradient_sum_axis`
     data: float  # 5.5: the weight's gradient, over data
-    output_axis: str
-    input_axis: str
+    output_sum_axis: str
+    gradient_sum_axis: str
 
 
 def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraffic:
     """Equations 5.1 to 5.5 for one linear, x and y swapped for a rowwise one. `tokens` (m): those of a data group."""
     k, n = linear.inputs, linear.outputs
-    gx, gy, gz, gdata = grid.x, grid.y, grid.z, grid.data
-    output_axis, input_axis = "y", "x"
-    if linear.is_rowwise:
-        gx, gy, output_axis, input_axis = gy, gx, "x", "y"
+    gx, gy, gz, gdata = grid[linear.output_axis], grid[linear.input_axis], grid.z, grid.replicas
     return LinearTraffic(
         all_gather=(gz - 1) * k * n / (gx * gy * gz),
         reduce_scatter=(gz - 1) / gz * k * n / (gx * gy),
         output=2 * (gy - 1) / gy * tokens * n / (gz * gx),
         gradient=2 * (gx - 1) / gx * tokens * k / (gz * gy),
         data=2 * (gdata - 1) / gdata * k * n / (gx * gy * gz),
-        output_axis=output_axis,
-        input_axis=input_axis,
+        output_sum_axis=linear.input_axis,
+        gradient_sum_axis=linear.output_axis,
     )
 
 
@@ -82,7 +79,7 @@ def linears_volume(model: Architecture, grid: GridSizes, tokens: float, element:
     total = Volume()
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
-        sums = {traffic.output_axis: traffic.output, traffic.input_axis: traffic.gradient}
+        sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
         total += Volume(gathers * traffic.all_gather, traffic.reduce_scatter, sums["y"], sums["x"], traffic.data)
     return total.times(model.layers * element)
 
@@ -94,7 +91,7 @@ def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
     node's links (a group of `size` reaches size - 1 peers, each by its own link, up to all of a GPU's links). Case 2,
     groups across nodes: equation 5.7. Raises ValueError for a figure that the cluster does not have.
     """
-    size, preceding = grid.sizes()[axis], grid.preceding(axis)
+    size, preceding = grid[axis], grid.preceding(axis)
     if preceding * size > cluster.gpus_per_node:
         if cluster.inter_node_bandwidth is None:
             cluster.require("nics_per_node")
@@ -115,16 +112,23 @@ def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:
     Raises ValueError for a figure that an axis of several ranks needs and the cluster does not have.
     """
     known: dict[str, float | None] = {}
-    for axis in AXES:
+    for axis in INNER_TO_OUTER:
         try:
             known[axis] = bandwidth(cluster, grid, axis)
         except ValueError:
-            if grid.sizes()[axis] > 1:
+            if grid[axis] > 1:
                 raise
             known[axis] = None
     return known
 
 
-def seconds(volume: Volume, rates: Rates) -> Volume:
-    """Bytes over the bandwidth of the axis that they are sent over."""
-    return Volume(*(getattr(volume, kind) / (rates[AXIS_OF[kind]] or 1.0) for kind in KINDS))
+def slowest_rate(rates: Rates, grid: GridSizes, group: str) -> float | None:
+    """The bandwidth of an axis, or of a group over several: that of its slowest axis of several ranks."""
+    over = axes_of(group)
+    known = [rate for axis in over if grid[axis] > 1 and (rate := rates[axis]) is not None]
+    return min(known, default=rates[over[0]])
+
+
+def seconds(volume: Volume, rates: Rates, grid: GridSizes) -> Volume:
+    """Bytes over the bandwidth of the axis, or group of axes, that they are sent over."""
+    return Volume(*(getattr(volume, kind) / (slowest_rate(rates, grid, GROUP_OF[kind]) or 1.0) for kind in KINDS))

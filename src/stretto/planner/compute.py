@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.grids import GridSizes, every_grid, why_impossible
+from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
@@ -114,7 +115,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     tokens = config.micro_batch * workload.seq_len
     outputs, input_gradients, gradients = [], [], []
     for linear in model.linears:
-        over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+        over, into = grid[linear.output_axis], grid[linear.input_axis]
         k, n = linear.inputs / into, linear.outputs / over
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
@@ -143,7 +144,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
 
 
 def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
-    return workload.model.parameters / (grid.x * grid.y * grid.z)
+    return workload.model.parameters / grid.weight_parts
 
 
 def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
@@ -161,7 +162,7 @@ def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> 
     backward = 2 * 2 * norm * hidden + 2 * 3 * hidden + (3 * gates + 1) * ffn + (4 if model.is_rotary else 3) * qkv
     for linear in model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
-            over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+            over, into = grid[linear.output_axis], grid[linear.input_axis]
             outputs = linear.outputs / over / (token_parts if linear.is_rowwise else 1)
             backward += outputs
             forward += 3 * outputs if into > 1 else 0
@@ -175,7 +176,7 @@ def _casts(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
     parameters, grid = _parameters(workload, config.grid), config.grid
     cast = parameters * (workload.master + workload.element)
     # Products make the gradients that nobody sums in the parameters' dtype: only the wider numbers cost.
-    is_summed = grid.z * grid.data > 1
+    is_summed = grid.z * grid.replicas > 1
     return cast, cast if is_summed else parameters * (workload.master - workload.element)
 
 
@@ -216,6 +217,6 @@ def _shapes(model: Architecture, batch: int, seq_len: int, gpus: int) -> Iterato
             continue
         tokens = batch // grid.batch_parts * seq_len
         for linear in model.linears:
-            over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+            over, into = grid[linear.output_axis], grid[linear.input_axis]
             k, n = linear.inputs // into, linear.outputs // over
             yield from ((tokens, n, k), (tokens, k, n), (n, k, tokens))

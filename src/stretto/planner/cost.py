@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from stretto.axes import NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
 from stretto.planner.architecture import Linear
 from stretto.planner.communication import (
@@ -22,9 +23,9 @@ from stretto.planner.communication import (
     linear_traffic,
     linears_volume,
     seconds,
+    slowest_rate,
 )
 from stretto.planner.compute import Compute, Device, compute
-from stretto.planner.grids import GridSizes
 from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
@@ -56,8 +57,8 @@ def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost
     """
     grid = config.grid
     gathers = 1 if config.keep_gathered else 2
-    volume = linears_volume(workload.model, grid, workload.tokens / grid.data, PAPER_ELEMENT, gathers=gathers)
-    times = seconds(volume, rates)
+    volume = linears_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
+    times = seconds(volume, rates, grid)
     return Cost(times.total, rates, times, _by_axis(times.by_name()))
 
 
@@ -97,7 +98,7 @@ class _Step:
         self.micro_batches = config.micro_batches(workload)
         self.calls = layers * self.micro_batches  # of what a block does once in a micro-batch
         element = workload.element
-        tokens = workload.tokens / grid.data / self.micro_batches
+        tokens = workload.tokens / grid.replicas / self.micro_batches
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
         self.forward_passes = 2 if config.checkpoint_activations else 1
         self.gathers = 2 if config.checkpoint_activations or not config.keep_gathered else 1
@@ -109,7 +110,7 @@ class _Step:
             self.reduce_scatter += self.calls * self._collective(
                 "reduce_scatter", "z", traffic.reduce_scatter * element
             )
-            self.data += layers * self._collective("all_reduce", "data", traffic.data * element)
+            self.data += layers * self._collective("all_reduce", REPLICAS, traffic.data * element)
             if config.token_parts > 1:
                 self.sums += self._sharded_sums(place, linear, traffic)
             else:
@@ -120,12 +121,12 @@ class _Step:
         gradient, under the weight's."""
         element, passes = self.workload.element, self.forward_passes
         parts = 2 if _is_halved(linear, self.config.grid, tokens * element) else 1
-        each = self._collective("all_reduce", traffic.output_axis, traffic.output * element / parts)
+        each = self._collective("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
         time = self.calls * passes * parts * each
         hidden = min(time, passes * self.work.outputs[place]) / 2 if parts == 2 else 0.0
-        yield _Sum(traffic.output_axis, time, hidden, is_forward=True)
-        time = self.calls * self._collective("all_reduce", traffic.input_axis, traffic.gradient * element)
-        yield _Sum(traffic.input_axis, time, min(time, self.work.weight_gradients[place]), is_forward=False)
+        yield _Sum(traffic.output_sum_axis, time, hidden, is_forward=True)
+        time = self.calls * self._collective("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
+        yield _Sum(traffic.gradient_sum_axis, time, min(time, self.work.weight_gradients[place]), is_forward=False)
 
     def _sharded_sums(self, place: int, linear: Linear, traffic: LinearTraffic) -> Iterator[_Sum]:
         """With tokens sharded over x: the halves of x's all-reduces, each within a product, and y's sums, waited for.
@@ -196,7 +197,7 @@ class _Step:
         element, micro_batches = workload.element, self.micro_batches
         tokens = workload.tokens / grid.batch_parts / micro_batches
         hidden, outputs = model.hidden / grid.y, model.head_outputs / grid.x
-        z, x, y, data = grid.z, grid.x, grid.y, grid.data
+        z, x, y, data = grid.z, grid.x, grid.y, grid.replicas
         gather = scatter = over_data = 0.0
         tables = [model.vocab / grid.x * hidden] + ([outputs * hidden] if outputs else [])
         for number, table in enumerate(tables):
@@ -205,7 +206,7 @@ class _Step:
             scatter += micro_batches * self._collective("reduce_scatter", "z", of_table * workload.element)
             if number == 0 or model.has_own_head:
                 of_shard = 2 * (data - 1) / data * table / z * workload.element
-                over_data += self._collective("all_reduce", "data", of_shard)
+                over_data += self._collective("all_reduce", REPLICAS, of_shard)
         # What is looked up, and the gradient by what the head is given.
         half = (x - 1) / x * tokens * hidden * element
         over_x = len(tables) * self._collective("all_reduce", "x", 2 * half)
@@ -222,20 +223,23 @@ class _Step:
         over_y = logits + norms * self._collective("all_reduce", "y", of_statistics)
         return Volume(gather, scatter, micro_batches * over_y, micro_batches * over_x, over_data)
 
-    def _collective(self, kind: str, axis: str, num_bytes: float) -> float:
-        """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth."""
-        cluster, grid = self.cluster, self.config.grid
-        size: int = getattr(grid, axis)
+    def _collective(self, kind: str, group: str, num_bytes: float) -> float:
+        """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth.
+
+        group: an axis, or a group of ranks over several axes.
+        """
+        cluster, grid, over = self.cluster, self.config.grid, axes_of(group)
+        size = grid.over(over)
         if size == 1:
             return 0.0
-        preceding = grid.preceding(axis)
+        preceding = grid.preceding(over[-1])
         if preceding * size > cluster.gpus_per_node:
             latency = cluster.between_nodes.latency or BETWEEN_NODES_LATENCY
         elif measured := cluster.measured_transfers(kind, preceding, size):
             return _interpolate(measured, num_bytes)
         else:
             latency = cluster.in_node.latency or IN_NODE_LATENCY
-        rate = self.rates[axis]
+        rate = slowest_rate(self.rates, grid, group)
         assert rate is not None
         trips = 2 if kind == "all_reduce" else 1  # around the ring
         return trips * (size - 1) * latency + num_bytes / rate
@@ -243,7 +247,7 @@ class _Step:
 
 def _is_halved(linear: Linear, grid: GridSizes, token_bytes: float) -> bool:
     """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
-    over, into = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
+    over, into = grid[linear.output_axis], grid[linear.input_axis]
     is_large = token_bytes / grid.z * linear.outputs / over >= HALVED_BYTES
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
 
@@ -262,7 +266,7 @@ def _interpolate(measured: Sequence[MeasuredCollective], num_bytes: float) -> fl
 
 
 def _by_axis(times: Mapping[str, float]) -> dict[str, float]:
-    by_axis = dict.fromkeys(("data", "x", "y", "z"), 0.0)
+    by_axis = dict.fromkeys(NAMES, 0.0)
     for kind in KINDS:
         by_axis[AXIS_OF[kind]] += times[kind]
     return by_axis

@@ -46,7 +46,7 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
     if not sent[most]:
         return f"the fastest that fits{how}: it sends nothing"
     axis = AXIS_OF[most]
-    inside = config.grid.preceding(axis) * config.grid.sizes()[axis] <= cluster.gpus_per_node
+    inside = config.grid.preceding(axis) * config.grid[axis] <= cluster.gpus_per_node
     return (
         f"the fastest that fits{how}; what takes longest to send is {_NAMES[most]}, "
         f"{'inside' if inside else 'across'} nodes ({_seconds(sent[most])})"

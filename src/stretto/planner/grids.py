@@ -1,50 +1,10 @@
-"""Every way to lay ranks out over data, x, y and z, and which of them a model can run on."""
+"""Enumerate every way to lay ranks out over the axes, and say why a model cannot run on one."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
-from stretto.cluster import name_grid
+from stretto.axes import OUTER_TO_INNER, GridSizes
 from stretto.planner.architecture import Architecture
-
-
-@dataclass(frozen=True)
-class GridSizes:
-    """The sizes of a grid's axes; x is innermost, then y, z and data (Singh, section 5.1.2)."""
-
-    data: int
-    x: int
-    y: int
-    z: int
-
-    @cached_property
-    def ranks(self) -> int:
-        return self.data * self.x * self.y * self.z
-
-    @property
-    def batch_parts(self) -> int:
-        """How many parts the global batch is cut into: data and z both split it."""
-        return self.data * self.z
-
-    def sizes(self) -> dict[str, int]:
-        return {"data": self.data, "x": self.x, "y": self.y, "z": self.z}
-
-    def preceding(self, axis: str) -> int:
-        """The product of the sizes of the axes inside this one: how far apart its ranks lie."""
-        match axis:
-            case "x":
-                return 1
-            case "y":
-                return self.x
-            case "z":
-                return self.x * self.y
-            case "data":
-                return self.x * self.y * self.z
-        raise ValueError(f"{axis!r} is not an axis of a grid")
-
-    def __str__(self) -> str:
-        return name_grid(self.sizes())
 
 
 def divisors(number: int) -> list[int]:
@@ -54,11 +14,18 @@ def divisors(number: int) -> list[int]:
 
 
 def every_grid(ranks: int) -> Iterator[GridSizes]:
-    """Every factorization of `ranks` into (data, x, y, z)."""
-    for data in divisors(ranks):
-        for z in divisors(ranks // data):
-            for y in divisors(ranks // data // z):
-                yield GridSizes(data, ranks // (data * z * y), y, z)
+    """Every factorization of `ranks` into sizes of the axes."""
+    return (GridSizes(**sizes) for sizes in _factorize(ranks, OUTER_TO_INNER))
+
+
+def _factorize(ranks: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    axis, *inner = axes
+    if not inner:
+        yield {axis: ranks}
+        return
+    for size in divisors(ranks):
+        for rest in _factorize(ranks // size, tuple(inner)):
+            yield {axis: size, **rest}
 
 
 def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | None:
@@ -68,13 +35,12 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
     if model.hidden % grid.y:
         return f"y={grid.y} does not divide the hidden size {model.hidden}"
     for linear in model.linears:
-        cut, by_input = (grid.y, grid.x) if linear.is_rowwise else (grid.x, grid.y)
-        axes = ("y", "x") if linear.is_rowwise else ("x", "y")
+        cut, by_input = grid[linear.output_axis], grid[linear.input_axis]
         if linear.units % cut:
             what = {model.kv_heads: "KV heads", model.heads: "heads"}.get(linear.units, f"features of {linear.name}")
-            return f"{axes[0]}={cut} does not divide {linear.units} {what}"
+            return f"{linear.output_axis}={cut} does not divide {linear.units} {what}"
         if linear.inputs % by_input:
-            return f"{axes[1]}={by_input} does not divide the {linear.inputs} inputs of {linear.name}"
+            return f"{linear.input_axis}={by_input} does not divide the {linear.inputs} inputs of {linear.name}"
         rows = linear.inputs // by_input if linear.stores_inputs_first else linear.outputs // cut
         if rows % grid.z:
             return f"z={grid.z} does not divide the {rows} rows of {linear.name} that a rank has"

@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 
+from stretto.axes import GridSizes
 from stretto.planner.architecture import Architecture
-from stretto.planner.grids import GridSizes, divisors
+from stretto.planner.grids import divisors
 from stretto.planner.workload import StepConfig, StepWorkload
 
 # `stretto.parallel.layers.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in
@@ -26,14 +27,12 @@ USABLE = 0.92
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters that one rank holds."""
-    cut = grid.x * grid.y * grid.z
+    cut = grid.weight_parts
     weights = model.linear_weights / cut
     embedding = -(-model.vocab // grid.x) * model.hidden / grid.y / grid.z
     outputs = -(-model.head_outputs // grid.x)
     head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
-    biases = sum(
-        linear.outputs / (grid.y if linear.is_rowwise else grid.x) for linear in model.linears if linear.has_bias
-    )
+    biases = sum(linear.outputs / grid[linear.output_axis] for linear in model.linears if linear.has_bias)
     norms = model.norm_parameters / grid.y + model.layers * model.head_norm_weights
     return weights + embedding + head + model.layers * biases + norms + model.positions * model.hidden / grid.y
 
@@ -114,7 +113,7 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become.
     scattered = SCATTERS_IN_FLIGHT / len(model.linears) * block_weights * (1 + 1 / grid.z) if grid.z > 1 else 0.0
-    bucket = min(parameters * element, BUCKET_BYTES) if grid.data > 1 else 0.0
+    bucket = min(parameters * element, BUCKET_BYTES) if grid.replicas > 1 else 0.0
     moments = [
         {  # the loss
             "gradients": earlier,

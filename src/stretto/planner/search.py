@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
@@ -12,7 +13,7 @@ from stretto.planner.communication import Rates, bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.explanation import explain
-from stretto.planner.grids import GridSizes, every_grid, why_impossible
+from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import USABLE, largest_micro_batch, memory, peak
 from stretto.planner.workload import Dtype, StepConfig, StepWorkload
 
@@ -68,7 +69,7 @@ class _Candidate:
         """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
         config, sizes = self.config, self.config.grid
         order = (config.checkpoint_activations, not config.keep_gathered, config.shard_sequence, -config.micro_batch)
-        layout = (sizes.x, sizes.y, sizes.z, sizes.data)
+        layout = tuple(sizes[axis] for axis in INNER_TO_OUTER)
         return (
             self.impossible is not None,
             not self.fits,
@@ -178,7 +179,7 @@ def predict(
     _check_cost(cost)
     workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
     _check_sharding(shard_sequence, workload.model, cost)
-    sizes = GridSizes(**{"data": 1, "x": 1, "y": 1, "z": 1} | dict(grid))
+    sizes = GridSizes(**grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
@@ -209,7 +210,7 @@ def _judge(
     if impossible is None and tokens % config.token_parts:
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
     # Whether NVLink reaches all ranks of z, which are x * y apart.
-    has_nvlink = cluster.has_nvlink and config.grid.x * config.grid.y * config.grid.z <= cluster.gpus_per_node
+    has_nvlink = cluster.has_nvlink and config.grid.preceding("z") * config.grid.z <= cluster.gpus_per_node
     size = micro_batch
     if size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from stretto.axes import GridSizes
 from stretto.planner.architecture import Architecture
-from stretto.planner.grids import GridSizes
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}

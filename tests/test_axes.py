@@ -1,0 +1,163 @@
+"""The axes of a grid: their order, sizes and groups, and that an axis is added in one place."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from stretto import axes
+from stretto.axes import GridSizes, check_sizes, fold_experts, group_sizes, name_grid, parameter_axes
+
+
+def test_the_orders_of_the_axes():
+    assert axes.OUTER_TO_INNER == ("data", "z", "y", "x")
+    assert axes.INNER_TO_OUTER == ("x", "y", "z", "data")
+    assert axes.NAMES == ("data", "x", "y", "z")
+    assert axes.MESH_ORDER == ("data", "y", "x", "z")
+    assert axes.WEIGHT_AXES == ("x", "y", "z")
+
+
+def test_what_splits_the_batch_and_what_sums_gradients_is_one_group_today():
+    assert axes.DERIVED_GROUPS == {"batch": ("data", "z")}
+    assert (axes.BATCH, axes.LOSS, axes.REPLICAS) == ("batch", "batch", "data")
+    assert group_sizes({"data": 2, "x": 3, "y": 1, "z": 5}) == {"data": 2, "x": 3, "y": 1, "z": 5, "batch": 10}
+
+
+def test_sizes_are_a_mapping_with_attributes_and_never_change():
+    sizes = GridSizes(data=2, z=5, x=3)
+    assert dict(sizes) == sizes.sizes() == {"data": 2, "x": 3, "y": 1, "z": 5}
+    assert (sizes.x, sizes["z"], sizes.ranks, sizes.batch_parts, sizes.replicas, sizes.weight_parts) == (
+        (3, 5, 30, 10, 2, 15)
+    )
+    assert [sizes.preceding(axis) for axis in axes.INNER_TO_OUTER] == [1, 3, 3, 15]
+    assert sizes == GridSizes(2, 3, 1, 5)
+    assert len({sizes, GridSizes(2, 3, 1, 5), GridSizes()}) == 2
+    assert repr(sizes) == "GridSizes(data=2, x=3, y=1, z=5)"
+    for other in (copy.deepcopy(sizes), pickle.loads(pickle.dumps(sizes))):
+        assert (other, other.ranks) == (sizes, 30)
+    with pytest.raises(AttributeError, match="immutable"):
+        sizes.x = 4
+    with pytest.raises(KeyError):
+        sizes["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"w": 2}, "'w' is not an axis of a grid; the axes are data, x, y, z"),
+        ({"x": 0}, "grid.x is 0, but must be a whole number, at least 1"),
+        ({"x": True}, "grid.x is True, but must"),
+        ({"z": 1.0}, "grid.z is 1.0, but must"),
+    ],
+)
+def test_sizes_of_other_axes_or_kinds_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        check_sizes(sizes)
+    assert check_sizes({"x": 2}) == GridSizes(x=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"data": 1, "x": 2, "y": 1, "z": 2}, "x=2 z=2"),
+        ({"data": 4, "x": 1, "y": 8, "z": 1}, "data=4 y=8"),
+        ({"data": 1, "x": 1, "y": 1, "z": 1}, "one rank"),
+    ],
+)
+def test_a_grid_is_named_by_its_axes_that_have_several_ranks(sizes, name):
+    assert name_grid(sizes) == name
+    assert str(GridSizes(**sizes)) == name
+
+
+def test_parameters_live_on_the_axes_of_several_ranks():
+    assert parameter_axes(GridSizes(2, 3, 1, 5)) == ("data", "x", "z")
+    assert parameter_axes(GridSizes(x=2, y=2)) == ("y", "x")
+    assert parameter_axes(GridSizes()) == ("z",)
+
+
+def test_experts_take_ranks_of_data_then_of_z():
+    for data, z, ranks in product((1, 2, 3, 4, 6), (1, 2, 4), (1, 2, 3, 4, 8, 12)):
+        sizes = {"data": data, "x": 2, "y": 1, "z": z}
+        try:
+            taken = fold_experts(sizes, ranks)
+        except ValueError:
+            continue
+        assert taken["data"] * taken["z"] == ranks
+        assert data % taken["data"] == z % taken["z"] == 0
+    assert fold_experts({"data": 4, "z": 4}, 8) == {"data": 4, "z": 2}
+    with pytest.raises(ValueError, match="data=2 and z=2 do not hold a group of 8 ranks for experts"):
+        fold_experts({"data": 2, "z": 2}, 8)
+
+
+MADE_UP = '    Axis("sheaf", "made up by a test", sums_gradients=True),\n'
+"""One line, after data: an axis that splits neither the batch nor weights, and over which gradients are summed."""
+
+
+def with_made_up_axis(program: str, ranks: int = 1) -> list[dict]:
+    """What `program`, which leaves a dict `found`, finds on every rank where AXES has one line more."""
+    source = Path(axes.__file__).read_text()
+    assert source.count('    Axis("data"') == 1
+    first = source.index('    Axis("data"')
+    after = source.index("\n", first) + 1
+    changed = source[:after] + MADE_UP + source[after:]
+    head = (
+        "import json, sys, types\n"
+        "module = types.ModuleType('stretto.axes')\n"
+        "sys.modules['stretto.axes'] = module\n"
+        f"exec(compile({changed!r}, 'axes.py', 'exec'), module.__dict__)\n"
+        "import stretto\n"
+        "stretto.axes = module\n"
+    )
+    whole = head + program + "\nprint('FOUND ' + json.dumps(found))\n"
+    command = [sys.executable, "-c", whole]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert output.returncode == 0, output.stderr
+    return [json.loads(line.removeprefix("FOUND ")) for line in output.stdout.splitlines() if line.startswith("FOUND ")]
+
+
+def test_an_axis_that_is_added_in_one_place_has_its_place_among_axes_and_groups():
+    (found,) = with_made_up_axis(
+        "from stretto import axes\n"
+        "names = 'NAMES', 'OUTER_TO_INNER', 'MESH_ORDER', 'LOSS', 'REPLICAS'\n"
+        "found = {name: getattr(axes, name) for name in names}\n"
+        "found['groups'] = axes.DERIVED_GROUPS\n"
+    )
+    assert found == {
+        "NAMES": ["data", "sheaf", "x", "y", "z"],
+        "OUTER_TO_INNER": ["data", "sheaf", "z", "y", "x"],
+        "MESH_ORDER": ["data", "sheaf", "y", "x", "z"],
+        "LOSS": "loss",
+        "REPLICAS": "replicas",
+        "groups": {"batch": ["data", "z"], "loss": ["data", "sheaf", "z"], "replicas": ["data", "sheaf"]},
+    }
+
+
+def test_the_planner_knows_an_axis_that_is_added_in_one_place():
+    (found,) = with_made_up_axis(
+        "from stretto.axes import GridSizes\n"
+        "from stretto.planner import plan, predict\n"
+        "from stretto.planner.grids import every_grid\n"
+        "from stretto.cluster import Cluster\n"
+        "grids = list(every_grid(8))\n"
+        "options = dict(batch=8, seq_len=128, cost='full')\n"
+        "cluster = Cluster.preset('perlmutter')\n"
+        "plans = [predict('gpt2-small', cluster, grid=grid, **options).as_dict()\n"
+        "         for grid in ({'data': 2}, {'sheaf': 2})]\n"
+        "found = {'grids': len(grids), 'sizes': [grid.sizes() for grid in grids if grid.sheaf == 8],\n"
+        "         'parts': GridSizes(sheaf=2, data=3).batch_parts, 'replicas': GridSizes(sheaf=2, data=3).replicas,\n"
+        "         'plans': [{key: each[key] for key in ('grid', 'bandwidth', 'exposed')} for each in plans],\n"
+        "         'sums': [each['communication']['all_reduce_data'] > 0 for each in plans],\n"
+        "         'all': len(plan('gpt2-small', cluster, gpus=8, batch=8, seq_len=128))}"
+    )
+    assert found["grids"] == found["all"] == 35  # ways to write 8 as a product of five
+    assert found["sizes"] == [{"data": 1, "sheaf": 8, "x": 1, "y": 1, "z": 1}]
+    assert (found["parts"], found["replicas"]) == (3, 6)
+    assert found["plans"][1]["grid"] == {"data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1}
+    for each in found["plans"]:
+        assert set(each["bandwidth"]) == set(each["exposed"]) == {"data", "sheaf", "x", "y", "z"}
+    assert found["sums"] == [True, True]
