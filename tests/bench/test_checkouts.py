@@ -191,7 +191,7 @@ def test_every_case_exists_and_has_a_name_of_its_own():
             way = AlgorithmChoice(options["algorithm"], options["protocol"], options["unroll"])
             assert way in CHOICES[options["collective"]]
         elif one.kind == "operator":
-            decode(ops.Plan(**options["plan"]).encode())  # ValueError for a plan that cannot be
+            decode(ops.KernelConfig(**options["plan"]).encode())  # ValueError for a plan that cannot be
             assert callable(getattr(ops, options["operator"]))
 
 

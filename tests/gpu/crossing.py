@@ -72,8 +72,8 @@ _MANY_PROGRAMS = 1024  # more than a GPU has places for: the library clamps what
 
 # A program of this takes all registers of a multiprocessor of sm_90, and nearly all of its shared memory.
 _WIDE = ops.Blocks(128, 256, 64, 2, 8, 4, _MANY_PROGRAMS)
-_PACKETS = ops.Plan(exchange="packets")
-_TILES = ops.Plan(blocks=_WIDE, transfer="programs", movers=_MANY_PROGRAMS, piece_bytes=4096)
+_PACKETS = ops.KernelConfig(exchange="packets")
+_TILES = ops.KernelConfig(blocks=_WIDE, transfer="programs", movers=_MANY_PROGRAMS, piece_bytes=4096)
 _REGIONS = {"LL": 4 << 20, "LL128": 1 << 20, "Simple": 4 << 20}
 _ELEMENTS = 1 << 18  # of a collective: several rounds of all blocks by each protocol
 

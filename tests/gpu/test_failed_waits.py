@@ -46,18 +46,21 @@ pytestmark = pytest.mark.ranks(2, own=(2,), among=(2,))
 
 FEW = ops.Blocks(16, 32, 64, 1, 4, 3, 12)
 TILES = ops.Blocks(64, 64, 64, 2, 4, 3, 12)
-OPERATORS: dict[str, tuple[str, ops.Plan]] = {
-    "one shot": ("matmul_all_reduce", ops.Plan(blocks=FEW, exchange="packets")),
-    "two shots": ("matmul_all_reduce", ops.Plan(blocks=FEW, exchange="packets", shots=2)),
-    "scattered packets": ("matmul_reduce_scatter", ops.Plan(blocks=FEW, exchange="packets")),
-    "scattered tiles": ("matmul_reduce_scatter", ops.Plan(blocks=TILES, transfer="programs")),
-    "pushed rows": ("all_gather_matmul", ops.Plan(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096)),
+OPERATORS: dict[str, tuple[str, ops.KernelConfig]] = {
+    "one shot": ("matmul_all_reduce", ops.KernelConfig(blocks=FEW, exchange="packets")),
+    "two shots": ("matmul_all_reduce", ops.KernelConfig(blocks=FEW, exchange="packets", shots=2)),
+    "scattered packets": ("matmul_reduce_scatter", ops.KernelConfig(blocks=FEW, exchange="packets")),
+    "scattered tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=TILES, transfer="programs")),
+    "pushed rows": (
+        "all_gather_matmul",
+        ops.KernelConfig(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096),
+    ),
     "pulled rows": (
         "all_gather_matmul",
-        ops.Plan(blocks=TILES, transfer="programs", direction="pull", movers=8, piece_bytes=4096),
+        ops.KernelConfig(blocks=TILES, transfer="programs", direction="pull", movers=8, piece_bytes=4096),
     ),
-    "copied rows": ("all_gather_matmul", ops.Plan(blocks=TILES, transfer="copies", piece_bytes=4096)),
-    "copied tiles": ("matmul_reduce_scatter", ops.Plan(blocks=TILES, transfer="copies", piece_bytes=4096)),
+    "copied rows": ("all_gather_matmul", ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)),
+    "copied tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)),
 }
 COLLECTIVES = ("LL", "LL128", "Simple", "interpreter", "copies")
 

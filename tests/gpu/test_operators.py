@@ -28,42 +28,46 @@ RAGGED = (4091, 5120, 1024)
 BLOCKS = ops.Blocks(64, 128, 64, 2, 4, 3, 132)
 WIDE = BLOCKS._replace(m=128, n=256, num_warps=8)  # too large for fp32's loads
 ODD = ops.Blocks(32, 96, 64, 1, 4, 3, 132)  # of three parts
-PLANS: dict[str, list[str | ops.Plan]] = {
+PLANS: dict[str, list[str | ops.KernelConfig]] = {
     "gather": [
         "auto",
         "kernel",
-        ops.Plan(transfer="programs", movers=132),
-        ops.Plan(transfer="programs", movers=8, blocks=BLOCKS),
-        ops.Plan(transfer="programs", direction="pull", movers=16),
-        ops.Plan(transfer="programs", blocks=ODD),
-        ops.Plan(transfer="copies", piece_bytes=1 << 16),
-        ops.Plan(transfer="copies", blocks=BLOCKS),
+        ops.KernelConfig(transfer="programs", movers=132),
+        ops.KernelConfig(transfer="programs", movers=8, blocks=BLOCKS),
+        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
+        ops.KernelConfig(transfer="programs", blocks=ODD),
+        ops.KernelConfig(transfer="copies", piece_bytes=1 << 16),
+        ops.KernelConfig(transfer="copies", blocks=BLOCKS),
     ],
     "scatter": [
         "auto",
         "kernel",
-        ops.Plan(exchange="packets"),
-        ops.Plan(exchange="packets", blocks=ODD),
-        ops.Plan(transfer="programs"),
-        ops.Plan(transfer="programs", blocks=BLOCKS),
-        ops.Plan(transfer="programs", blocks=WIDE),
-        ops.Plan(transfer="copies", blocks=BLOCKS, piece_bytes=1 << 18),
-        ops.Plan(transfer="copies", is_shifted=False, piece_bytes=1 << 18),
+        ops.KernelConfig(exchange="packets"),
+        ops.KernelConfig(exchange="packets", blocks=ODD),
+        ops.KernelConfig(transfer="programs"),
+        ops.KernelConfig(transfer="programs", blocks=BLOCKS),
+        ops.KernelConfig(transfer="programs", blocks=WIDE),
+        ops.KernelConfig(transfer="copies", blocks=BLOCKS, piece_bytes=1 << 18),
+        ops.KernelConfig(transfer="copies", is_shifted=False, piece_bytes=1 << 18),
     ],
     "reduce": [
         "auto",
         "kernel",
-        *(ops.Plan(exchange="packets", shots=shots, blocks=blocks) for shots in (1, 2) for blocks in (None, ODD)),
+        *(
+            ops.KernelConfig(exchange="packets", shots=shots, blocks=blocks)
+            for shots in (1, 2)
+            for blocks in (None, ODD)
+        ),
     ],
 }
-MOVES: dict[str, list[ops.Plan]] = {
+MOVES: dict[str, list[ops.KernelConfig]] = {
     "gather": [
-        ops.Plan(transfer="programs", movers=132),
-        ops.Plan(transfer="programs", direction="pull", movers=16),
-        ops.Plan(transfer="copies", piece_bytes=1 << 16),
+        ops.KernelConfig(transfer="programs", movers=132),
+        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
+        ops.KernelConfig(transfer="copies", piece_bytes=1 << 16),
     ],
-    "scatter": [ops.Plan(transfer="programs"), ops.Plan(transfer="copies", piece_bytes=1 << 18)],
-    "reduce": [ops.Plan(exchange="packets", shots=shots) for shots in (1, 2)],
+    "scatter": [ops.KernelConfig(transfer="programs"), ops.KernelConfig(transfer="copies", piece_bytes=1 << 18)],
+    "reduce": [ops.KernelConfig(exchange="packets", shots=shots) for shots in (1, 2)],
 }
 """Ways for rows and sums of fp8."""
 
@@ -117,7 +121,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return ((result.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-def takes(plan: ops.Plan, operand: torch.Tensor) -> bool:
+def takes(plan: ops.KernelConfig, operand: torch.Tensor) -> bool:
     """Whether a plan is for so many rows, and fits into shared memory."""
     return not (plan.exchange == "packets" and operand.shape[0] > 256) and not (
         plan.blocks == WIDE and operand.dtype == torch.float32
@@ -146,7 +150,7 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
         few = whole[: rng.randint(1, min(80, whole.shape[0]))].contiguous()
         for name, operand in (("gather", x), ("scatter", whole), ("reduce", few)):
             plan = rng.choice(PLANS[name])
-            if isinstance(plan, ops.Plan) and not takes(plan, operand):
+            if isinstance(plan, ops.KernelConfig) and not takes(plan, operand):
                 plan = "kernel"
             own_bias = bias
             if bias is not None and name == "reduce":
@@ -252,7 +256,7 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
     made = []
     for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):
         plan = rng.choice(PLANS[name])
-        if isinstance(plan, ops.Plan) and not takes(plan, operand):
+        if isinstance(plan, ops.KernelConfig) and not takes(plan, operand):
             plan = "kernel"
         if device == "cpu" or (plan == "auto" and shared_gpus.is_enabled()):
             plan = "kernel"  # the library's collectives would go by way of the host, which no graph holds
@@ -310,7 +314,7 @@ def fill_the_gpu(folder: Path, sizes: tuple[int, ...]) -> None:
     device = Grid(data=world, device="cuda").device
     rank, (n, k) = dist.get_rank(), (8192, 4096)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    plan, wrong = ops.Plan(blocks=ops.Blocks(128, 256, 64, 8, 8, 4, processors)), []
+    plan, wrong = ops.KernelConfig(blocks=ops.Blocks(128, 256, 64, 8, 8, 4, processors)), []
     for rows in sizes:
         x, weight = torch.randn(rows, k, device=device).bfloat16(), torch.randn(n, k, device=device).bfloat16()
         for _ in range(3):
@@ -389,7 +393,9 @@ def lose_a_rank(folder: Path, name: str) -> None:
         torch.randn(1024, 512, device="cuda").bfloat16(),
     )
     runs = {
-        "all_gather_matmul": lambda: ops.all_gather_matmul(x, weight, implementation=ops.Plan(transfer="copies")),
+        "all_gather_matmul": lambda: ops.all_gather_matmul(
+            x, weight, implementation=ops.KernelConfig(transfer="copies")
+        ),
         "matmul_reduce_scatter": lambda: ops.matmul_reduce_scatter(x, weight, implementation="kernel"),
         "matmul_all_reduce": lambda: ops.matmul_all_reduce(x[:4], weight, implementation="kernel"),
     }

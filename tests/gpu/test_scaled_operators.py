@@ -19,25 +19,25 @@ ROUNDING = 2**-6
 BLOCKS = ops.Blocks(64, 128, 128, 2, 4, 3, 132)
 WIDE = ops.Blocks(128, 256, 128, 2, 8, 4, 132)
 ODD = ops.Blocks(64, 96, 128, 1, 4, 3, 132)  # of three parts
-PLANS: dict[str, list[str | ops.Plan]] = {
+PLANS: dict[str, list[str | ops.KernelConfig]] = {
     "gather": [
         "auto",
         "library",
-        ops.Plan(transfer="programs", movers=132),
-        ops.Plan(transfer="programs", direction="pull", movers=16),
-        ops.Plan(transfer="programs", blocks=ODD),
-        ops.Plan(transfer="copies", piece_bytes=1 << 16, blocks=BLOCKS),
-        ops.Plan(transfer="copies", blocks=WIDE),
+        ops.KernelConfig(transfer="programs", movers=132),
+        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
+        ops.KernelConfig(transfer="programs", blocks=ODD),
+        ops.KernelConfig(transfer="copies", piece_bytes=1 << 16, blocks=BLOCKS),
+        ops.KernelConfig(transfer="copies", blocks=WIDE),
     ],
     "scatter": [
         "auto",
         "library",
-        ops.Plan(exchange="packets", blocks=ODD),
-        ops.Plan(transfer="programs", blocks=BLOCKS),
-        ops.Plan(transfer="programs", blocks=WIDE._replace(num_stages=3)),
-        ops.Plan(transfer="copies", blocks=WIDE, piece_bytes=1 << 18),
+        ops.KernelConfig(exchange="packets", blocks=ODD),
+        ops.KernelConfig(transfer="programs", blocks=BLOCKS),
+        ops.KernelConfig(transfer="programs", blocks=WIDE._replace(num_stages=3)),
+        ops.KernelConfig(transfer="copies", blocks=WIDE, piece_bytes=1 << 18),
     ],
-    "reduce": ["auto", "library", *(ops.Plan(exchange="packets", shots=shots, blocks=ODD) for shots in (1, 2))],
+    "reduce": ["auto", "library", *(ops.KernelConfig(exchange="packets", shots=shots, blocks=ODD) for shots in (1, 2))],
 }
 OPERATORS = {
     "gather": ops.all_gather_scaled_matmul,
@@ -66,7 +66,7 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
         for name, operand in (("gather", x), ("scatter", whole), ("reduce", few)):
             factors = torch.rand(operand.shape[0] if rng.random() < 0.7 else 1, device="cuda") * (1 + rank)
             plan = rng.choice(PLANS[name])
-            if isinstance(plan, ops.Plan) and not takes(plan, operand):
+            if isinstance(plan, ops.KernelConfig) and not takes(plan, operand):
                 plan = "kernel"
             late, cycles = rng.randrange(world), rng.choice([0, 100_000, 2_000_000])
             poison()

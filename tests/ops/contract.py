@@ -262,7 +262,7 @@ def infer_then_train(plan):
 
 def compile_with_a_plan():
     """A plan is a constant to torch.compile, and shapes may change."""
-    group, plan = dist.group.WORLD, ops.Plan(blocks=ops.Blocks(32, 32, 32, 2, 4, 2, 3))
+    group, plan = dist.group.WORLD, ops.KernelConfig(blocks=ops.Blocks(32, 32, 32, 2, 4, 2, 3))
     for operator in OPERATORS:
 
         def layer(x, weight, bias, operator=operator):
@@ -285,7 +285,9 @@ def refuse_options():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     for operator in OPERATORS:
         for given in ("kernels", "KERNEL", "", None, 3, True):
-            with pytest.raises(ValueError, match=r'implementation is "auto", "kernel", "library" or a Plan, not'):
+            with pytest.raises(
+                ValueError, match=r'implementation is "auto", "kernel", "library" or a KernelConfig, not'
+            ):
                 operator(x, weight, implementation=given)
         for group in (mesh, dist.group.WORLD.group_name, 0, [0, 1]):
             with pytest.raises(ValueError, match=r"group is a torch.distributed.ProcessGroup, or None .*get_group"):
@@ -464,8 +466,8 @@ def choose_apart():
         )
         for n, places in ((32, (0, 0)), (31, (0, 1)), (31, (0, 0)), (32, (1, 0))):
             x = room[places[rank] :][: 32 * 16].view(32, 16)
-            call = dispatch.describe_call("all_gather_matmul", 64, x, weight[:n], name)
-            dispatch.choose(call, x, weight[:n], name, "auto")
+            call = dispatch.describe_problem("all_gather_matmul", 64, x, weight[:n], name)
+            dispatch.choose_config(call, x, weight[:n], name, "auto")
     return [machine.by_tma for machine in seen]
 
 

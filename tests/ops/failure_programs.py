@@ -18,14 +18,14 @@ assert tiles.INTERPRETED.value, "tests.ops.failure_programs is for processes tha
 
 BLOCKS = ops.Blocks(16, 32, 32, 2, 4, 2, 3)
 CALLS = {
-    "one shot": ("matmul_all_reduce", ops.Plan(blocks=BLOCKS, exchange="packets")),
-    "two shots": ("matmul_all_reduce", ops.Plan(blocks=BLOCKS, exchange="packets", shots=2)),
-    "scattered packets": ("matmul_reduce_scatter", ops.Plan(blocks=BLOCKS, exchange="packets")),
-    "tiles": ("matmul_reduce_scatter", ops.Plan(blocks=BLOCKS, transfer="programs")),
-    "tiles by copies": ("matmul_reduce_scatter", ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512)),
-    "pushes": ("all_gather_matmul", ops.Plan(blocks=BLOCKS, transfer="programs", movers=2)),
-    "pulls": ("all_gather_matmul", ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2)),
-    "copies": ("all_gather_matmul", ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512)),
+    "one shot": ("matmul_all_reduce", ops.KernelConfig(blocks=BLOCKS, exchange="packets")),
+    "two shots": ("matmul_all_reduce", ops.KernelConfig(blocks=BLOCKS, exchange="packets", shots=2)),
+    "scattered packets": ("matmul_reduce_scatter", ops.KernelConfig(blocks=BLOCKS, exchange="packets")),
+    "tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=BLOCKS, transfer="programs")),
+    "tiles by copies": ("matmul_reduce_scatter", ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512)),
+    "pushes": ("all_gather_matmul", ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=2)),
+    "pulls": ("all_gather_matmul", ops.KernelConfig(blocks=BLOCKS, transfer="programs", direction="pull", movers=2)),
+    "copies": ("all_gather_matmul", ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512)),
 }
 
 
@@ -158,7 +158,7 @@ def launch_many_programs():
         seen.append((programs, [one for one in arguments if hasattr(one, "arrivals")]))
 
     blocks = ops.Blocks(16, 16, 16, 1, 4, 2, 2000)
-    plan = ops.Plan(blocks=blocks, exchange="packets")
+    plan = ops.KernelConfig(blocks=blocks, exchange="packets")
     with mock.patch.object(Launches, "__call__", note):
         ops.matmul_all_reduce(torch.ones(16, 80), torch.ones(16_000, 80), make_group(5), implementation=plan)
     ((programs, (shares,)),) = seen

@@ -44,21 +44,21 @@ def error(result, expected):
 
 BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
 PLANS = {
-    "copies": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512),
-    "pushes": ops.Plan(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
-    "pulls": ops.Plan(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
-    "unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
-    "tiles": ops.Plan(blocks=BLOCKS, transfer="programs"),
-    "tiles, unshifted": ops.Plan(blocks=BLOCKS, transfer="programs", is_shifted=False),
-    "copies, unshifted": ops.Plan(blocks=BLOCKS, transfer="copies", piece_bytes=512, is_shifted=False),
-    "packets": ops.Plan(blocks=BLOCKS, exchange="packets"),
-    "one shot": ops.Plan(blocks=BLOCKS, exchange="packets", shots=1),
-    "two shots": ops.Plan(blocks=BLOCKS, exchange="packets", shots=2),
-    "odd tiles": ops.Plan(blocks=BLOCKS._replace(n=48, k=16), exchange="packets"),
-    "odd tiles, two shots": ops.Plan(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
-    "odd tiles, pushes": ops.Plan(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
-    "odd tiles, copies": ops.Plan(blocks=BLOCKS._replace(n=48), piece_bytes=512),
-    "shared steps": ops.Plan(blocks=BLOCKS._replace(k=16, programs=5), exchange="packets"),
+    "copies": ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512),
+    "pushes": ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
+    "pulls": ops.KernelConfig(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
+    "unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
+    "tiles": ops.KernelConfig(blocks=BLOCKS, transfer="programs"),
+    "tiles, unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="programs", is_shifted=False),
+    "copies, unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512, is_shifted=False),
+    "packets": ops.KernelConfig(blocks=BLOCKS, exchange="packets"),
+    "one shot": ops.KernelConfig(blocks=BLOCKS, exchange="packets", shots=1),
+    "two shots": ops.KernelConfig(blocks=BLOCKS, exchange="packets", shots=2),
+    "odd tiles": ops.KernelConfig(blocks=BLOCKS._replace(n=48, k=16), exchange="packets"),
+    "odd tiles, two shots": ops.KernelConfig(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
+    "odd tiles, pushes": ops.KernelConfig(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
+    "odd tiles, copies": ops.KernelConfig(blocks=BLOCKS._replace(n=48), piece_bytes=512),
+    "shared steps": ops.KernelConfig(blocks=BLOCKS._replace(k=16, programs=5), exchange="packets"),
 }
 """Small pieces and tiles, so that there are several, of each way to do a call."""
 
@@ -114,7 +114,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], stream_k.cut_tiles.__wrapped__
+    more, deal = [], stream_k.split_last_round.__wrapped__
 
     def see(count, *arguments):
         dealt = deal(count, *arguments)
@@ -123,8 +123,8 @@ def share(what, shape, plan):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_k, "_JOIN_STEPS", 1)  # so that it is worth it for few steps
-        patch.setattr(stream_k, "cut_tiles", see)
-        patch.setattr(scatter_module, "cut_tiles", see)
+        patch.setattr(stream_k, "split_last_round", see)
+        patch.setattr(scatter_module, "split_last_round", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
     return max(more), *result
 
@@ -168,7 +168,7 @@ def scatter_in_halves(transfer):
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [(random_of(peer, 8, 67, dtype=torch.float32), random_of(9 + peer, 300, 67)) for peer in range(world)]
     pairs = [tuple((4 * one).round().bfloat16() for one in pair) for pair in pairs]
-    plan = ops.Plan(blocks=ops.Blocks(16, 64, 32, 1, 4, 3, 2), transfer=transfer)
+    plan = ops.KernelConfig(blocks=ops.Blocks(16, 64, 32, 1, 4, 3, 2), transfer=transfer)
     with mock.patch.object(tile, "_CONVERTED_BYTES", tl.constexpr(1 << 10)):
         out = ops.matmul_reduce_scatter(*pairs[rank], reduce_dtype=torch.float32, implementation=plan)
     expected = sum(x.float() @ weight.float().T for x, weight in pairs).chunk(world)[rank]
@@ -409,9 +409,9 @@ def tune_and_choose(folder):
 
         def chosen(rows, n):
             x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
-            call = dispatch.describe_call("all_gather_matmul", 2 * rows, x, weight, name)
-            plan = dispatch.choose(call, x, weight, name, "auto")
-            default, _ = config.default_plan(call, dispatch.find_machine(x, weight))
+            call = dispatch.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = dispatch.choose_config(call, x, weight, name, "auto")
+            default, _ = config.default_config(call, dispatch.find_machine(x, weight))
             return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
 
         texts = {plan.encode(): seconds for plan, seconds in measured.items()}
@@ -427,12 +427,12 @@ def choose_by_different_stores(folders):
     try:
         x, weight = torch.ones(8, 16), torch.ones(24, 16)
         name = dist.group.WORLD.group_name
-        call = dispatch.describe_call("all_gather_matmul", 16, x, weight, name)
+        call = dispatch.describe_problem("all_gather_matmul", 16, x, weight, name)
         if dist.get_rank() == 0:
             keys = {dispatch.time_key(call, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
             TuningStore().add(dispatch.machine_name(x.device), keys)
         ops.all_gather_matmul(x, weight)
-        return dispatch.choose(call, x, weight, name, "auto").encode()
+        return dispatch.choose_config(call, x, weight, name, "auto").encode()
     finally:
         del os.environ["STRETTO_CACHE"]
 

@@ -17,13 +17,13 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops import Blocks, Plan, matmul_reduce_scatter_copies, small_m
+from stretto.ops import Blocks, KernelConfig, matmul_reduce_scatter_copies, small_m
 from stretto.ops.embedding import backward, forward, output_ring
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.gemm.tile import FP8, Scales
-from stretto.ops.workspace import Workspace
+from stretto.ops.workspace import OperatorWorkspace
 
 # As attributes of the package these are the functions.
 gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
@@ -100,10 +100,10 @@ def follow_launches() -> None:
     tiles.Launches.__init__ = make_and_follow  # type: ignore[method-assign]
 
 
-def make_workspace(purpose: str) -> Workspace:
+def make_workspace(purpose: str) -> OperatorWorkspace:
     size, peer_tiles = 4 << 20, 256 if purpose == "slots" else 0
     channel = tiles.BlockChannel(Memory(2 * size + (1 << 16)), 128, peer_tiles, 30.0)  # type: ignore[arg-type]
-    return Workspace(channel, size, 2, torch.zeros(1024, dtype=torch.int32), itertools.cycle(range(2)))
+    return OperatorWorkspace(channel, size, 2, torch.zeros(1024, dtype=torch.int32), itertools.cycle(range(2)))
 
 
 class Kind(NamedTuple):
@@ -164,7 +164,9 @@ def make_call(kind: Kind) -> Any:
 
     weight = make(k, n).t() if kind.by_columns and not is_fp8 else make(n, k)
     bias = None if kind.bias is None else torch.zeros(n, dtype=kind.bias)
-    plan = Plan(blocks=BLOCKS, transfer=kind.transfer, movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted)
+    plan = KernelConfig(
+        blocks=BLOCKS, transfer=kind.transfer, movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted
+    )
     x = make(rows, k) if kind.name == "gather" else make(WORLD * rows, k)
     scales = Scales(*map(make_scale, (x.shape[0], n), kind.scale_steps)) if is_fp8 else None
     return kind.name, plan, x, weight, bias, kind.out_dtype if is_fp8 else kind.dtype, scales
@@ -239,7 +241,7 @@ def run_look_up(kind: LookUp) -> None:
     backward.reduce_rows(staged, kind.dims, found.addresses, zeros, kind.action, settings)
 
 
-def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
+def run_call(call: Any, workspaces: dict[str, OperatorWorkspace]) -> None:
     name, plan, x, weight, bias, dtype, scales = call
     n = weight.shape[0]
     out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
@@ -251,7 +253,7 @@ def run_call(call: Any, workspaces: dict[str, Workspace]) -> None:
             operator, workspace = "matmul_reduce_scatter", workspaces["packets"]
             small_m.launch(operator, "scatter", workspace, "", x, weight, bias, out, blocks, scales)
         case "copied":
-            matmul_reduce_scatter_copies.launch_copied(plan, x, weight, bias, out, dtype, "", WORLD, scales)
+            matmul_reduce_scatter_copies.launch_scatter_by_copies(plan, x, weight, bias, out, dtype, "", WORLD, scales)
         case "scatter":
             plan = plan._replace(transfer="programs")
             scatter_module.launch_scatter(plan, x, weight, bias, out, dtype, "", scales)

@@ -19,10 +19,10 @@ OPERATORS = {
 COUNTED = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
 PLANS = {
     **programs.PLANS,
-    "wide": ops.Plan(blocks=BLOCKS._replace(n=48), exchange="packets"),
-    "wide, two shots": ops.Plan(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
-    "wide, pushes": ops.Plan(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
-    "shared": ops.Plan(blocks=BLOCKS._replace(programs=5), exchange="packets"),
+    "wide": ops.KernelConfig(blocks=BLOCKS._replace(n=48), exchange="packets"),
+    "wide, two shots": ops.KernelConfig(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
+    "wide, pushes": ops.KernelConfig(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
+    "shared": ops.KernelConfig(blocks=BLOCKS._replace(programs=5), exchange="packets"),
 }
 """Those of other dtypes, and some whose steps over k are as long as fp8 takes them."""
 
@@ -205,7 +205,7 @@ def tune_gather(folder):
 def _tune_gather():
     measured = ops.tune("all_gather_matmul", 16, 32, 32, dtype=FP8, device="cpu")
     x, weight, one = torch.zeros(8, 32).to(FP8), torch.zeros(32, 32).to(FP8), torch.ones(())
-    call = dispatch.describe_call("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)
-    plan = dispatch.choose(call, x, weight, dist.group.WORLD.group_name, "auto")
+    call = dispatch.describe_problem("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)
+    plan = dispatch.choose_config(call, x, weight, dist.group.WORLD.group_name, "auto")
     ops.all_gather_scaled_matmul(x, weight, one, one)
     return len(measured), measured[plan] == min(measured.values())

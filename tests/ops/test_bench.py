@@ -5,7 +5,7 @@ import pytest
 from stretto.bench.operators.ablations import vary
 from stretto.bench.operators.plot import plot_ablations, plot_operators
 from stretto.bench.operators.run import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
-from stretto.ops import Blocks, Plan
+from stretto.ops import Blocks, KernelConfig
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
@@ -39,12 +39,12 @@ def test_ablations_vary_one_choice_at_a_time(interpret, tmp_path):
     assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MB"}
     plot_ablations(tmp_path / "operator-ablations.json", tmp_path / "ablations.png")
     for name in OPERATORS:
-        base = Plan()
+        base = KernelConfig()
         for plan in vary(name, base).values():
-            changed = {field for field in Plan._fields if getattr(plan, field) != getattr(base, field)}
+            changed = {field for field in KernelConfig._fields if getattr(plan, field) != getattr(base, field)}
             travel = {"transfer", "direction", "movers", "piece_bytes", "exchange", "shots"}
             assert changed <= {"is_shifted"} or changed <= travel
-    wide = Plan(blocks=Blocks(128, 256, 64, 8, 8, 4, 132))
+    wide = KernelConfig(blocks=Blocks(128, 256, 64, 8, 8, 4, 132))
     tiles = [plan for plan in vary("scatter", wide).values() if plan.blocks != wide.blocks]
     assert {plan._replace(blocks=wide.blocks) for plan in tiles} == {wide}
     assert {plan.blocks.programs for plan in tiles} == {132, 264}

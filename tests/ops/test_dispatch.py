@@ -4,25 +4,26 @@ import pytest
 import torch
 from tests.ops import uninterpreted
 
-from stretto.ops import Plan
+from stretto import ops
+from stretto.ops import KernelConfig
 from stretto.ops.gemm.config import (
     LIBRARY,
-    Call,
+    GemmProblem,
     Machine,
     decode,
-    default_plan,
-    require_plan,
+    default_config,
+    require_config,
     vary_blocks,
     vary_transfers,
 )
-from stretto.ops.small_m import count_bytes, share_steps
+from stretto.ops.small_m import count_bytes, split_steps
 
 HOPPER = Machine(132, True, True)
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def call_of(operator, m, n=12288, k=12288, dtype=torch.bfloat16):
-    return Call(operator, m, n, k, dtype, False, 4)
+    return GemmProblem(operator, m, n, k, dtype, False, 4)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -31,19 +32,19 @@ def call_of(operator, m, n=12288, k=12288, dtype=torch.bfloat16):
 def test_every_plan_that_is_chosen_or_tried_is_a_plan_and_survives_as_text(operator, m, dtype):
     for machine in (HOPPER, HOPPER._replace(by_tma=False), Machine(108, False, False), Machine(0, True, False)):
         call = call_of(operator, m, dtype=dtype)
-        plans = [default_plan(call, machine)[0], *vary_blocks(call, machine)]
+        plans = [default_config(call, machine)[0], *vary_blocks(call, machine)]
         for plan in [*plans, *vary_transfers(call, machine, plans[-1])]:
-            require_plan(plan)
+            require_config(plan)
             assert decode(plan.encode()) == plan
             assert plan == LIBRARY or plan.blocks is not None
 
 
 def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere():
     for operator in OPERATORS:
-        assert default_plan(call_of(operator, 64), HOPPER)[0].implementation == "kernel"
-        assert default_plan(call_of(operator, 64, dtype=torch.float32), HOPPER)[0] == LIBRARY
-        assert default_plan(call_of(operator, 64), HOPPER._replace(by_tma=False))[0] == LIBRARY
-        assert default_plan(call_of(operator, 64), Machine(108, False, False))[0] == LIBRARY
+        assert default_config(call_of(operator, 64), HOPPER)[0].implementation == "kernel"
+        assert default_config(call_of(operator, 64, dtype=torch.float32), HOPPER)[0] == LIBRARY
+        assert default_config(call_of(operator, 64), HOPPER._replace(by_tma=False))[0] == LIBRARY
+        assert default_config(call_of(operator, 64), Machine(108, False, False))[0] == LIBRARY
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
 )
 def test_tiles_go_together_whose_rows_come_together(operator, m, group_rows):
     call = call_of(operator, m)
-    default, _ = default_plan(call, HOPPER)
+    default, _ = default_config(call, HOPPER)
     assert default.blocks.group_rows == group_rows
     rows = m if default.transfer == "programs" and operator == "all_gather_matmul" else m // 4
     tried = [plan.blocks for plan in vary_blocks(call, HOPPER)]
@@ -71,9 +72,9 @@ def test_tiles_go_together_whose_rows_come_together(operator, m, group_rows):
 )
 def test_tiles_of_few_rows_are_as_wide_as_a_programs_share(n, columns, programs):
     for operator in OPERATORS:
-        blocks = default_plan(call_of(operator, 64, n=n), HOPPER)[0].blocks
+        blocks = default_config(call_of(operator, 64, n=n), HOPPER)[0].blocks
         assert blocks.n == columns
-        assert share_steps(64, n, 12288, blocks)[1] == programs
+        assert split_steps(64, n, 12288, blocks)[1] == programs
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_what_is_no_plan_is_refused(text, words):
 
 def test_copy_engines_do_not_pull():
     with pytest.raises(ValueError, match='copy engines push: "pull" goes with transfer="programs"'):
-        require_plan(Plan(direction="pull"))
+        require_config(KernelConfig(direction="pull"))
 
 
 @pytest.mark.exhaustive
@@ -124,3 +125,8 @@ def test_more_packets_than_32_bits_count_are_refused():
     assert count_bytes("one-shot", 1 << 18, 4096, 4, torch.float32) == 4 * 4 * 4096 << 18
     with pytest.raises(ValueError, match='give implementation="library", or fewer rows'):
         count_bytes("one-shot", 1 << 19, 4096, 4, torch.float32)
+
+
+def test_a_config_is_still_found_by_its_old_name():
+    with pytest.warns(DeprecationWarning, match=r"stretto\.ops\.Plan is now stretto\.ops\.KernelConfig"):
+        assert ops.Plan is KernelConfig

@@ -24,9 +24,9 @@ from tests.tiles.machine_code import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.ops.all_gather_matmul import all_gather_gemm, map_rows
-from stretto.ops.copy_schedule import cut_pieces
-from stretto.ops.gemm.config import Call, Machine, Plan, default_blocks, vary_blocks
-from stretto.ops.gemm.stream_k import WHOLE, Shares
+from stretto.ops.copy_schedule import size_pieces
+from stretto.ops.gemm.config import GemmProblem, KernelConfig, Machine, default_blocks, vary_blocks
+from stretto.ops.gemm.stream_k import DATA_PARALLEL, StreamK
 from stretto.ops.gemm.tile import (
     FP8,
     Blocks,
@@ -37,7 +37,7 @@ from stretto.ops.gemm.tile import (
     describe_rows,
     is_even,
 )
-from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_lanes
+from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_queues
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles, map_owners, multiply_tiles
 from stretto.ops.small_m import gemm_exchange
 from stretto.tiles import begin_call
@@ -78,11 +78,11 @@ def gather_arguments(
     dtype=torch.bfloat16,
     transfer="copies",
     direction="push",
-    shares=WHOLE,
+    shares=DATA_PARALLEL,
     out_dtype=None,
 ):
     gathered, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype, out_dtype)
-    plan = Plan(blocks=blocks, transfer=transfer, direction=direction)
+    plan = KernelConfig(blocks=blocks, transfer=transfer, direction=direction)
     producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
     odd = not is_even(blocks)
     out = torch.empty(WORLD * rows, n, dtype=out_dtype)
@@ -119,7 +119,15 @@ def gather_arguments(
 
 
 def scatter_arguments(
-    blocks=PUSHED, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, shares=WHOLE, by_tma=True, sums=None
+    blocks=PUSHED,
+    rows=ROWS,
+    n=N,
+    k=K,
+    transposed=False,
+    dtype=torch.bfloat16,
+    shares=DATA_PARALLEL,
+    by_tma=True,
+    sums=None,
 ):
     x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
@@ -128,7 +136,7 @@ def scatter_arguments(
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
-    lanes = map_lanes(WORLD, blocks.programs)
+    lanes = map_queues(WORLD, blocks.programs)
     return inside("broadcast"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, 99, True
 
 
@@ -140,7 +148,7 @@ def copied_arguments(
     count = -(-rows // blocks.m) * -(-n // blocks.n)
     out = torch.empty(rows, n, dtype=out_dtype)
     stored = torch.empty(WORLD, count, blocks.m, blocks.n, dtype=sums or out_dtype)
-    pieces = cut_pieces(count, 1 << 16, Plan(blocks=blocks))._replace(threads=32 * blocks.num_warps)
+    pieces = size_pieces(count, 1 << 16, KernelConfig(blocks=blocks))._replace(threads=32 * blocks.num_warps)
     target, parts = stored, count_store_parts(blocks, dtype.itemsize, stored.element_size())
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
@@ -161,7 +169,7 @@ def exchange_arguments(
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales, in_parts=True)
     rows = rows if form == "scatter" else WORLD * rows
     out, staging = torch.empty(rows, n, dtype=out_dtype), torch.empty(1, dtype=torch.int32)
-    dealt = Shares(0, 16, 16, torch.empty(1) if shares else None, WORDS)
+    dealt = StreamK(0, 16, 16, torch.empty(1) if shares else None, WORDS)
     chunk = max(256, 64 * blocks.num_warps)  # a packet a thread, also where warps have 64
     return inside("p2p"), gemm, dealt, a, b, staging, out, bias, rows, 1 << 20, form, chunk, n % 8 == 0
 
@@ -179,7 +187,7 @@ OPERATORS = {
     "copied": "matmul_reduce_scatter",
 }
 LARGE = ["gather", "scatter", "copied"]
-SHARED = Shares(132, 16, 8, torch.empty(1), WORDS)  # of the last round's tiles, in halves
+SHARED = StreamK(132, 16, 8, torch.empty(1), WORDS)  # of the last round's tiles, in halves
 LOOPS = {
     "gather": 2,
     "scatter": 1,
@@ -415,7 +423,9 @@ def test_tiles_of_several_parts_load_few_rows_once_a_step(name, transfer, blocks
 @pytest.mark.parametrize("m", [1, 32, 64])
 @pytest.mark.parametrize("name", ["exchange", "gather"])
 def test_few_rows_tiles_fit_into_shared_memory(name, m, n):
-    blocks = default_blocks(Call(OPERATORS[name], m, n, K, torch.bfloat16, False, WORLD), Machine(132, True, True))
+    blocks = default_blocks(
+        GemmProblem(OPERATORS[name], m, n, K, torch.bfloat16, False, WORLD), Machine(132, True, True)
+    )
     kernel, arguments = KERNELS[name]
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     sizes = {"transfer": "programs"} if name == "gather" else {}
@@ -457,9 +467,9 @@ def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
 def test_the_default_tiles_of_any_size_compile(name, m, dtype):
     operator = OPERATORS[name]
     for by_tma in (True, False):
-        blocks = default_blocks(Call(operator, m, N, K, dtype, False, WORLD), Machine(132, by_tma, True))
+        blocks = default_blocks(GemmProblem(operator, m, N, K, dtype, False, WORLD), Machine(132, by_tma, True))
         if name in LARGE:
-            blocks = Plan(blocks=blocks).evened().blocks
+            blocks = KernelConfig(blocks=blocks).with_even_tiles().blocks
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
 
 
@@ -468,7 +478,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
     [("exchange", 1), ("exchange", 20), ("exchange", 64), *((name, m) for name in LARGE for m in (512, 4096, 16384))],
 )
 def test_fp8_goes_to_tensor_cores_and_spills_nothing(name, m, tmp_path):
-    blocks = default_blocks(Call(OPERATORS[name], m, 12288, 12288, FP8, False, WORLD), Machine(132, True, True))
+    blocks = default_blocks(GemmProblem(OPERATORS[name], m, 12288, 12288, FP8, False, WORLD), Machine(132, True, True))
     lines = to_ptx(name, blocks=blocks, dtype=FP8)
     assert tma_loads(lines)
     products = {match.group(1) for line in lines if (match := re.search(r"(?:wgmma|mma)\S*\.f32\.(\w+)\.", line))}
@@ -480,7 +490,7 @@ def test_fp8_goes_to_tensor_cores_and_spills_nothing(name, m, tmp_path):
 
 
 def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
-    call = Call("all_gather_matmul", 4096, 12288, 12288, FP8, False, WORLD)
+    call = GemmProblem("all_gather_matmul", 4096, 12288, 12288, FP8, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=1) for plan in vary_blocks(call, Machine(132, True, True))}:
         arguments = gather_arguments(blocks, dtype=FP8, out_dtype=torch.float32)
         options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
@@ -492,7 +502,7 @@ def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
     operator = OPERATORS[name]
-    call = Call(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
+    call = GemmProblem(operator, 8192, 12288, 12288, torch.bfloat16, False, WORLD)
     for blocks in {plan.blocks._replace(group_rows=8) for plan in vary_blocks(call, Machine(132, True, True))}:
         assert tma_loads(to_ptx(name, blocks=blocks))
 

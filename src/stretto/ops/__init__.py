@@ -1,5 +1,6 @@
 """Overlapped operators: computation with its collective hidden inside, as torch.library operators with gradients."""
 
+from stretto.deprecated import alias
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.dispatch import counts
 from stretto.ops.embedding import (
@@ -12,7 +13,7 @@ from stretto.ops.embedding import (
     embedding_all_to_all_updating,
     tune_embedding,
 )
-from stretto.ops.gemm.config import Plan
+from stretto.ops.gemm.config import KernelConfig
 from stretto.ops.gemm.tile import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -28,7 +29,7 @@ from stretto.ops.tuning import tune
 __all__ = [
     "Blocks",
     "EmbeddingAllToAll",
-    "Plan",
+    "KernelConfig",
     "TableUpdate",
     "all_gather_matmul",
     "all_gather_matmul_gathered",
@@ -48,3 +49,5 @@ __all__ = [
     "tune",
     "tune_embedding",
 ]
+
+__getattr__ = alias(__name__, {"Plan": "KernelConfig"})

@@ -15,21 +15,20 @@ from stretto import tiles
 from stretto.ops import row_transfer, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
-    choose,
-    describe_call,
-    identify,
-    outside_autocast,
+    choose_config,
+    describe_problem,
+    eager_fast_path,
+    make_call_key,
     pin_backward,
-    recall,
+    recall_config,
     save_operands,
-    shorten,
+    without_autocast,
 )
-from stretto.ops.gemm.config import LIBRARY, Plan, limit_programs, name_implementation
-from stretto.ops.gemm.stream_k import count_shares, count_steps, find_share, multiply_part, share_tiles
+from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation, limit_programs
+from stretto.ops.gemm.stream_k import count_steps, count_units, find_unit, make_stream_k, multiply_unit
 from stretto.ops.gemm.tile import (
     Scales,
     describe_gemm,
-    describe_kind,
     describe_rows,
     divide_up,
     is_even,
@@ -38,6 +37,7 @@ from stretto.ops.gemm.tile import (
     multiply_tile,
     order_tiles,
     scale_tile,
+    specialization_key,
     store_tile,
     tile_width,
 )
@@ -53,7 +53,7 @@ def all_gather_matmul(
     *,
     bias: Tensor | None = None,
     saves_gathered: bool = True,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """The group's x, gathered along dim 0, times weight's transpose: [m / world, k], [n, k] -> [m, n].
 
@@ -61,10 +61,10 @@ def all_gather_matmul(
     ranks, and contiguous; weight is, or its transpose. x's gradient is a `matmul_reduce_scatter`; weight's needs the
     gathered x, which is kept for it, or, with saves_gathered=False, gathered again in the backward pass.
     implementation: "auto" (what was measured to be the fastest, or a default), "kernel" (ours, or it raises), "library"
-    (an all-gather, then a GEMM) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
-    for a rank that does not come. Flux, sections 3.3 and 4.
+    (an all-gather, then a GEMM) or a `KernelConfig`. ValueError for other input and for a rank outside of the group;
+    PeerError for a rank that does not come. Flux, sections 3.3 and 4.
     """
-    name, how = find_name(group), name_implementation(implementation)
+    name, how = find_name(group), encode_implementation(implementation)
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:
         return _gathered(x, weight, bias, name, how)[0]
     return _plain(x, weight, bias, name, how)
@@ -76,10 +76,10 @@ def all_gather_matmul_gathered(
     group: dist.ProcessGroup | None = None,
     *,
     bias: Tensor | None = None,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As `all_gather_matmul`; returns [m, n] and the gathered x [m, k] too."""
-    how = name_implementation(implementation)
+    how = encode_implementation(implementation)
     return _gathered(x, weight, bias, find_name(group), how)
 
 
@@ -101,7 +101,7 @@ def save_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save_operands(ctx, output[1] if ctx.is_gathered else x, weight)
 
 
-@outside_autocast
+@without_autocast
 def differentiate_gather(
     ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
@@ -130,7 +130,7 @@ _all_gather_matmul_gathered = torch.library.custom_op(
     "stretto::all_gather_matmul_gathered", _run_gathered, mutates_args=()
 )
 _plain, _gathered = (
-    shorten(name, run, operator, save_gather, differentiate_gather)
+    eager_fast_path(name, run, operator, save_gather, differentiate_gather)
     for name, run, operator in (
         ("AllGatherMatmul", _run_plain, torch.ops.stretto.all_gather_matmul),
         ("AllGatherMatmulGathered", _run_gathered, torch.ops.stretto.all_gather_matmul_gathered),
@@ -160,19 +160,19 @@ def _(x: torch.Size, weight: torch.Size, bias: object, group: str, *_: object, *
     return 2 * x[0] * find_group(group).size() * prod(weight)
 
 
-@outside_autocast
+@without_autocast
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *, returns_gathered: bool
 ) -> tuple[Tensor, Tensor]:
     """(product, gathered x); the latter is x where it was not asked for."""
-    key = identify("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
-    plan = recall(group, key)
+    key = make_call_key("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
+    plan = recall_config(group, key)
     if plan is None:
         require_operands("all_gather_matmul", x, weight, bias, implementation)
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if plan is None:
-        call = describe_call("all_gather_matmul", rows * world, x, weight, group)
-        plan = choose(call, x, weight, group, implementation, key)
+        call = describe_problem("all_gather_matmul", rows * world, x, weight, group)
+        plan = choose_config(call, x, weight, group, implementation, key)
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         out, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
         if returns_gathered and n == 0:
@@ -194,7 +194,9 @@ _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engin
 
 
 @lru_cache(maxsize=4096)
-def map_rows(rows: int, world: int, plan: Plan, row_bytes: int) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
+def map_rows(
+    rows: int, world: int, plan: KernelConfig, row_bytes: int
+) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
     """Who sends what, in pieces of about `piece_bytes`, one a channel; and the rows of the GEMM's tiles.
 
     Programs move many small tiles a piece, so that all of them have some.
@@ -213,7 +215,7 @@ def map_rows(rows: int, world: int, plan: Plan, row_bytes: int) -> tuple[tiles.S
 
 
 def launch_gather(
-    plan: Plan,
+    plan: KernelConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -229,7 +231,7 @@ def launch_gather(
     itself, if no tile has others too.
     """
     by_programs = plan.transfer == "programs"
-    plan = limit_programs(plan, x.device) if by_programs else plan.evened()
+    plan = limit_programs(plan, x.device) if by_programs else plan.with_even_tiles()
     blocks, (rows, k), has_scales = plan.blocks, x.shape, scales is not None
     assert blocks is not None
     size = row_transfer.count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=by_programs, has_scales=has_scales)
@@ -244,7 +246,7 @@ def launch_gather(
     odd = by_programs and not is_even(blocks)
     own_scales = None if scales is None else scales.rows.contiguous()
     if scales is not None:
-        scales = Scales(row_transfer.find_moved_scales(block_channel, rows, k, offset), scales.columns)
+        scales = Scales(row_transfer.find_gathered_scales(block_channel, rows, k, offset), scales.columns)
     gemm, rows_there, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     own = describe_rows(x, gemm)
     direct = plan.is_shifted and rows % blocks.m == 0 and own is not None and not odd
@@ -252,7 +254,7 @@ def launch_gather(
     count = -(-out.shape[0] // blocks.m) * column_tiles
     # By copies, own tiles are multiplied in a loop that has no place for shares.
     kept = rows // blocks.m * column_tiles if direct and not by_programs else 0
-    shares, units = share_tiles(count, k, blocks, workspace.arrivals, kept)
+    shares, units = make_stream_k(count, k, blocks, workspace.arrivals, kept)
     programs = min(blocks.programs, max(units, plan.movers if by_programs else 1))
     if by_programs:
         mode = "broadcast" if plan.direction == "push" else "local"
@@ -269,9 +271,9 @@ def launch_gather(
                 if scales is not None and own_scales is not None:
                     tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
             with tiles.copy_engine(block_channel):
-                row_transfer.push_by_copies(block_channel, producer, x, own_scales, offset)
+                row_transfer.push_rows_by_copies(block_channel, producer, x, own_scales, offset)
                 if returned is not None:
-                    row_transfer.copy_gathered(block_channel, producer, x, gathered, returned)
+                    row_transfer.copy_out_gathered(block_channel, producer, x, gathered, returned)
         except BaseException:
             abandon(group, block_channel)
             raise
@@ -283,7 +285,7 @@ def launch_gather(
         )  # fmt: skip
         block_channel.launch(
             all_gather_gemm,
-            describe_kind(plan, x, weight, gemm, bias, out, own_scales),
+            specialization_key(plan, x, weight, gemm, bias, out, own_scales),
             programs,
             arguments,
             num_warps=blocks.num_warps,
@@ -293,7 +295,7 @@ def launch_gather(
         if by_programs:
             abandon(group, block_channel)
         else:  # the kernel would have signalled own rows, for which the call has been begun
-            row_transfer.tell_own_rows(block_channel, producer)
+            row_transfer.signal_own_rows(block_channel, producer)
         raise
     finally:  # also of a kernel that cannot be launched: the next call's copies come after these
         if not by_programs:
@@ -368,30 +370,30 @@ def all_gather_gemm(  # type: ignore[no-untyped-def]
             tiles.finish_polls(channel, consumer)
         else:
             # A `for`, in which Triton has a tile's stores go on beside the next one's loads; a share is of one tile.
-            for share in range(index, count_shares(shares, count), tl.num_programs(0)):
-                begin, end = find_share(gemm, shares, share, count)
+            for share in range(index, count_units(shares, count), tl.num_programs(0)):
+                begin, end = find_unit(gemm, shares, share, count)
                 _multiply_gathered(
                     channel, producer, consumer, gemm, shares, gathered, scales, weight, out, bias, rows, base, first,
                     direct_tiles, begin, end
                 )  # fmt: skip
     else:  # programs that have moved rows come later, and do fewer
-        begin, end = find_share(gemm, shares, tiles.claim(channel), count)
+        begin, end = find_unit(gemm, shares, tiles.claim(channel), count)
         if DIRECT:
             while begin < direct * count_steps(gemm, shares):
                 row, column = _locate(gemm, direct_tiles, begin // count_steps(gemm, shares))
-                total, is_complete, begin = multiply_part(gemm, shares, own, weight, row, column, 0, begin, end)
+                total, is_complete, begin = multiply_unit(gemm, shares, own, weight, row, column, 0, begin, end)
                 if is_complete:
                     total = scale_tile(gemm, own_scales, total, row, column, rows)
                     _finish_tile(channel, gemm, out, bias, total, channel.rank * rows + row, column, rows)
                 if begin >= end:
-                    begin, end = find_share(gemm, shares, tiles.claim(channel), count)
+                    begin, end = find_unit(gemm, shares, tiles.claim(channel), count)
         while begin < end:
             begin = _multiply_gathered(
                 channel, producer, consumer, gemm, shares, gathered, scales, weight, out, bias, rows, base, first,
                 direct_tiles, begin, end
             )  # fmt: skip
             if begin >= end:
-                begin, end = find_share(gemm, shares, tiles.claim(channel), count)
+                begin, end = find_unit(gemm, shares, tiles.claim(channel), count)
         tiles.end_call(channel, producer)
 
 
@@ -428,7 +430,7 @@ def _multiply_gathered(  # type: ignore[no-untyped-def]
     row_there = base + row + ready
     count = rows * channel.world
     if gemm.parts == 1:
-        total, is_complete, begin = multiply_part(gemm, shares, gathered, weight, row_there, column, 0, begin, end)
+        total, is_complete, begin = multiply_unit(gemm, shares, gathered, weight, row_there, column, 0, begin, end)
         if is_complete:
             total = scale_tile(gemm, scales, total, row + ready, column, count)
             _finish_tile(channel, gemm, out, bias, total, row, column, rows)

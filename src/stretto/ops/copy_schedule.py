@@ -5,13 +5,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from stretto import tiles
-from stretto.ops.gemm.config import Plan
+from stretto.ops.gemm.config import KernelConfig
 from stretto.ops.gemm.tile import divide_up
 
 _MOST_PIECES = 8  # that an owner's tiles are cut into, but for the last round
 
 
-class Pieces(NamedTuple):
+class PieceSizes(NamedTuple):
     """How an owner's tiles are pushed or added up: in pieces of `size` tiles, up to `number` of them.
 
     A new one begins with the last round of tiles, so that the others need not wait for that. threads: that count a
@@ -24,15 +24,15 @@ class Pieces(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def cut_pieces(count: int, tile_bytes: int, plan: Plan) -> Pieces:
+def size_pieces(count: int, tile_bytes: int, plan: KernelConfig) -> PieceSizes:
     """How `count` tiles for each owner are pushed and added up, in pieces of about the plan's piece_bytes."""
     assert plan.blocks is not None
     size = divide_up(count, max(1, min(count * tile_bytes // plan.piece_bytes, _MOST_PIECES, count)))
     threads = 1 if tiles.INTERPRETED.value else 32 * plan.blocks.num_warps
-    return Pieces(divide_up(count, size) + 1, size, threads)
+    return PieceSizes(divide_up(count, size) + 1, size, threads)
 
 
-class Part(NamedTuple):
+class CopyPiece(NamedTuple):
     """Tiles `start` to `stop` - 1 of an owner, once counter number `counter` has come to `target`."""
 
     start: int
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     target: int
 
 
-class Course(NamedTuple):
+class CopySchedule(NamedTuple):
     """When what is pushed and added up, which depends on sizes alone.
 
     own: this rank's position in the order in which owners' tiles are multiplied. pushes: (owner, its position, its
@@ -50,31 +50,33 @@ class Course(NamedTuple):
     """
 
     own: int
-    pushes: tuple[tuple[int, int, tuple[Part, ...]], ...]
-    adds: tuple[Part, ...]
+    pushes: tuple[tuple[int, int, tuple[CopyPiece, ...]], ...]
+    adds: tuple[CopyPiece, ...]
 
 
 @lru_cache(maxsize=4096)
-def chart(rank: int, world: int, count: int, programs: int, pieces: Pieces, is_shifted: bool) -> Course:
+def schedule_copies(
+    rank: int, world: int, count: int, programs: int, pieces: PieceSizes, is_shifted: bool
+) -> CopySchedule:
     """The course of a call with `count` tiles for each owner."""
 
     def position(owner: int) -> int:
         return (owner - rank - 1) % world if is_shifted else owner
 
-    def cut(place: int) -> tuple[Part, ...]:
+    def cut(place: int) -> tuple[CopyPiece, ...]:
         last_round = (world * count - 1) // programs * programs
         split = min(max(last_round - place * count, 0), count)
         starts = [*range(0, split, pieces.size), split]
         if split < count and place != position(rank):
             starts.append(count)
         return tuple(
-            Part(start, stop, place * pieces.number + piece, (stop - start) * pieces.threads)
+            CopyPiece(start, stop, place * pieces.number + piece, (stop - start) * pieces.threads)
             for piece, (start, stop) in enumerate(itertools.pairwise(starts))
         )
 
     others = sorted(set(range(world)) - {rank}, key=position)
     pushes = tuple((owner, position(owner), cut(position(owner))) for owner in others)
-    return Course(position(rank), pushes, cut(position(rank)))
+    return CopySchedule(position(rank), pushes, cut(position(rank)))
 
 
 def find_place(source: int, owner: int, world: int) -> int:

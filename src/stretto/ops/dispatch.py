@@ -23,7 +23,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from stretto.memory import failures, is_debugging, shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.ops.checks import require_agreement
-from stretto.ops.gemm.config import IMPLEMENTATIONS, LIBRARY, Call, Machine, Plan, decode, default_blocks, default_plan
+from stretto.ops.gemm.config import (
+    IMPLEMENTATIONS,
+    LIBRARY,
+    GemmProblem,
+    KernelConfig,
+    Machine,
+    decode,
+    default_blocks,
+    default_config,
+)
 from stretto.ops.gemm.tile import count_processors, find_capability, takes_tma
 from stretto.ops.workspace import find_group, require_no_capture
 from stretto.tiles import INTERPRETED
@@ -36,7 +45,7 @@ _MOST_CHOICES = 4096
 
 
 class CallKey(NamedTuple):
-    """All that a call's checks and choice depend on, for `recall`: on a host that launches, microseconds count.
+    """All that a call's checks and choice depend on, for `recall_config`: on a host that launches, microseconds count.
 
     x, weight, bias: what of the tensors counts. options: of the call, which all ranks give alike.
     """
@@ -56,8 +65,8 @@ class _Group:
     group: "weakref.ref[dist.ProcessGroup]"
     obstacle: str = ""
     times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    choices: dict[tuple[Call, Machine, str], tuple[Plan, str]] = field(default_factory=dict)
-    recalled: dict[CallKey, Plan] = field(default_factory=dict)
+    choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
+    recalled: dict[CallKey, KernelConfig] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
@@ -71,7 +80,7 @@ def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], i
     return dict(known.counts) if known is not None and known.group() is world else {}
 
 
-def identify(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> CallKey:
+def make_call_key(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> CallKey:
     """A call's key."""
     current = torch.cuda.current_device() if x.is_cuda else None
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
@@ -80,7 +89,7 @@ def identify(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     return CallKey(operator, of_x, of_weight, of_bias, current, options)
 
 
-def recall(group: str, key: CallKey) -> Plan | None:
+def recall_config(group: str, key: CallKey) -> KernelConfig | None:
     """The plan of a call like one that was checked and chosen before, which is counted; None for a new one."""
     known = _groups.get(group)
     if known is None or known.group() is not find_group(group) or is_debugging():
@@ -91,10 +100,13 @@ def recall(group: str, key: CallKey) -> Plan | None:
     return plan
 
 
-def choose(call: Call, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None) -> Plan:
+def choose_config(
+    call: GemmProblem, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None
+) -> KernelConfig:
     """The plan of this call, which is counted and, once for calls that are alike, said at debug level.
 
-    implementation: "auto", "kernel", "library" or a plan's text. key: have `recall` give it from now on. ValueError for
+    implementation: "auto", "kernel", "library" or a config's text. key: have `recall_config` give it from now on.
+    ValueError for
     another implementation, where a kernel was asked for and none can run, and where ranks call different things.
     Collective at the group's first call, and at the first of its kind.
     """
@@ -118,10 +130,10 @@ def choose(call: Call, x: Tensor, weight: Tensor, group: str, implementation: st
     return plan
 
 
-def describe_call(operator: str, m: int, x: Tensor, weight: Tensor, group: str) -> Call:
+def describe_problem(operator: str, m: int, x: Tensor, weight: Tensor, group: str) -> GemmProblem:
     """What is computed; m: rows of the whole."""
     transposed = not weight.is_contiguous()
-    return Call(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
+    return GemmProblem(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
 
 
 def machine_name(device: torch.device) -> str:
@@ -130,17 +142,17 @@ def machine_name(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}{shared_gpus.suffix()}"
 
 
-def time_key(call: Call, plan: Plan) -> str:
+def time_key(call: GemmProblem, plan: KernelConfig) -> str:
     """The name in the store of the seconds of one plan."""
     return f"ops {call.name} by {plan.encode()}"
 
 
-def forget_choices() -> None:
+def clear_choices() -> None:
     """Have every group agree again at its next call, in which all ranks are to meet: times have been measured."""
     _groups.clear()
 
 
-def _choose(known: _Group, call: Call, machine: Machine, implementation: str) -> tuple[Plan, str]:
+def _choose(known: _Group, call: GemmProblem, machine: Machine, implementation: str) -> tuple[KernelConfig, str]:
     plan = None if implementation in IMPLEMENTATIONS else decode(implementation)
     if 0 in (call.m, call.n, call.k):
         return LIBRARY, "there is nothing to multiply"
@@ -157,21 +169,21 @@ def _choose(known: _Group, call: Call, machine: Machine, implementation: str) ->
         _require_kernel(known, call)
         if measured is not None:
             return measured
-        plan, _ = default_plan(call, machine)
+        plan, _ = default_config(call, machine)
         if plan == LIBRARY:
-            plan = Plan(blocks=default_blocks(call, machine))
+            plan = KernelConfig(blocks=default_blocks(call, machine))
         return plan, "a kernel was asked for"
     if known.obstacle:
         return LIBRARY, known.obstacle
-    return measured or default_plan(call, machine)
+    return measured or default_config(call, machine)
 
 
-def _require_kernel(known: _Group, call: Call) -> None:
+def _require_kernel(known: _Group, call: GemmProblem) -> None:
     if known.obstacle:
         raise ValueError(f'{call.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
 
 
-def _find_fastest(known: _Group, call: Call, *, needs_kernel: bool) -> tuple[Plan, str] | None:
+def _find_fastest(known: _Group, call: GemmProblem, *, needs_kernel: bool) -> tuple[KernelConfig, str] | None:
     """The plan that was the fastest at the nearest number of rows, if that is near."""
     ways = {}
     for m in _measured_rows(known, call):
@@ -187,7 +199,7 @@ def _find_fastest(known: _Group, call: Call, *, needs_kernel: bool) -> tuple[Pla
     return plan, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
 
 
-def _measured_rows(known: _Group, call: Call) -> list[int]:
+def _measured_rows(known: _Group, call: GemmProblem) -> list[int]:
     before, after = call._replace(m=0).name.split("m=0")
     found = []
     for name in known.times:
@@ -261,7 +273,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def outside_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function, in which no autocast casts: an operator's dtype is its operands', whatever runs it."""
 
     @functools.wraps(function)
@@ -309,7 +321,7 @@ def require_no_tangents(*tensors: Tensor | None) -> None:
             )
 
 
-def shorten(
+def eager_fast_path(
     name: str,
     run: Callable[..., Any],
     operator: Callable[..., Any],

@@ -11,15 +11,15 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
-    choose,
-    describe_call,
-    identify,
-    outside_autocast,
-    recall,
+    choose_config,
+    describe_problem,
+    eager_fast_path,
+    make_call_key,
+    recall_config,
     save_operands,
-    shorten,
+    without_autocast,
 )
-from stretto.ops.gemm.config import LIBRARY, Plan, name_implementation
+from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.tile import Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.workspace import find_group, find_workspace
@@ -31,7 +31,7 @@ def matmul_all_reduce(
     group: dist.ProcessGroup | None = None,
     *,
     bias: Tensor | None = None,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """x times weight's transpose, summed over the group: [m, k], [n, k] -> [m, n], the same bits on all ranks.
 
@@ -39,23 +39,23 @@ def matmul_all_reduce(
     order, and rounded. bias: [n], the same on all ranks, added once. group: None for all ranks. x is contiguous; weight
     is, or its transpose. The gradient of x is summed over the ranks' outputs, as those of the other operators are.
     implementation: "auto" (what was measured to be the fastest, or a default), "kernel" (ours, or it raises), "library"
-    (a GEMM, then an all-reduce) or a `Plan`. ValueError for other input and for a rank outside of the group; PeerError
-    for a rank that does not come.
+    (a GEMM, then an all-reduce) or a `KernelConfig`. ValueError for other input and for a rank outside of the group;
+    PeerError for a rank that does not come.
     """
-    how = name_implementation(implementation)
+    how = encode_implementation(implementation)
     return _call(x, weight, bias, find_name(group), how)
 
 
-@outside_autocast
+@without_autocast
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
-    key = identify("matmul_all_reduce", x, weight, bias, implementation)
-    plan = recall(group, key)
+    key = make_call_key("matmul_all_reduce", x, weight, bias, implementation)
+    plan = recall_config(group, key)
     if plan is None:
         require_operands("matmul_all_reduce", x, weight, bias, implementation)
     (m, k), n = x.shape, weight.shape[0]
     if plan is None:
-        call = describe_call("matmul_all_reduce", m, x, weight, group)
-        plan = choose(call, x, weight, group, implementation, key)
+        call = describe_problem("matmul_all_reduce", m, x, weight, group)
+        plan = choose_config(call, x, weight, group, implementation, key)
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
     if plan == LIBRARY:
@@ -64,7 +64,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
 
 
 def run_kernel(
-    plan: Plan,
+    plan: KernelConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -92,7 +92,7 @@ def save_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     save_operands(ctx, x, weight)
 
 
-@outside_autocast
+@without_autocast
 def differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Each rank's sums are in all ranks' outputs, and so are its gradients in all of theirs."""
     x, weight = ctx.saved_tensors
@@ -104,7 +104,9 @@ def differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 
 _matmul_all_reduce = torch.library.custom_op("stretto::matmul_all_reduce", _run, mutates_args=())
-_call = shorten("MatmulAllReduce", _run, torch.ops.stretto.matmul_all_reduce, save_all_reduce, differentiate_all_reduce)
+_call = eager_fast_path(
+    "MatmulAllReduce", _run, torch.ops.stretto.matmul_all_reduce, save_all_reduce, differentiate_all_reduce
+)
 
 
 @_matmul_all_reduce.register_fake

@@ -16,25 +16,24 @@ from stretto import tiles
 from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
-    choose,
-    describe_call,
-    identify,
-    outside_autocast,
+    choose_config,
+    describe_problem,
+    eager_fast_path,
+    make_call_key,
     pin_backward,
-    recall,
+    recall_config,
     save_operands,
-    shorten,
+    without_autocast,
 )
-from stretto.ops.gemm.config import LIBRARY, Plan, name_implementation
+from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.partial_sums import load_rows, locate_owned, store_rows
-from stretto.ops.gemm.stream_k import Shares, count_shares, count_steps, cut_tiles, find_share
+from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_round
 from stretto.ops.gemm.tile import (
     Blocks,
     Gemm,
     Scales,
     count_store_parts,
     describe_gemm,
-    describe_kind,
     divide_up,
     goes_in_halves,
     halve,
@@ -42,10 +41,11 @@ from stretto.ops.gemm.tile import (
     multiply_tile,
     order_tiles,
     scale_tile,
+    specialization_key,
     store_tile,
 )
-from stretto.ops.matmul_reduce_scatter_copies import launch_copied, takes_copies
-from stretto.ops.workspace import TWO_SLOTS_BYTES, Workspace, abandon, count_bytes, find_group, find_workspace
+from stretto.ops.matmul_reduce_scatter_copies import can_copy, launch_scatter_by_copies
+from stretto.ops.workspace import TWO_SLOTS_BYTES, OperatorWorkspace, abandon, count_bytes, find_group, find_workspace
 
 _operators = torch.ops.stretto
 
@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
     *,
     bias: Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """x times weight's transpose, summed over the group; this rank's rows of it: [m, k], [n, k] -> [m / world, n].
 
@@ -65,26 +65,27 @@ def matmul_reduce_scatter(
     torch.float32, in that, are added in fp32 in rank order, and rounded. bias: [n], added once, by the row's owner; its
     gradient is of these rows. group: None for all ranks. x is contiguous; weight is, or its transpose. x's gradient is
     an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (what was measured to be
-    the fastest, or a default), "kernel" (ours, or it raises), "library" (a GEMM, then a reduce-scatter) or a `Plan`.
+    the fastest, or a default), "kernel" (ours, or it raises), "library" (a GEMM, then a reduce-scatter) or a
+    `KernelConfig`.
     ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
     for a rank that does not come. Flux, sections 3.2 and 4.
     """
-    how = name_implementation(implementation)
+    how = encode_implementation(implementation)
     return _call(x, weight, bias, find_name(group), reduce_dtype, how)
 
 
-@outside_autocast
+@without_autocast
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
-    key = identify("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
-    plan = recall(group, key)
+    key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
+    plan = recall_config(group, key)
     if plan is None:
         _require(x, weight, bias, group, reduce_dtype, implementation)
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if plan is None:
-        call = describe_call("matmul_reduce_scatter", x.shape[0], x, weight, group)
-        plan = choose(call, x, weight, group, implementation, key)
+        call = describe_problem("matmul_reduce_scatter", x.shape[0], x, weight, group)
+        plan = choose_config(call, x, weight, group, implementation, key)
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
     if plan == LIBRARY:
@@ -100,7 +101,7 @@ def save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     save_operands(ctx, x, weight)
 
 
-@outside_autocast
+@without_autocast
 def differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -117,7 +118,7 @@ def differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _matmul_reduce_scatter = torch.library.custom_op("stretto::matmul_reduce_scatter", _run, mutates_args=())
-_call = shorten(
+_call = eager_fast_path(
     "MatmulReduceScatter", _run, torch.ops.stretto.matmul_reduce_scatter, save_scatter, differentiate_scatter
 )
 
@@ -160,13 +161,13 @@ _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program load
 
 
 @lru_cache(maxsize=4096)
-def map_lanes(world: int, programs: int) -> tiles.StaticMapping:
+def map_queues(world: int, programs: int) -> tiles.StaticMapping:
     """Each rank's lanes of tiles, which are signalled when all of a lane's tiles are stored."""
     return tiles.shard_tiles(programs, world, 1)
 
 
 def launch_scatter(
-    plan: Plan,
+    plan: KernelConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -184,14 +185,14 @@ def launch_scatter(
         workspace = find_workspace(group, x.device, size, "packets")
         small_m.launch("matmul_reduce_scatter", "scatter", workspace, group, x, weight, bias, out, plan.blocks, scales)
         return
-    plan = plan.evened()
+    plan = plan.with_even_tiles()
     assert plan.blocks is not None
     blocks = plan.blocks
-    if plan.transfer == "copies" and takes_copies(world):
-        launch_copied(plan, x, weight, bias, out, dtype, group, world, scales)
+    if plan.transfer == "copies" and can_copy(world):
+        launch_scatter_by_copies(plan, x, weight, bias, out, dtype, group, world, scales)
         return
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
-    shares, units = cut_tiles(count, x.shape[1], blocks)
+    shares, units = split_last_round(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
     workspace.channel.check()
@@ -203,9 +204,9 @@ def launch_scatter(
 
 
 def launch(
-    workspace: Workspace,
-    plan: Plan,
-    shares: Shares,
+    workspace: OperatorWorkspace,
+    plan: KernelConfig,
+    shares: StreamK,
     units: int,
     x: Tensor,
     weight: Tensor,
@@ -218,7 +219,7 @@ def launch(
     blocks, block_channel = plan.blocks, workspace.channel
     assert blocks is not None
     programs = min(blocks.programs, units)
-    lanes = map_lanes(block_channel.world_size, programs)
+    lanes = map_queues(block_channel.world_size, programs)
     if workspace.slots == 1:
         channel = block_channel.begin("matmul_reduce_scatter", lanes, lanes, "broadcast")
     else:
@@ -245,7 +246,7 @@ def launch(
     )
     block_channel.launch(
         gemm_reduce_scatter,
-        (dtype, describe_kind(plan, x, weight, gemm, bias, out)),
+        (dtype, specialization_key(plan, x, weight, gemm, bias, out)),
         programs,
         arguments,
         num_warps=blocks.num_warps,
@@ -303,8 +304,8 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     programs = tl.num_programs(0)
     lane = tiles.claim(channel)
     while lane < programs:
-        for share in tl.range(lane, count_shares(shares, channel.world * count), programs, flatten=True):
-            begin, end = find_share(gemm, shares, share, channel.world * count)
+        for share in tl.range(lane, count_units(shares, channel.world * count), programs, flatten=True):
+            begin, end = find_unit(gemm, shares, share, channel.world * count)
             index = begin // count_steps(gemm, shares)
             owner, tile, row, column = locate_owned(channel.rank, channel.world, gemm, rows, index, SHIFTED)
             slot = channel.rank * count + tile

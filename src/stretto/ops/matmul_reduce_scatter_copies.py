@@ -14,14 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.copy_schedule import chart, cut_pieces, find_place
-from stretto.ops.gemm.config import Plan
+from stretto.ops.copy_schedule import find_place, schedule_copies, size_pieces
+from stretto.ops.gemm.config import KernelConfig
 from stretto.ops.gemm.partial_sums import find_rows, locate_owned, store_rows
 from stretto.ops.gemm.tile import (
     Scales,
     count_store_parts,
     describe_gemm,
-    describe_kind,
     describe_matrix,
     divide_up,
     goes_in_halves,
@@ -29,6 +28,7 @@ from stretto.ops.gemm.tile import (
     multiply_tile,
     order_tiles,
     scale_tile,
+    specialization_key,
     store_tile,
 )
 from stretto.ops.workspace import CHANNELS, abandon, count_bytes, find_workspace
@@ -44,13 +44,13 @@ def map_owners(world: int) -> tiles.StaticMapping:
     return tiles.shard_tiles(world, world, 1, channels=world)
 
 
-def takes_copies(world: int) -> bool:
+def can_copy(world: int) -> bool:
     """Whether there is anything to send, and a channel for each who gets it."""
     return 1 < world <= CHANNELS
 
 
-def launch_copied(
-    plan: Plan,
+def launch_scatter_by_copies(
+    plan: KernelConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -64,7 +64,7 @@ def launch_copied(
 
     scales: of fp8 x and weight.
     """
-    call = _Call(plan, x, weight, bias, out, dtype, group, world, scales)
+    call = _CopyEngineScatter(plan, x, weight, bias, out, dtype, group, world, scales)
     channel, added = call.channel, 0
     channel.check()
     try:
@@ -88,7 +88,7 @@ def launch_copied(
         call.add(added, call.count)
 
 
-class _Call:
+class _CopyEngineScatter:
     """A call's operands and sizes, and its steps.
 
     count: tiles of an owner. stored: what the kernel stores and counts, tiles [world * count, block_m, block_n] by
@@ -99,7 +99,7 @@ class _Call:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KernelConfig,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -119,7 +119,7 @@ class _Call:
         self.channel, slot = workspace.channel, next(workspace.turns)
         self.slot = slot if workspace.slots == 2 else None
         self.pushed_at = slot * workspace.slot_bytes
-        self.pieces = cut_pieces(self.count, count_bytes(*sizes, dtype=dtype), plan)
+        self.pieces = size_pieces(self.count, count_bytes(*sizes, dtype=dtype), plan)
         self.counters = workspace.arrivals
         self.stored = torch.empty(world * self.count, *sizes, dtype=dtype, device=x.device)
         self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks, scales=scales)
@@ -128,9 +128,9 @@ class _Call:
         if self.gemm.by_tma.value and parts:
             self.gemm = self.gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
             self.target = describe_matrix(self.stored.view(-1, sizes[1]), (sizes[0], sizes[1] // parts))
-        self.kind = dtype, describe_kind(plan, x, weight, self.gemm, bias, out)
+        self.kind = dtype, specialization_key(plan, x, weight, self.gemm, bias, out)
         self.programs = min(self.blocks.programs, world * self.count)
-        self.course = chart(self.channel.rank, world, self.count, self.programs, self.pieces, plan.is_shifted)
+        self.course = schedule_copies(self.channel.rank, world, self.count, self.programs, self.pieces, plan.is_shifted)
 
     def begin(self) -> None:
         """Begin the call; where peers push to is free from then on."""
@@ -246,7 +246,7 @@ def _store_columns(gemm, start, columns):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts`, in its piece: see `chart`."""
+    """Count the index-th tile, if `counts`, in its piece: see `schedule_copies`."""
     index = tl.maximum(index, 0)
     position = index // count
     tile = index - position * count

@@ -29,7 +29,7 @@ def _find_scales_start(rows: int, k: int) -> int:
     return divide_up((rows + 1) * k, _ALIGNMENT) * _ALIGNMENT
 
 
-def find_moved_scales(
+def find_gathered_scales(
     block_channel: tiles.BlockChannel, rows: int, k: int, offset: int, rank: int | None = None
 ) -> Tensor:
     """fp32 [world * rows]: the scales of all ranks' fp8 rows, in a rank's slot from `offset` on."""
@@ -37,7 +37,7 @@ def find_moved_scales(
     return block_channel.tensor((count,), torch.float32, offset=offset + _find_scales_start(count, k), rank=rank)
 
 
-def push_by_copies(
+def push_rows_by_copies(
     block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, scales: Tensor | None, offset: int
 ) -> None:
     """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
@@ -50,7 +50,7 @@ def push_by_copies(
         peer = (rank - distance) % world
         there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
         if scales is not None:
-            moved = find_moved_scales(block_channel, rows, k, offset, peer)
+            moved = find_gathered_scales(block_channel, rows, k, offset, peer)
             tiles.rank_copy_data(moved, scales, rows=slice(0, rows), to=rank * rows)
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
             part = slice(start, min(start + producer.channel_rows, rows))
@@ -58,14 +58,14 @@ def push_by_copies(
             tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
 
 
-def tell_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
+def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
     """Signal own rows here in place of a kernel that could not be launched, or the next call would wait for it too."""
     first = block_channel.rank * producer.channels.value
     for index in range(first, first + producer.channels.value):
         tiles.rank_notify(block_channel, index, block_channel.rank)
 
 
-def copy_gathered(
+def copy_out_gathered(
     block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
 ) -> None:
     """Copy the gathered rows out of the workspace, which the next call writes over, beside the GEMM.

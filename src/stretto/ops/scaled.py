@@ -16,16 +16,16 @@ from stretto.ops import unfused
 from stretto.ops.all_gather_matmul import launch_gather
 from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
 from stretto.ops.dispatch import (
-    choose,
-    describe_call,
-    identify,
+    choose_config,
+    describe_problem,
     is_traced,
+    make_call_key,
     needs_gradients,
-    outside_autocast,
-    recall,
+    recall_config,
     require_no_tangents,
+    without_autocast,
 )
-from stretto.ops.gemm.config import LIBRARY, Plan, name_implementation
+from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.tile import FP8, Scales
 from stretto.ops.matmul_all_reduce import run_kernel
 from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
@@ -62,7 +62,7 @@ def all_gather_scaled_matmul(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """As `all_gather_matmul`, of fp8: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
@@ -71,7 +71,7 @@ def all_gather_scaled_matmul(
     columns. bias: [n] of out_dtype, added after the scales. There are no gradients. ValueError for other input,
     PeerError for a rank that does not come.
     """
-    how = name_implementation(implementation)
+    how = encode_implementation(implementation)
     name = find_name(group)
     return _call("all_gather_matmul", x, weight, x_scale, weight_scale, bias, name, out_dtype, None, how)
 
@@ -86,13 +86,13 @@ def scaled_matmul_reduce_scatter(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype | None = None,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """As `matmul_reduce_scatter`, of fp8: [m, k], [n, k] -> [m / world, n] of `out_dtype`; partial sums travel in it.
 
     Or in fp32 with reduce_dtype=torch.float32. Operands, scales and errors: see `all_gather_scaled_matmul`.
     """
-    how = name_implementation(implementation)
+    how = encode_implementation(implementation)
     name = find_name(group)
     return _call("matmul_reduce_scatter", x, weight, x_scale, weight_scale, bias, name, out_dtype, reduce_dtype, how)
 
@@ -106,13 +106,13 @@ def scaled_matmul_all_reduce(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    implementation: str | Plan = "auto",
+    implementation: str | KernelConfig = "auto",
 ) -> Tensor:
     """As `matmul_all_reduce`, of fp8: [m, k], [n, k] -> [m, n] of `out_dtype`, the same bits on all ranks.
 
     Operands, scales and errors: see `all_gather_scaled_matmul`.
     """
-    how = name_implementation(implementation)
+    how = encode_implementation(implementation)
     name = find_name(group)
     return _call("matmul_all_reduce", x, weight, x_scale, weight_scale, bias, name, out_dtype, None, how)
 
@@ -125,7 +125,7 @@ _NAMES = {
 """The operators of other dtypes, as which calls are counted and timed, and what they are called here."""
 
 
-@outside_autocast
+@without_autocast
 def _run(
     operator: str,
     x: Tensor,
@@ -138,14 +138,14 @@ def _run(
     reduce_dtype: torch.dtype | None,
     implementation: str,
 ) -> Tensor:
-    key = identify(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
-    plan = recall(group, key)
+    key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
+    plan = recall_config(group, key)
     if plan is None:
         _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
     scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
     if plan is None:
         m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
-        plan = choose(describe_call(operator, m, x, weight, group), x, weight, group, implementation, key)
+        plan = choose_config(describe_problem(operator, m, x, weight, group), x, weight, group, implementation, key)
     if plan.blocks is not None and plan.blocks.k < _LEAST_DEPTH:
         raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {plan.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm.config import MOSTLY_BUSY
-from stretto.ops.gemm.stream_k import Shares, multiply_part
+from stretto.ops.gemm.stream_k import StreamK, multiply_unit
 from stretto.ops.gemm.tile import (
     Blocks,
     Scales,
     count_parts,
     describe_gemm,
-    describe_kind,
     divide_up,
     limit_waiting,
     multiply_columns,
     scale_tile,
+    specialization_key,
     tile_width,
 )
-from stretto.ops.workspace import Workspace, abandon
+from stretto.ops.workspace import OperatorWorkspace, abandon
 
 _PACKET_BYTES = 4
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
@@ -58,7 +58,7 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
 
 
 @lru_cache(maxsize=4096)
-def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
+def split_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
     """(steps over k of a share; how many shares, and programs): whole tiles if they come out even."""
     tile_count = divide_up(m, blocks.m) * divide_up(n, blocks.n)
     steps = divide_up(k, blocks.k)
@@ -72,7 +72,7 @@ def share_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
 def launch(
     operator: str,
     form: str,
-    workspace: Workspace,
+    workspace: OperatorWorkspace,
     group: str,
     x: Tensor,
     weight: Tensor,
@@ -88,7 +88,7 @@ def launch(
     (m, k), n = x.shape, weight.shape[0]
     most = min(limit_waiting(blocks.programs, x.device), workspace.arrivals.numel())
     blocks = blocks._replace(programs=most)
-    share, programs = share_steps(m, n, k, blocks)
+    share, programs = split_steps(m, n, k, blocks)
     sums: Any = None
     if share % -(-k // blocks.k):
         places = divide_up(m, blocks.m) * divide_up(n, blocks.n) + programs
@@ -102,7 +102,7 @@ def launch(
     arguments = (
         channel,
         gemm,
-        Shares(0, divide_up(k, blocks.k), share, sums, workspace.arrivals),
+        StreamK(0, divide_up(k, blocks.k), share, sums, workspace.arrivals),
         a,
         b,
         staging,
@@ -117,7 +117,7 @@ def launch(
     try:
         workspace.channel.launch(
             gemm_exchange,
-            (operator, form, describe_kind(blocks, x, weight, gemm, bias, out)),
+            (operator, form, specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
             arguments,
             num_warps=blocks.num_warps,
@@ -164,7 +164,7 @@ def gemm_exchange(  # type: ignore[no-untyped-def]
     unit = tiles.claim(channel)
     slot = staging + tiles.call_slot(channel).to(tl.int64) * half
     publishes = tiles.may_publish(channel)
-    units = tl.num_programs(0)  # shares: see `share_steps`
+    units = tl.num_programs(0)  # shares: see `split_steps`
     while unit < units:
         _multiply_share(channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
         unit = tiles.claim(channel)
@@ -230,7 +230,7 @@ def _multiply_share(  # type: ignore[no-untyped-def]
         tile = begin // steps  # tiles of the same columns, which share the weight, come one after another
         row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * width
         if gemm.parts == 1:
-            total, is_complete, begin = multiply_part(gemm, shares, a, b, row, column, 0, begin, end)
+            total, is_complete, begin = multiply_unit(gemm, shares, a, b, row, column, 0, begin, end)
             if is_complete:
                 _send_tile(channel, gemm, slot, total, row, column, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
         else:

@@ -12,8 +12,8 @@ from torch import Tensor
 from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
 from stretto.ops.checks import DTYPES, find_name, require_scaled
-from stretto.ops.dispatch import describe_call, find_machine, forget_choices, machine_name, time_key
-from stretto.ops.gemm.config import LIBRARY, Call, Machine, Plan, vary_blocks, vary_transfers
+from stretto.ops.dispatch import clear_choices, describe_problem, find_machine, machine_name, time_key
+from stretto.ops.gemm.config import LIBRARY, GemmProblem, KernelConfig, Machine, vary_blocks, vary_transfers
 from stretto.ops.gemm.tile import FP8
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -47,7 +47,7 @@ def tune(
     device: torch.device | str = "cuda",
     transposed: bool = False,
     store: TuningStore | None = None,
-) -> dict[Plan, float]:
+) -> dict[KernelConfig, float]:
     """Seconds of a call by each plan that was tried, on the slowest rank; kept in the store for later runs.
 
     All ranks of the group call it. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: as the transpose
@@ -65,21 +65,21 @@ def tune(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    operands = Operands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
+    operands = RotatingOperands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
     if dtype == FP8:  # what no plan takes would else be left out with the plans that do not run
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
-    call = describe_call(operator, m, operands.x, operands.weights[0], find_name(group))
+    call = describe_problem(operator, m, operands.x, operands.weights[0], find_name(group))
     machine = find_machine(operands.x, operands.weights[0])
     measured = _search(call, machine, operands, group)
     if dist.get_rank(group) == 0:
         keys = {time_key(call, plan): [seconds] for plan, seconds in measured.items()}
         (store or TuningStore()).add(machine_name(device), keys)
     dist.barrier(group)
-    forget_choices()
+    clear_choices()
     return measured
 
 
-class Operands:
+class RotatingOperands:
     """What an operator is called with, over and over: x, and weights in turn, of which none is in a cache.
 
     scales: of fp8, by which the product's numbers are of size 1: x's and a weight's, one a row.
@@ -105,7 +105,7 @@ class Operands:
         device: torch.device,
         *,
         transposed: bool = False,
-    ) -> "Operands":
+    ) -> "RotatingOperands":
         """Random ones. ValueError for rows that the ranks do not divide."""
         world = dist.get_world_size(group)
         if operator != "matmul_all_reduce" and m % world:
@@ -125,7 +125,7 @@ class Operands:
         """Have the first weight be the next one."""
         self._turns = self._rotate()
 
-    def call(self, implementation: str | Plan = "auto") -> Tensor:
+    def call(self, implementation: str | KernelConfig = "auto") -> Tensor:
         """Call the operator."""
         operands = self.x, self.next_weight()
         if self.scales is not None:
@@ -137,7 +137,9 @@ class Operands:
             yield from self.weights
 
 
-def _search(call: Call, machine: Machine, operands: Operands, group: dist.ProcessGroup | None) -> dict[Plan, float]:
+def _search(
+    call: GemmProblem, machine: Machine, operands: RotatingOperands, group: dist.ProcessGroup | None
+) -> dict[KernelConfig, float]:
     measured = _measure((LIBRARY, *vary_blocks(call, machine)), operands, group)
     kernels = {plan: seconds for plan, seconds in measured.items() if plan != LIBRARY}
     if not kernels:
@@ -147,14 +149,16 @@ def _search(call: Call, machine: Machine, operands: Operands, group: dist.Proces
     return measured | _measure((LIBRARY, best, *vary_transfers(call, machine, best)), operands, group)
 
 
-def _measure(plans: Iterable[Plan], operands: Operands, group: dist.ProcessGroup | None) -> dict[Plan, float]:
+def _measure(
+    plans: Iterable[KernelConfig], operands: RotatingOperands, group: dist.ProcessGroup | None
+) -> dict[KernelConfig, float]:
     """Median seconds of a call on the slowest rank, of the plans that run on all ranks."""
-    runs: dict[Plan, Callable[[], None]] = {}
+    runs: dict[KernelConfig, Callable[[], None]] = {}
     for plan in plans:
         run = _prepare(plan, operands, group)
         if run is not None:
             runs[plan] = run
-    times: dict[Plan, list[float]] = {plan: [] for plan in runs}
+    times: dict[KernelConfig, list[float]] = {plan: [] for plan in runs}
     for _ in range(2 if operands.x.is_cuda else 1):
         for plan, run in runs.items():
             times[plan] += _time(run, operands.x.device, group)
@@ -168,7 +172,9 @@ _CALLS = 8  # that are timed as one, in a CUDA graph
 _CALLS_ON_CPU = 1
 
 
-def _prepare(plan: Plan, operands: Operands, group: dist.ProcessGroup | None) -> Callable[[], None] | None:
+def _prepare(
+    plan: KernelConfig, operands: RotatingOperands, group: dist.ProcessGroup | None
+) -> Callable[[], None] | None:
     """What runs the plan `_CALLS` times; None where some rank cannot (it takes too much shared memory, say)."""
     problem = ""
     try:

@@ -29,7 +29,7 @@ _ARRIVALS = 1024
 
 
 @dataclass(frozen=True)
-class Workspace:
+class OperatorWorkspace:
     """A channel whose buffer on each rank is `slots` slots of `slot_bytes`; arrivals: int32 zeros, left as such.
 
     turns: the slot of each call that is told its slot by the host.
@@ -51,7 +51,7 @@ class _Cache:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group, _drop_caches)
-        self.workspaces: dict[tuple[str, int, torch.device], Workspace] = {}
+        self.workspaces: dict[tuple[str, int, torch.device], OperatorWorkspace] = {}
         self.kept: dict[Any, Any] = {}
         self.abandoned: list[Any] = []
         self.stream: torch.cuda.Stream | None = None
@@ -75,7 +75,7 @@ def find_group(name: str) -> dist.ProcessGroup:
         raise ValueError(f"there is no process group {name!r} that this process is in: {error}") from error
 
 
-def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> Workspace:
+def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> OperatorWorkspace:
     """A workspace of the group with slots of `size` bytes or more, for one call; allocated if need be.
 
     purpose: "met", for calls that `BlockChannel.begin`, two slots in turn or, of more than `TWO_SLOTS_BYTES`, one;
@@ -102,7 +102,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
                 backend="cuda" if device.type == "cuda" else "host",
             )
             arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
-        cache.workspaces[key] = Workspace(channel, key[1], slots, arrivals, itertools.cycle(range(slots)))
+        cache.workspaces[key] = OperatorWorkspace(channel, key[1], slots, arrivals, itertools.cycle(range(slots)))
     _follow_calls(cache, device)
     return cache.workspaces[key]
 

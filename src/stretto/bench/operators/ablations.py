@@ -17,9 +17,9 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.plot import plot_ablations
 from stretto.bench.operators.run import OPERATORS, OperatorsSetting, local_shape
-from stretto.ops import Blocks, Plan
-from stretto.ops.dispatch import choose, describe_call
-from stretto.ops.tuning import Operands
+from stretto.ops import Blocks, KernelConfig
+from stretto.ops.dispatch import choose_config, describe_problem
+from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 
 ROWS: Mapping[str, tuple[int, ...]] = {"gather": (1024, 8192), "scatter": (1024, 8192), "reduce": (1, 64)}
@@ -45,7 +45,7 @@ def bench_operator_ablations(ranks: int, out: Path, setting: OperatorsSetting) -
     return rows
 
 
-def vary(name: str, plan: Plan) -> dict[str, Plan]:
+def vary(name: str, plan: KernelConfig) -> dict[str, KernelConfig]:
     """Plans by what is varied in them; the first is the plan itself."""
     plans = {"as chosen": plan, "no shift by rank": plan._replace(is_shifted=not plan.is_shifted)}
     if plan.blocks is not None and name != "reduce":
@@ -88,10 +88,10 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
     for name in setting.operators:
         for case in setting.cases:
             for m in setting.ms or ROWS[name]:
-                operands = Operands.make(OPERATORS[name], *local_shape(name, case, m, dist.get_world_size()), None,
-                                         torch.bfloat16, device)  # fmt: skip
-                call = describe_call(OPERATORS[name], m, operands.x, operands.weights[0], world)
-                plans = vary(name, choose(call, operands.x, operands.weights[0], world, "kernel"))
+                m, n, k = local_shape(name, case, m, dist.get_world_size())
+                operands = RotatingOperands.make(OPERATORS[name], m, n, k, None, torch.bfloat16, device)
+                call = describe_problem(OPERATORS[name], m, operands.x, operands.weights[0], world)
+                plans = vary(name, choose_config(call, operands.x, operands.weights[0], world, "kernel"))
                 if m > 1024:
                     plans.pop("sums as packets", None)  # which take twice the memory, and are for few rows
                 runs = {variation: partial(operands.call, plan) for variation, plan in plans.items()}

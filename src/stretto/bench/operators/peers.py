@@ -8,17 +8,17 @@ from torch import Tensor
 
 from stretto.ops import unfused
 from stretto.ops.gemm.tile import Scales
-from stretto.ops.tuning import Operands
+from stretto.ops.tuning import RotatingOperands
 
 Runs = dict[str, Callable[[], Tensor]]
 
 
-def peers(operands: Operands, m: int) -> Runs:
+def peers(operands: RotatingOperands, m: int) -> Runs:
     """By name: each returns its result. m: rows of the whole."""
     return _scaled_peers(operands, m, *operands.scales) if operands.scales else _peers(operands, m)
 
 
-def _peers(operands: Operands, m: int) -> Runs:
+def _peers(operands: RotatingOperands, m: int) -> Runs:
     x, name, fused = operands.x, world_name(), torch.ops.symm_mem
     product = x.new_empty(m, operands.weights[0].shape[0])
     whole = x
@@ -59,7 +59,7 @@ def _peers(operands: Operands, m: int) -> Runs:
     return {"gemm": gemm, "nccl": multiply_and_reduce}
 
 
-def _scaled_peers(operands: Operands, m: int, x_scale: Tensor, weight_scale: Tensor) -> Runs:
+def _scaled_peers(operands: RotatingOperands, m: int, x_scale: Tensor, weight_scale: Tensor) -> Runs:
     """Of fp8, scaled by rows and columns: torch's own product, which adds up as fast as tensor cores do."""
     x, name, fused, dtype = operands.x, world_name(), torch.ops.symm_mem, torch.bfloat16
     n, world = operands.weights[0].shape[0], dist.get_world_size()

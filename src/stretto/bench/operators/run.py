@@ -21,9 +21,9 @@ from stretto.bench.harness import Column, print_table, require_known, run_ranks,
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.plot import plot_operators
-from stretto.ops.dispatch import choose, describe_call
+from stretto.ops.dispatch import choose_config, describe_problem
 from stretto.ops.gemm.tile import FP8
-from stretto.ops.tuning import Operands
+from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 
 OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
@@ -126,7 +126,7 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
         for case in setting.cases:
             for m in setting.rows_of(name, case):
                 shape, dtype = local_shape(name, case, m, dist.get_world_size()), DTYPES[setting.dtype]
-                operands = Operands.make(OPERATORS[name], *shape, None, dtype, device)
+                operands = RotatingOperands.make(OPERATORS[name], *shape, None, dtype, device)
                 if setting.tunes:
                     ops.tune(OPERATORS[name], *shape, dtype=dtype, device=device)
                 for mode in setting.modes:
@@ -163,7 +163,7 @@ def _merge(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     return [rows[keys] for keys in sorted(rows, key=place)]
 
 
-def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict[str, Any]:
+def _measure(operands: RotatingOperands, m: int, mode: str, implementation: str) -> dict[str, Any]:
     runs: Runs = peers(operands, m)
     runs["stretto"] = partial(operands.call, implementation)
     error = _compare(operands, runs["stretto"], runs["nccl"])
@@ -177,8 +177,8 @@ def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict
     )
     own = [(key, count) for key, count in ops.counts().items() if key[0] == operands.operator]
     ran = sorted(key[1] for key, count in own if count != before.get(key, 0))
-    call = describe_call(operands.operator, m, operands.x, operands.weights[0], world_name())
-    plan = choose(call, operands.x, operands.weights[0], world_name(), implementation)
+    call = describe_problem(operands.operator, m, operands.x, operands.weights[0], world_name())
+    plan = choose_config(call, operands.x, operands.weights[0], world_name(), implementation)
     milliseconds = {name: timed.seconds * 1e3 for name, timed in found.items()}
     exposed = milliseconds["nccl"] - milliseconds["gemm"]
     async_tp = milliseconds.get("async_tp")
@@ -197,7 +197,7 @@ def _measure(operands: Operands, m: int, mode: str, implementation: str) -> dict
     }
 
 
-def _compare(operands: Operands, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> float:
+def _compare(operands: RotatingOperands, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> float:
     """The relative error between two runs' results with the first weight."""
     results = []
     for run in (one, other):

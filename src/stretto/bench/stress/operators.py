@@ -39,7 +39,7 @@ class OperatorVariant:
     rows: int
     n: int
     k: int
-    plan: ops.Plan | None
+    plan: ops.KernelConfig | None
     dtype: torch.dtype = torch.bfloat16
     is_transposed: bool = False
     has_bias: bool = False
@@ -253,7 +253,7 @@ def check_workspaces(team: Team) -> None:
         found.channel.check()
 
 
-def _list_workspaces(team: Team) -> Iterator[tuple[str, workspace.Workspace]]:
+def _list_workspaces(team: Team) -> Iterator[tuple[str, workspace.OperatorWorkspace]]:
     cache = workspace._caches.get(team.group.group_name)
     if cache is not None:
         for (purpose, *_), found in cache.workspaces.items():
@@ -267,10 +267,10 @@ ODD_FEW = FEW._replace(n=48)
 SHARED = ops.Blocks(16, 32, 32, 1, 4, 3, 11)  # a number of programs that tiles do not come out even for
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-COPIES = ops.Plan(blocks=TILES, transfer="copies", piece_bytes=4096)
-PUSH = ops.Plan(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096)
+COPIES = ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)
+PUSH = ops.KernelConfig(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096)
 PULL = PUSH._replace(direction="pull")
-PACKETS = ops.Plan(blocks=FEW, exchange="packets")
+PACKETS = ops.KernelConfig(blocks=FEW, exchange="packets")
 TWO_SHOTS = PACKETS._replace(shots=2)
 UNSHIFTED: dict[str, Any] = {"is_shifted": False}
 

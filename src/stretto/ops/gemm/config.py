@@ -1,7 +1,7 @@
 """How a call of an operator is done: all that may be chosen apart from each other (TileLink, section 3.1).
 
-A `Plan` names the GEMM's tiles and, apart from them, how rows travel. `default_plan` is the choice where nothing was
-measured; what it is made of stands in tables, which are meant to be edited after measuring.
+A `KernelConfig` names the GEMM's tiles and, apart from them, how rows travel. `default_config` is the choice where
+nothing was measured; what it is made of stands in tables, which are meant to be edited after measuring.
 """
 
 import json
@@ -19,14 +19,14 @@ IMPLEMENTATIONS = ("auto", "kernel", "library")
 TRANSFERS = ("copies", "programs")
 DIRECTIONS = ("push", "pull")
 EXCHANGES = ("tiles", "packets")
-FEW_ROWS = 64
+SMALL_M_ROWS = 64
 """Up to so many rows a product is as fast as its weight streams from memory."""
 
 MOSTLY_BUSY = 0.7
 """Of the programs: if so many have one tile each, tiles are whole: memory is the limit, and joining takes longer."""
 
 
-class Call(NamedTuple):
+class GemmProblem(NamedTuple):
     """What is computed: all that decides how fast a plan is. m: rows of the whole; n, k: of a rank's weight."""
 
     operator: str
@@ -53,7 +53,7 @@ class Machine(NamedTuple):
     is_hopper: bool
 
 
-class Plan(NamedTuple):
+class KernelConfig(NamedTuple):
     """How a call is done; an operator leaves out what it has not.
 
     implementation: "kernel" or "library" (which takes nothing else). blocks: the GEMM's tiles, whose columns are a
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
     shots: int = 1
     is_shifted: bool = True
 
-    def evened(self) -> "Plan":
+    def with_even_tiles(self) -> "KernelConfig":
         """For a kernel whose tiles have a power of two of columns: with those, no wider than these."""
         if self.blocks is None or is_even(self.blocks):
             return self
@@ -87,32 +87,32 @@ class Plan(NamedTuple):
         return _encode(self)
 
 
-LIBRARY = Plan(implementation="library")
+LIBRARY = KernelConfig(implementation="library")
 
 
-def name_implementation(implementation: str | Plan) -> str:
+def encode_implementation(implementation: str | KernelConfig) -> str:
     """What an operator's schema takes of its caller's choice. ValueError for what is none."""
-    if isinstance(implementation, Plan):
+    if isinstance(implementation, KernelConfig):
         return _encode_constant(implementation)
     if isinstance(implementation, str) and (implementation in IMPLEMENTATIONS or implementation.startswith("{")):
         return implementation  # the latter is a plan's text, which `decode` reads
-    raise ValueError(f'implementation is "auto", "kernel", "library" or a Plan, not {implementation!r}')
+    raise ValueError(f'implementation is "auto", "kernel", "library" or a KernelConfig, not {implementation!r}')
 
 
 @lru_cache(maxsize=4096)
-def _encode(plan: Plan) -> str:
+def _encode(plan: KernelConfig) -> str:
     if plan == LIBRARY:
         return "library"
     return json.dumps(dict(plan._asdict(), blocks=None if plan.blocks is None else list(plan.blocks)))
 
 
 @torch.compiler.assume_constant_result  # torch.compile does not look into json
-def _encode_constant(plan: Plan) -> str:
+def _encode_constant(plan: KernelConfig) -> str:
     return _encode(plan)
 
 
 @lru_cache(maxsize=4096)
-def decode(text: str) -> Plan:
+def decode(text: str) -> KernelConfig:
     """The plan that `encode` has made text of. ValueError for other text."""
     if text == "library":
         return LIBRARY
@@ -120,14 +120,14 @@ def decode(text: str) -> Plan:
         fields = json.loads(text)
         if fields["blocks"] is not None:
             fields["blocks"] = Blocks(*fields["blocks"])
-        plan = Plan(**fields)
+        plan = KernelConfig(**fields)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{text[:80]!r} is no plan: {error}") from error
-    require_plan(plan)
+    require_config(plan)
     return plan
 
 
-def require_plan(plan: Plan) -> None:
+def require_config(plan: KernelConfig) -> None:
     """ValueError for a plan that names what there is not."""
     options = (
         ("implementation", plan.implementation, IMPLEMENTATIONS[1:]),
@@ -160,14 +160,14 @@ def _require_blocks(blocks: Blocks) -> None:
             raise ValueError(f"{name} of blocks is a power of two (tiles: 16 or more), not {value}")
 
 
-def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
+def default_config(call: GemmProblem, machine: Machine) -> tuple[KernelConfig, str]:
     """The plan where nothing was measured, and why.
 
     Kernels on Hopper for 16-bit types that TMA takes: there Triton's GEMM is as fast as the library's. All-reduce for
     few rows only: of many rows each program would wait for all. Where kernels are interpreted, always kernels.
     """
     blocks = default_blocks(call, machine)
-    plan = Plan(blocks=blocks)
+    plan = KernelConfig(blocks=blocks)
     if not machine.processors:
         few = call.m <= 16
         return plan._replace(exchange="packets" if few else "tiles", transfer="programs" if few else "copies"), (
@@ -178,15 +178,15 @@ def default_plan(call: Call, machine: Machine) -> tuple[Plan, str]:
     weight_bytes = call.n * call.k * call.dtype.itemsize
     match call.operator:
         case "matmul_all_reduce":
-            if call.m > FEW_ROWS:
-                return LIBRARY, f"it has more than {FEW_ROWS} rows"
+            if call.m > SMALL_M_ROWS:
+                return LIBRARY, f"it has more than {SMALL_M_ROWS} rows"
             sums = call.m * call.n * max(2, call.dtype.itemsize)
             more = (call.world - 1) * sums - 2 * (call.world - 1) * sums // call.world
             plan = plan._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)
         case "matmul_reduce_scatter":
             copies = call.m >= SCATTER_COPIED_ROWS and call.world > 1
             plan = plan._replace(
-                exchange="packets" if call.m <= FEW_ROWS else "tiles",
+                exchange="packets" if call.m <= SMALL_M_ROWS else "tiles",
                 transfer="copies" if copies else "programs",
                 piece_bytes=SCATTER_PIECE_BYTES,
             )
@@ -222,14 +222,14 @@ ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two do, which wait for each other: as much as travels meanwhile."""
 
 
-def count_usable(call: Call, machine: Machine) -> int:
+def count_usable(call: GemmProblem, machine: Machine) -> int:
     """The multiprocessors that a default plan's programs may have: fewer where they wait for other ranks in place."""
     by_programs = call.operator == "all_gather_matmul" and find_gather_transfer(call.m)[0] == "programs"
-    waits = call.m <= FEW_ROWS or by_programs
+    waits = call.m <= SMALL_M_ROWS or by_programs
     return bound_programs(machine.processors) if waits else machine.processors
 
 
-def limit_programs(plan: Plan, device: torch.device) -> Plan:
+def limit_programs(plan: KernelConfig, device: torch.device) -> KernelConfig:
     """The plan with no more programs than may wait at once on the device: see `bound_programs`."""
     assert plan.blocks is not None
     programs = limit_waiting(plan.blocks.programs, device)
@@ -241,7 +241,7 @@ def find_gather_transfer(m: int) -> tuple[str, int]:
     return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
 
 
-def default_blocks(call: Call, machine: Machine) -> Blocks:
+def default_blocks(call: GemmProblem, machine: Machine) -> Blocks:
     """Tile sizes where nothing was measured."""
     if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
         return Blocks(16 if call.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
@@ -249,8 +249,8 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
     shards = call.world if call.operator == "matmul_reduce_scatter" else 1
     processors = count_usable(call, machine)
     m = call.m // shards
-    if call.m <= FEW_ROWS:
-        blocks = few_row_blocks(call.m, call.n, itemsize, machine.by_tma, processors)
+    if call.m <= SMALL_M_ROWS:
+        blocks = small_m_blocks(call.m, call.n, itemsize, machine.by_tma, processors)
     else:
         wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
         narrow_takes = _estimate(call, shards, narrow) / NARROW_SPEED
@@ -262,7 +262,7 @@ def default_blocks(call: Call, machine: Machine) -> Blocks:
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
 
 
-def count_grouped_rows(call: Call) -> int:
+def count_grouped_rows(call: GemmProblem) -> int:
     """Rows whose tiles may be gone through together, one rank's as a rule: the first would wait for all ranks.
 
     What programs push comes from all ranks at about one time, and the weight is read once where their tiles go
@@ -273,13 +273,13 @@ def count_grouped_rows(call: Call) -> int:
     return call.m if by_programs else call.m // call.world
 
 
-def _estimate(call: Call, shards: int, blocks: Blocks) -> float:
+def _estimate(call: GemmProblem, shards: int, blocks: Blocks) -> float:
     """How long the call's tiles take, in elements of one round of them."""
     count = shards * divide_up(call.m // shards, blocks.m) * divide_up(call.n, blocks.n)
     return count_rounds(count, call.k, blocks) * blocks.m * blocks.n
 
 
-def few_row_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: int) -> Blocks:
+def small_m_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: int) -> Blocks:
     """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads on the way as fit.
 
     any_width: whether columns need be no power of two.
@@ -292,9 +292,9 @@ def few_row_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: i
     is_converted = itemsize == 1 and rows < 64
     if any_width and not is_converted:
         columns = _find_width(rows, n, processors) or columns
-    blocks = _few_row_blocks(rows, columns, 256, processors)
+    blocks = _small_m_blocks(rows, columns, 256, processors)
     if not is_converted and (rows > 32 or columns < 96 or blocks.k < 256):
-        blocks = _few_row_blocks(rows, columns, 128, processors)
+        blocks = _small_m_blocks(rows, columns, 128, processors)
     return deepen(blocks, itemsize)
 
 
@@ -311,21 +311,21 @@ def _find_width(rows: int, n: int, processors: int) -> int:
     )
 
 
-def _few_row_blocks(rows: int, columns: int, depth: int, processors: int) -> Blocks:
+def _small_m_blocks(rows: int, columns: int, depth: int, processors: int) -> Blocks:
     """With as many stages as pay; where these are too few, of half the depth."""
     stage = (rows + columns) * depth * 2
     stages = min(6, max(_PAYING_BYTES // stage, min(_LEAST_STAGES, _MOST_BYTES // stage)))
     if stages < _LEAST_STAGES:
-        return _few_row_blocks(rows, columns, depth // 2, processors)
+        return _small_m_blocks(rows, columns, depth // 2, processors)
     return Blocks(rows, columns, depth, 1, 4, stages, processors)
 
 
-def vary_blocks(call: Call, machine: Machine) -> Iterator[Plan]:
+def vary_blocks(call: GemmProblem, machine: Machine) -> Iterator[KernelConfig]:
     """Plans of other tiles, the default's first, that a tuner measures first."""
-    default, _ = default_plan(call, machine)
+    default, _ = default_config(call, machine)
     if default == LIBRARY:
-        default = Plan(blocks=default_blocks(call, machine))
-        if call.m <= FEW_ROWS or call.operator == "matmul_all_reduce":
+        default = KernelConfig(blocks=default_blocks(call, machine))
+        if call.m <= SMALL_M_ROWS or call.operator == "matmul_all_reduce":
             default = default._replace(exchange="packets")
     yield default
     if not machine.processors:
@@ -335,34 +335,34 @@ def vary_blocks(call: Call, machine: Machine) -> Iterator[Plan]:
             yield default._replace(blocks=blocks)
 
 
-def vary_transfers(call: Call, machine: Machine, plan: Plan) -> Iterator[Plan]:
+def vary_transfers(call: GemmProblem, machine: Machine, plan: KernelConfig) -> Iterator[KernelConfig]:
     """Plans of the same tiles whose rows or sums travel in other ways, that a tuner measures next."""
-    others: list[Plan] = []
+    others: list[KernelConfig] = []
     match call.operator:
         case "matmul_all_reduce":
             others = [plan._replace(shots=shots) for shots in (1, 2)]
         case "all_gather_matmul":
             movers = (8, 16, 32, count_usable(call, machine)) if machine.processors else (1, 2)
             others = [plan._replace(transfer="programs", movers=count) for count in movers]
-            if call.m > FEW_ROWS:
+            if call.m > SMALL_M_ROWS:
                 others += [plan._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
         case "matmul_reduce_scatter":
-            if call.m <= 4 * FEW_ROWS:
+            if call.m <= 4 * SMALL_M_ROWS:
                 others = [plan._replace(exchange=exchange) for exchange in EXCHANGES]
-            if call.m > FEW_ROWS:
+            if call.m > SMALL_M_ROWS:
                 tiles = plan._replace(exchange="tiles")
                 others += [tiles._replace(transfer="programs")]
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != plan)
 
 
-def _vary_blocks(call: Call, machine: Machine) -> Iterator[Blocks]:
-    if call.m <= FEW_ROWS:
+def _vary_blocks(call: GemmProblem, machine: Machine) -> Iterator[Blocks]:
+    if call.m <= SMALL_M_ROWS:
         rows = max(16, triton.next_power_of_2(call.m))
         processors = count_usable(call, machine)
         widths = dict.fromkeys((_find_width(rows, call.n, processors) or 32, 32, 64, 128))
         for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
-            blocks = _few_row_blocks(rows, columns, depth, processors)
+            blocks = _small_m_blocks(rows, columns, depth, processors)
             if blocks.k == depth:
                 yield deepen(blocks, call.dtype.itemsize)
         return

@@ -1,7 +1,7 @@
 """How tiles are dealt out to programs, and how those that share a tile of the last round add up what they have.
 
 Stream-K's idea (a last round of tiles that would leave most programs without work is shared by steps over k), with
-parts that are aligned: see `share_tiles`.
+parts that are aligned: see `make_stream_k`.
 """
 
 from functools import lru_cache
@@ -19,11 +19,11 @@ _MOST_PARTS = 4  # that a tile of the last round is cut into
 _LEAST_SAVED = 0.05  # of all rounds: programs without work leave their power to the others, which then are faster
 
 
-class Shares(NamedTuple):
+class StreamK(NamedTuple):
     """How work is dealt out: the first `whole` tiles one by one, of the rest the steps over k in equal shares.
 
     Whole tiles in the last round would leave many programs without work. Steps are counted through all tiles, each of
-    which has `tile` of them, the last ones of which may be none; a share is `steps`. sums, arrivals: see `join_sums`;
+    which has `tile` of them, the last ones of which may be none; a share is `steps`. sums, arrivals: see `fix_up`;
     sums is None where no parts are joined, and steps as well where all tiles are dealt out one by one.
     """
 
@@ -34,7 +34,7 @@ class Shares(NamedTuple):
     arrivals: Any
 
 
-WHOLE = Shares(0, 0, None, None, None)
+DATA_PARALLEL = StreamK(0, 0, None, None, None)
 
 
 def count_parts(count: int, k: int, blocks: Blocks) -> int:
@@ -55,7 +55,7 @@ def _count_last(count: int, k: int, blocks: Blocks, parts: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def cut_tiles(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[Shares, int]:
+def split_last_round(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[StreamK, int]:
     """How `count` tiles are dealt out, and in how many shares; the first `kept` stay whole.
 
     All parts of a round begin at one of few steps, so that what tiles have in common is loaded at one time: shares that
@@ -63,16 +63,16 @@ def cut_tiles(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[Shares
     """
     parts, rest = count_parts(count, k, blocks), count % blocks.programs
     if parts == 1 or not is_even(blocks) or count - rest < kept:
-        return WHOLE, count
+        return DATA_PARALLEL, count
     share = divide_up(divide_up(k, blocks.k), parts)
-    return Shares(count - rest, parts * share, share, None, None), count - rest + rest * parts
+    return StreamK(count - rest, parts * share, share, None, None), count - rest + rest * parts
 
 
-def share_tiles(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[Shares, int]:
-    """As `cut_tiles`, with what `multiply_part` joins a tile's parts by; on the device of arrivals, int32 zeros."""
-    shares, units = cut_tiles(count, k, blocks, kept)
-    if shares is WHOLE or units - shares.whole > arrivals.numel():
-        return WHOLE, count
+def make_stream_k(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[StreamK, int]:
+    """`split_last_round`, with the buffers of its fix-up; arrivals: int32 zeros on the operands' device."""
+    shares, units = split_last_round(count, k, blocks, kept)
+    if shares is DATA_PARALLEL or units - shares.whole > arrivals.numel():
+        return DATA_PARALLEL, count
     places = units - shares.whole + count - shares.whole
     sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
     return shares._replace(sums=sums, arrivals=arrivals), units
@@ -85,13 +85,13 @@ def count_steps(gemm, shares):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def count_shares(shares, count):  # type: ignore[no-untyped-def]
-    """In how many shares `share_tiles` deals out `count` tiles."""
+def count_units(shares, count):  # type: ignore[no-untyped-def]
+    """In how many shares `make_stream_k` deals out `count` tiles."""
     return count if shares.steps is None else shares.whole + (count - shares.whole) * (shares.tile // shares.steps)
 
 
 @triton.jit
-def find_share(gemm, shares, index, count):  # type: ignore[no-untyped-def]
+def find_unit(gemm, shares, index, count):  # type: ignore[no-untyped-def]
     """(begin, end) of the index-th share of `count` tiles' steps over k; nothing behind the last one."""
     steps = count_steps(gemm, shares)
     begin = index * steps
@@ -104,7 +104,7 @@ def find_share(gemm, shares, index, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def multiply_part(gemm, shares, a, b, row, column, ready, begin, end):  # type: ignore[no-untyped-def]
+def multiply_unit(gemm, shares, a, b, row, column, ready, begin, end):  # type: ignore[no-untyped-def]
     """(the tile, as `multiply_tile` has it; whether this program goes on with it; where the share's next tile begins).
 
     The steps from `begin` on that are of its tile, up to `end`. Of the programs that have steps of a tile the one that
@@ -127,7 +127,7 @@ def multiply_part(gemm, shares, a, b, row, column, ready, begin, end):  # type: 
             high = ((rest + 1) * steps - 1) // shares.steps
             own = (begin - shares.whole * steps) // shares.steps
             # A share and the next one have one tile in common at most: a tile's and a share's numbers make a place.
-            total, is_mine = join_sums(
+            total, is_mine = fix_up(
                 gemm, shares.sums, shares.arrivals + low, total, rest + low, rest + own, rest + high
             )
         begin += last - first
@@ -135,7 +135,7 @@ def multiply_part(gemm, shares, a, b, row, column, ready, begin, end):  # type: 
 
 
 @triton.jit
-def join_sums(gemm, sums, arrivals, total, first, own, last):  # type: ignore[no-untyped-def]
+def fix_up(gemm, sums, arrivals, total, first, own, last):  # type: ignore[no-untyped-def]
     """Add up what the programs that share a tile have: (the sum, True) to whichever comes last, (any, False) to others.
 
     sums: fp32 [places, block_m, block_n]; this program's part goes to place `own`, and all from `first` to `last` are

@@ -85,7 +85,7 @@ class Gemm(NamedTuple):
     column_step: Any
 
 
-class Operands(NamedTuple):
+class GemmOperands(NamedTuple):
     """A product's description, and its operands as kernels take them: descriptors or tensors."""
 
     gemm: Gemm
@@ -146,7 +146,7 @@ def describe_gemm(
     *,
     scales: Scales | None = None,
     in_parts: bool = False,
-) -> Operands:
+) -> GemmOperands:
     """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
 
     a and out are contiguous, and so is weight or its transpose. scales: of fp8 operands. in_parts: whether a tile's
@@ -175,10 +175,12 @@ def describe_gemm(
         b = describe_matrix(b, (blocks.k, blocks.n) if transposed else (blocks.n, blocks.k))
     if out is not None and stores_by_tma:
         out = describe_matrix(out, (blocks.m, blocks.n // gemm.out_parts.value))
-    return Operands(gemm, a, b, out)
+    return GemmOperands(gemm, a, b, out)
 
 
-def describe_kind(plan: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Tensor | None) -> tuple[Hashable, ...]:
+def specialization_key(
+    plan: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Tensor | None
+) -> tuple[Hashable, ...]:
     """All that decides for what Triton compiles a kernel that does a plan: see `stretto.tiles.Launches`.
 
     tensors: others that the kernel is given as pointers; x and weight are, where TMA does not take them.
