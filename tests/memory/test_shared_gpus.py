@@ -26,14 +26,14 @@ MOVED = (*DTYPES, torch.float8_e4m3fn, torch.bool, torch.complex64)
 def installed() -> Iterator[list[str]]:
     """The kernels on CPU tensors, and the names of the operators that went by way of the host."""
     ran: list[str] = []
-    goes_by_host = shared_gpus._Seam._goes_by_host
+    is_staged = shared_gpus._HostStagingKernels._is_staged
 
     def note(self, op, group):
-        answer = goes_by_host(self, op, group)
+        answer = is_staged(self, op, group)
         ran.append(op._schema.name.split("::")[1] if answer else "left alone")
         return answer
 
-    with mock.patch.object(shared_gpus._Seam, "_goes_by_host", note):
+    with mock.patch.object(shared_gpus._HostStagingKernels, "_is_staged", note):
         shared_gpus.install("CPU", "CUDA")
         try:
             yield ran
@@ -192,15 +192,15 @@ def refuse_another_backend() -> None:
     with installed():
         other = SimpleNamespace(name=lambda: "nccl")
         group = SimpleNamespace(_get_backend=lambda device: other if device.type == "cpu" else SimpleNamespace())
-        seam = shared_gpus._Seam("CPU", "CUDA")
+        kernels = shared_gpus._HostStagingKernels("CPU", "CUDA")
         group = SimpleNamespace(
             _get_backend=lambda device: (
                 other if device == torch.device("cuda") else SimpleNamespace(name=lambda: "gloo")
             )
         )
-        seam.device = torch.device("cuda")
+        kernels.device = torch.device("cuda")
         with pytest.raises(RuntimeError, match="backend for cuda is nccl: use cpu:gloo,cuda:"):
-            shared_gpus._Seam._goes_by_host(seam, "c10d::allreduce_", group)
+            shared_gpus._HostStagingKernels._is_staged(kernels, "c10d::allreduce_", group)
 
 
 def fall_back_by_host() -> None:

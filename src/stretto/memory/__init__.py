@@ -1,4 +1,9 @@
-"""Symmetric memory: every rank of a group has a buffer of one size, reaches its peers', and signals them."""
+"""Symmetric memory: every rank of a group has a buffer of one size, can access its peers' buffers, and signals them.
+
+Modules: `symmetric` (the interface, `PeerError`), `host` and `cuda` (its two backends), `allocation` (`allocate`, and
+symmetric tensors), `groups` (rank, time limit and exchanges of a process group), `failures` (waits on a GPU that timed
+out), `gpus` (whether a group's GPUs can work together), `shared_gpus` (several ranks on one GPU, for tests).
+"""
 
 from stretto.deprecated import alias
 from stretto.memory import failures, shared_gpus
@@ -8,7 +13,7 @@ from stretto.memory.groups import exchange, find_own_rank, group_timeout, is_deb
 from stretto.memory.host import HostMemory, allocate_in_process
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, Backoff, PeerError, SymmetricMemory
 
-if shared_gpus.is_enabled():  # before any rank's first collective
+if shared_gpus.is_enabled():  # before this rank's first collective
     shared_gpus.install()
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Symmetric tensors: a tensor of one shape and dtype on every rank of a group, each of which reaches its peers'."""
+"""Allocates symmetric memory, and symmetric tensors: one of a shape on every rank, which all ranks access."""
 
 import math
 from collections.abc import Sequence
@@ -14,6 +14,11 @@ from stretto.memory.cuda import CudaMemory
 from stretto.memory.host import HostMemory
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
 
+_memories = WeakTensorKeyDictionary()
+"""The `_Allocation` of each tensor that is alive."""
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many tensors each group has made; by group, since a later group may get the name of a destroyed one."""
+
 
 def allocate(
     size: int,
@@ -23,13 +28,12 @@ def allocate(
     timeout: float = 60.0,
     backend: str = "host",
 ) -> SymmetricMemory:
-    """A buffer of `size` bytes on every rank of the group, with `signals` counters for each pair of ranks.
+    """Allocate a buffer of `size` bytes on every rank of the group, with `signals` counters for each pair of ranks.
 
-    All ranks of the group call it, with the same sizes; group: None for all ranks; timeout: seconds to wait for the
-    others; backend: "host" (shared memory between the processes of one machine) or "cuda" (between the GPUs of one
-    machine, the current one of each rank). ValueError for sizes out of bounds,
-    that differ between ranks or that do not fit into memory; PeerError for ranks that do not come or cannot be
-    reached.
+    All ranks of the group call it, with the same sizes. group: None for all ranks; timeout: seconds to wait for the
+    other ranks; backend: "host" (shared memory between the processes of one machine) or "cuda" (between the GPUs of one
+    machine, each rank's current one). ValueError for sizes that are out of bounds, that differ between ranks or that
+    exceed the free memory; PeerError for ranks that do not arrive or cannot be reached.
     """
     if backend not in ("host", "cuda"):
         raise ValueError(f'the backends of symmetric memory are "host" and "cuda", not {backend!r}')
@@ -41,20 +45,8 @@ def allocate(
     return kind.allocate(size, signals, group, timeout)
 
 
-def allocate_as(what: str, size: int, group: dist.ProcessGroup | None, backend: str, timeout: float) -> SymmetricMemory:
-    """As `allocate`, without signals, for `what`, which is the same on all ranks too. ValueError where it differs."""
-    kind = HostMemory if backend == "host" else CudaMemory
-    return kind.allocate(size, 0, group, timeout, what)
-
-
-_memories = WeakTensorKeyDictionary()
-"""Each tensor's `_Allocation`, as long as the tensor lives."""
-_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many each group has made; not by its name, which a group of other ranks may get when it is gone."""
-
-
 class _Allocation(NamedTuple):
-    """What `empty` knows of a tensor that it made: where it began, since others may be put into its place (`.data`)."""
+    """What `empty` records of a tensor: where its storage began, since `.data` may replace it."""
 
     memory: SymmetricMemory
     number: int
@@ -63,7 +55,7 @@ class _Allocation(NamedTuple):
 
 
 class SymmetricLocation(NamedTuple):
-    """Where a tensor lies: the memory, how many tensors its group had made before, and bytes from the beginning."""
+    """Where a tensor lies: the memory, the number of tensors its group had made before, and the offset in bytes."""
 
     memory: SymmetricMemory
     number: int
@@ -78,17 +70,17 @@ def empty(
     device: torch.device | str | None = None,
     timeout: float = 60.0,
 ) -> Tensor:
-    """A tensor on this rank that its peers reach with `peer_tensor`, and it theirs: for copies that need no staging.
+    """Allocate a symmetric tensor, which peers access with `peer_tensor`, for copies that need no staging buffer.
 
-    All ranks of the group (None: all ranks) call it, with the same shape, dtype and device type; dtype, device: torch's
-    defaults where None; timeout: seconds to wait for the others, on a CPU (on GPUs the group's own limit counts). It
-    holds zeros. On a CPU it is shared memory between the processes of one machine, on GPUs (each rank's current one)
-    torch's symmetric memory.
+    All ranks of the group (None: all ranks) call it, with the same shape, dtype and device type. dtype, device: torch's
+    defaults where None. timeout: seconds to wait for the others, on a CPU; on GPUs the group's own limit applies. The
+    tensor holds zeros. On a CPU it is shared memory between the processes of one machine, on GPUs (each rank's current
+    one) torch's symmetric memory.
 
-    It is freed when the tensor dies and the peers have let go of theirs, on each rank by itself; on GPUs torch then
-    waits for the device, so let none die while a CUDA graph is captured. ValueError for shapes or dtypes that differ
+    Each rank frees its own part when the tensor has died and the peers have dropped theirs. On GPUs torch waits for the
+    device at that point, so none may die while a CUDA graph is captured. ValueError for shapes or dtypes that differ
     between ranks or are out of bounds, for a rank that is not in the group, and for another kind of device; PeerError
-    for ranks that do not come.
+    for ranks that do not arrive.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     device = torch.get_default_device() if device is None else torch.device(device)
@@ -98,22 +90,22 @@ def empty(
     size = math.prod(sizes) * dtype.itemsize
     if size > MAX_BYTES:
         raise ValueError(f"a symmetric tensor has up to {MAX_BYTES} bytes, and {list(sizes)} of {dtype} has {size}")
-    memory = allocate_as(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
+    memory = _allocate_named(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
     made = _view(memory, None, dtype, sizes)
     group = dist.group.WORLD if group is None else group
-    number = 0  # without a group there is nobody to agree with
+    number = 0  # without a group there are no peers
     if group is not None:
         number = _counts.get(group, 0)
-        _counts[group] = number + 1  # all ranks have made it
+        _counts[group] = number + 1  # in step on all ranks, which have all made it
     _memories[made] = _Allocation(memory, number, made.data_ptr(), made.nbytes)
     return made
 
 
 def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
-    """That rank's tensor of those that `empty` made with this one, of its shape and dtype; rank: in the group.
+    """A peer's tensor that the same call of `empty` made, with the same shape and dtype; rank: in the group.
 
-    Who writes to it orders writes and reads: by a barrier, say. It is good as long as `tensor` lives. ValueError for a
-    tensor that `empty` did not make (a view of one, say), and for a rank that there is not.
+    The caller orders writes and reads, by a barrier for example. It is valid as long as `tensor` lives. ValueError for
+    a tensor that `empty` did not make (a view of one, for example), and for a rank that the group does not have.
     """
     made = _memories.get(tensor)
     if made is None:
@@ -127,14 +119,22 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
 
 
 def find_symmetric(tensor: Tensor) -> SymmetricLocation | None:
-    """Where a contiguous tensor lies in one that `empty` made and that lives; None for all others."""
+    """Where a contiguous tensor lies within a live tensor that `empty` made; None for all others."""
     if _memories:
         start = tensor.data_ptr()
         for memory, number, begin, num_bytes in _memories.values():
-            # GPUs of one process and its CPU have addresses of their own.
+            # The address ranges of a process's GPUs and CPU do not overlap.
             if 0 <= start - begin <= num_bytes - tensor.nbytes:
                 return SymmetricLocation(memory, number, start - begin)
     return None
+
+
+def _allocate_named(
+    what: str, size: int, group: dist.ProcessGroup | None, backend: str, timeout: float
+) -> SymmetricMemory:
+    """Allocate without signals; `what` describes it and must be the same on all ranks. ValueError where it differs."""
+    kind = HostMemory if backend == "host" else CudaMemory
+    return kind.allocate(size, 0, group, timeout, what)
 
 
 def _view(memory: SymmetricMemory, rank: int | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Symmetric memory between the GPUs of one machine, made by torch's symmetric memory."""
+"""Symmetric memory between the GPUs of one machine, allocated by torch's symmetric memory."""
 
 import sys
 import time
@@ -15,15 +15,16 @@ from stretto.memory.symmetric import MASK, PeerError, SymmetricMemory, has_reach
 _ALIGNMENT = 128
 _alive: weakref.WeakSet["CudaMemory"] = weakref.WeakSet()
 _postponed: list[object] = []
-"""Memory that was given back while a CUDA graph was captured, where torch, which waits for the device before it frees
-any, would end the process."""
+"""Memory that was released while a CUDA graph was captured. torch waits for the device before it frees memory, which
+would end the process during a capture.
+"""
 
 
 class CudaMemory(SymmetricMemory):
-    """A buffer on every rank's GPU that all of them map; its signals are written and awaited in stream order.
+    """A buffer on every rank's GPU that all ranks map; its signals are written and awaited in stream order.
 
-    `signal` is enqueued on the current stream, after what was enqueued there before; `wait` keeps the host until the
-    counter is there. Kernels take `addresses` and do both by themselves.
+    `signal` is enqueued on the current stream, after what was enqueued there before; `wait` blocks the host until the
+    counter has arrived. Kernels take `addresses` and do both themselves.
     """
 
     def __init__(self, storage: Tensor, handle: object, size: int, signals: int, group: dist.ProcessGroup) -> None:
@@ -31,7 +32,7 @@ class CudaMemory(SymmetricMemory):
         self.size = size
         self.signals = signals
         self.device = storage.device
-        # Not the group itself: workspaces that are freed with their group would keep it alive.
+        # A weak reference: workspaces are freed with their group, and must not keep it alive.
         self._group = weakref.ref(group)
         self._storage: Tensor | None = storage
         self._handle = handle
@@ -45,14 +46,15 @@ class CudaMemory(SymmetricMemory):
     def allocate(
         cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float, what: str = ""
     ) -> "CudaMemory":
-        """See `stretto.memory.allocate`; ranks that do not come are waited for as long as the group's own limit.
+        """Allocate on all ranks, as `stretto.memory.allocate`; waits for other ranks up to the group's own time limit.
 
-        what: for people, and the same on all ranks. ValueError on all ranks where one of them has no memory left.
+        what: a description for error messages, the same on all ranks. ValueError on all ranks if one of them has no
+        memory left.
         """
         import torch.distributed._symmetric_memory as symmetric
 
         if shared_gpus.is_enabled():
-            shared_gpus.install()  # before the first allocation: torch reads its variable then
+            shared_gpus.install()  # before the first allocation, where torch reads its variable
         group = dist.group.WORLD if group is None else group
         if group is None:
             raise ValueError("symmetric memory on GPUs needs a process group: call init_process_group first")
@@ -64,7 +66,7 @@ class CudaMemory(SymmetricMemory):
         storage = _try(_pad_bytes(world_size, signals) + max(size, 1), device)
         own = size, signals, what
         asked = [(own, "")] * world_size
-        # What could not be had is raised when the others know, who would wait for this rank.
+        # Raise a failed allocation only once the other ranks know, or they would wait for this one.
         dist.all_gather_object(asked, (own, str(storage) if isinstance(storage, Exception) else ""), group=group)
         for peer, (other, _) in enumerate(asked):
             require_same(own, other, rank, peer)
@@ -75,34 +77,34 @@ class CudaMemory(SymmetricMemory):
         storage.zero_()
         torch.cuda.synchronize(device)
         memory = cls(storage, symmetric.rendezvous(storage, group), size, signals, group)
-        memory.meet()
+        memory.barrier()
         return memory
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group whose ranks share it; None once it was destroyed."""
+        """The group whose ranks share this memory; None once it has been destroyed."""
         return self._group()
 
-    def meet(self) -> None:
-        """Wait on the host until all ranks have come here."""
+    def barrier(self) -> None:
+        """Wait on the host until all ranks have arrived."""
         group = self.group
         if group is None:
             raise ValueError("the process group of this memory was destroyed: its ranks cannot meet")
         shared_gpus.barrier(group, self.device)
 
     def buffer(self, rank: int | None = None) -> Tensor:
-        """See `SymmetricMemory.buffer`."""
+        """A rank's buffer (default: this rank's) as uint8 [size]."""
         whole = self._whole(self.rank if rank is None else rank)
         return whole[self._start : self._start + self.size]
 
     def signal(self, peer: int, index: int) -> None:
-        """See `SymmetricMemory.signal`."""
+        """Enqueue a write of the next value of this rank's counter `index` at `peer` on the current stream."""
         count = self._counts[peer, index] = (self._counts.get((peer, index), 0) + 1) & MASK
         pad = self._whole(peer)[: self._start].view(torch.uint32)
         torch.ops.symm_mem.stream_write_value32_(pad, self.rank * self.signals + index, count)
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
-        """See `SymmetricMemory.wait`."""
+        """Poll on the host until `peer`'s counter `index` has reached `target`. PeerError after `timeout` seconds."""
         pad = self._whole(self.rank)[: self._start].view(torch.int32)
         began = time.monotonic()
         while not has_reached(seen := int(pad[peer * self.signals + index]) & MASK, target):
@@ -113,7 +115,7 @@ class CudaMemory(SymmetricMemory):
                 )
 
     def close(self) -> None:
-        """See `SymmetricMemory.close`."""
+        """Release the memory; if a CUDA graph is being captured, after the capture."""
         if self._storage is not None:
             self._postpone()
         self._storage = None
@@ -121,19 +123,19 @@ class CudaMemory(SymmetricMemory):
         self._peers.clear()
 
     def __del__(self) -> None:
-        # Whenever garbage is collected: workspaces of groups that are gone are part of cycles.
+        # Runs at any garbage collection, since workspaces of destroyed groups are in reference cycles.
         if not sys.is_finalizing() and getattr(self, "_storage", None) is not None:
             self._postpone()
 
     def _postpone(self) -> None:
-        """Keep the memory, which is to be freed, while a graph is captured; else free what was kept before."""
+        """During a graph capture, keep the memory, which is to be freed; otherwise free what was kept before."""
         if torch.cuda.is_current_stream_capturing():
             _postponed.append((self._storage, self._handle, *self._peers.values()))
         else:
             _postponed.clear()
 
     def held_bytes(self) -> int:
-        """The bytes that this rank's part takes; 0 once it was closed."""
+        """The bytes of this rank's part; 0 once it is closed."""
         return 0 if self._storage is None else self._storage.numel()
 
     def _whole(self, rank: int) -> Tensor:
@@ -147,24 +149,24 @@ class CudaMemory(SymmetricMemory):
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What this process holds of symmetric memory on a GPU; torch.cuda.memory_allocated does not count it."""
+    """Bytes of symmetric memory that this process holds on a GPU, which torch.cuda.memory_allocated does not count."""
     return sum(memory.held_bytes() for memory in list(_alive) if memory.device == device)
 
 
 def _try(total: int, device: torch.device) -> Tensor | Exception:
-    """`_allocate`, or why not."""
+    """Call `_allocate`; return its error, if any, instead of raising it."""
     try:
         return _allocate(total, device)
-    except (ValueError, RuntimeError) as error:  # torch's errors of the driver are the latter
+    except (ValueError, RuntimeError) as error:  # torch raises RuntimeError for driver errors
         return error
 
 
 def _allocate(total: int, device: torch.device) -> Tensor:
-    """uint8 [total], freed when it dies, on this rank by itself.
+    """Allocate uint8 [total], which each rank frees by itself when the tensor dies.
 
-    torch's own `empty` takes it from a pool (since 2.11): a block of it that one rank has freed and another has not
-    would be another one on each rank at the next allocation, and its old handle would be taken for the new one's.
-    ValueError for NVSHMEM and NCCL as symmetric memory's backend, where freeing is a collective call.
+    torch's own `empty` allocates from a pool (since 2.11). If one rank has freed a block of the pool and another rank
+    has not, the next allocation would return different blocks on the ranks, and the old handle would be taken for the
+    new one's. ValueError for NVSHMEM and NCCL as symmetric memory's backend, where freeing is a collective call.
     """
     import torch.distributed._symmetric_memory as symmetric
 

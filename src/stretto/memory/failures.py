@@ -1,19 +1,24 @@
-"""The process's record of waits on devices that were given up: which rank waited for whom, and in which operator.
+"""Failed waits: what a kernel does when a peer does not signal in time, and how the host learns of it.
 
-A kernel whose wait outlasts its time limit cannot raise. It does the following, in this order:
+A kernel whose wait exceeds its time limit cannot raise. It does this, in this order:
 
-1. It sets the device's *failure flag*, one int32 word that all of Stretto's kernels of this process on that GPU read.
-   While the flag is set, kernels publish nothing: no signal, no packet and no message that a peer would trust, and
-   optimizers that were guarded (`stretto.optim.guard`) leave weights and state as they are.
-2. It fills in its workspace's *failure record*, a row of a table in pinned host memory: words 1 to 11, then, after a
-   fence at system scope, word 0.
-3. It stores 1 into the table's summary word, whose 64-bit address is in words 12 and 13 of every row.
+    on the GPU                                             on the host
+    1. sets the failure flag ----------------------------> (kernels read it: they publish nothing, their waits end)
+    2. writes its workspace's failure record
+       (fence at system scope between the words)
+    3. sets the summary word ----------------------------> `check`, called wherever a result may be used, reads it in
+                                                           about 50 ns and raises `PeerError` with the record's message
+                                                           the watchdog ends the process if nobody calls `check`
 
-The host looks at the summary word, which costs it about 50 nanoseconds, wherever a result may be used: `check` raises
-`PeerError` with the record's message. `start_watchdog` ends the process if nobody looks in time.
+- *Failure flag*: one int32 word on each GPU, which all of Stretto's kernels of this process on that GPU read. While it
+  is set, kernels publish no signal, packet or message that a peer would trust, and optimizers that were guarded
+  (`stretto.optim.guard`) leave weights and state as they are.
+- *Failure record*: one row for each workspace of a table in pinned host memory. The kernel writes words 1 to 11, then,
+  after a fence at system scope, word 0. Words 12 and 13 hold the 64-bit address of the summary word.
+- *Summary word*: row 0 of the table; the kernel stores 1 into it.
 
-A failure lasts as long as the workspace that it happened in: when that is closed, or freed with its process group, the
-record goes, and when no failed record is left, the flag is cleared.
+A failure lasts as long as its workspace: when that is closed, or freed with its process group, the record is cleared,
+and when no failed record is left, the flags are cleared.
 """
 
 import logging
@@ -35,24 +40,91 @@ SUMMARY_ADDRESS = 12
 """The word of a record where the address of the summary word begins: two words, the lower half first."""
 
 FOLLOWED = 0x7FFFFFFF
-"""Word 0 of a record whose workspace has only followed another's failure: `check` names that one, if it is known."""
+"""Word 0 of a record whose workspace stopped because of another's failure: `check` reports the original, if known."""
 
 WATCHDOG_VARIABLE = "STRETTO_WATCHDOG"
-"""Seconds from a failure until the watchdog ends a process that has not looked; 0 switches the watchdog off."""
+"""Seconds from a failure until the watchdog ends a process that has not called `check`; 0 disables the watchdog."""
 DEFAULT_WATCHDOG_SECONDS = 60.0
 _WATCHDOG_PERIOD = 1.0
 _MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 logger = logging.getLogger(__name__)
-_lock = threading.RLock()
+_lock = threading.RLock()  # of everything below
+
+# The table, and its rows in use.
+_records: "weakref.WeakValueDictionary[int, FailureRecord]" = weakref.WeakValueDictionary()
+_free_rows: list[int] = []
+_next_row = 1  # row 0 is the summary
+_rows: Tensor | None = None  # int32 [MAX_RECORDS, RECORD_WORDS], made by the first `register`
+_is_pinned = False
+_summary = torch.zeros(1, dtype=torch.int32).numpy()  # the table's row 0, once there is a table
+_unseen: list[str] = []  # messages of failures whose workspaces were closed before anything raised them
+_listeners: list[Callable[[int], None]] = []
+_flags: dict[torch.device, Tensor] = {}  # the failure flag of each device
+_watchdog: threading.Thread | None = None
+
+
+# What the host asks wherever a result may be used.
+
+
+def check() -> None:
+    """Raise PeerError if a wait of this process has failed in a workspace that is still open.
+
+    It reads memory that kernels write to, and waits for nothing. To learn of all kernels that have been launched,
+    synchronize first (`synchronize`).
+    """
+    if _summary[0]:
+        _raise_first()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was launched on the device, then `check`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    check()
+
+
+def has_failed() -> bool:
+    """Whether a wait of this process has failed in a workspace that is still open. It waits for nothing."""
+    return bool(_summary[0]) and _first_failed() is not None
+
+
+def keep_unseen() -> None:
+    """Save a failure that has not been raised, whose workspace is about to be closed, for `raise_unseen`."""
+    with _lock:
+        for record in list(_records.values()):
+            if record.is_failed and not record.was_raised:
+                record.was_raised = True
+                _unseen.append(record.message())
+
+
+def raise_unseen() -> None:
+    """At the end of a group: raise PeerError for a failure that has not been raised."""
+    keep_unseen()
+    if _unseen:
+        message = _unseen[0]
+        _unseen.clear()
+        raise PeerError(message)
+
+
+def when_table_exists(listener: Callable[[int], None]) -> None:
+    """Call `listener` with the summary word's address: now, or at the first `register`, which makes the table."""
+    with _lock:
+        if _rows is None:
+            _listeners.append(listener)
+        else:
+            listener(_rows.data_ptr())
+
+
+# What a workspace registers, and its kernels write to.
 
 
 class FailureRecord:
     """One workspace's row of the failure table.
 
     words: int32 [16], in pinned host memory where there are GPUs; kernels write to it. failed: int32 [1] on `device`,
-    the failure flag, which all records of the device share. was_raised: whether the host has raised it: the watchdog
-    leaves such failures alone.
+    the failure flag, which all records of the device share. was_raised: whether the host has raised the failure; the
+    watchdog ignores such failures.
     """
 
     def __init__(
@@ -64,21 +136,21 @@ class FailureRecord:
         self.was_raised = False
         self._shown = words.numpy()
         self._describe = describe
-        # A workspace that is freed without `close` gives its row back, too.
+        # A workspace that is freed without `close` frees its row too.
         self._finalizer = weakref.finalize(owner, _release, row)
         self._finalizer.atexit = False
 
     @property
     def is_failed(self) -> bool:
-        """Whether a wait of this workspace was given up."""
+        """Whether a wait of this workspace has failed."""
         return bool(self._shown[0])
 
     def message(self) -> str:
-        """What happened, for people."""
+        """The error message."""
         return self._describe([int(word) for word in self._shown])
 
     def mark(self, words: Sequence[int]) -> None:
-        """Record a failure that the host has found, as a kernel does. words: word 0 (not 0) and those after it."""
+        """Record a failure that the host has found, as a kernel would. words: word 0 (not 0) and those after it."""
         if not words or not words[0] or len(words) > SUMMARY_ADDRESS:
             raise ValueError(f"a failure has 1 to {SUMMARY_ADDRESS} words, the first of them not 0, not {list(words)}")
         if self.is_failed:
@@ -91,26 +163,14 @@ class FailureRecord:
                 self.failed.fill_(1)
 
     def close(self) -> None:
-        """Forget the record: its workspace has been closed."""
+        """Clear the record, whose workspace has been closed."""
         self._finalizer()
 
 
-_records: "weakref.WeakValueDictionary[int, FailureRecord]" = weakref.WeakValueDictionary()
-_free_rows: list[int] = []
-_next_row = 1  # row 0 is the summary
-_rows: Tensor | None = None
-_is_pinned = False
-_summary = torch.zeros(1, dtype=torch.int32).numpy()  # the table's row 0, once there is a table
-_unseen: list[str] = []
-_listeners: list[Callable[[int], None]] = []
-_flags: dict[torch.device, Tensor] = {}
-_watchdog: threading.Thread | None = None
-
-
 def register(owner: object, describe: Callable[[Sequence[int]], str], device: torch.device) -> FailureRecord:
-    """A record for the waits of `owner`'s kernels on `device`; `owner` is held weakly, and must keep the record.
+    """Make the failure record for the waits of `owner`'s kernels on `device`. `owner` is held weakly and must keep it.
 
-    describe: makes the message of `PeerError` of the record's 16 words; it must not hold `owner` strongly.
+    describe: makes the message of `PeerError` from the record's 16 words; it must not hold `owner` strongly.
     RuntimeError where there are more workspaces than the table has rows.
     """
     global _next_row
@@ -130,7 +190,7 @@ def register(owner: object, describe: Callable[[Sequence[int]], str], device: to
 
 
 def failure_flag(device: torch.device) -> Tensor:
-    """int32 [1] on the device: not 0 from the moment that a wait of this process on it was given up."""
+    """int32 [1] on the device: nonzero from the moment that a wait of this process on it has failed."""
     flag = _flags.get(device)
     if flag is None:
         with torch.inference_mode(False):
@@ -142,60 +202,15 @@ def failure_flag(device: torch.device) -> Tensor:
 
 
 def find_flag(device: torch.device) -> Tensor | None:
-    """`failure_flag`, where some workspace on the device waits for peers; None where none ever has."""
+    """`failure_flag` if any workspace on the device has waited for peers; None otherwise."""
     return _flags.get(device) if device.type == "cuda" else None
 
 
-def has_failed() -> bool:
-    """Whether a wait of this process was given up in a workspace that is still open. It waits for nothing."""
-    return bool(_summary[0]) and _first_failed() is not None
-
-
-def check() -> None:
-    """Raise PeerError if a wait of this process was given up in a workspace that is still open.
-
-    It reads memory that kernels write to, and waits for nothing: synchronize first to know of all kernels that have
-    been launched (`synchronize`).
-    """
-    if _summary[0]:
-        _raise_first()
-
-
-def keep_unseen() -> None:
-    """Remember a failure that nobody has been told of, whose workspace is about to be closed, for `raise_unseen`."""
-    with _lock:
-        for record in list(_records.values()):
-            if record.is_failed and not record.was_raised:
-                record.was_raised = True
-                _unseen.append(record.message())
-
-
-def raise_unseen() -> None:
-    """At the end of a group: raise PeerError for a failure that nobody has been told of."""
-    keep_unseen()
-    if _unseen:
-        message = _unseen[0]
-        _unseen.clear()
-        raise PeerError(message)
-
-
-def when_used(tell: Callable[[int], None]) -> None:
-    """Call `tell` with the summary word's address as soon as there is one: now, or at the first `register`."""
-    with _lock:
-        if _rows is None:
-            _listeners.append(tell)
-        else:
-            tell(_rows.data_ptr())
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that was launched on the device, then `check`."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    check()
+# The table behind it.
 
 
 def _raise_first() -> None:
+    """Raise the first failure, and mark all as raised."""
     record = _first_failed()
     if record is not None:
         with _lock:
@@ -205,7 +220,7 @@ def _raise_first() -> None:
 
 
 def _first_failed() -> FailureRecord | None:
-    """The first failed record; clears summary and flags where none is left."""
+    """The first failed record; clears summary word and flags if there is none."""
     with _lock:
         known = [record for _, record in sorted(_records.items()) if record.is_failed]
         if known:
@@ -215,7 +230,7 @@ def _first_failed() -> FailureRecord | None:
 
 
 def _clear() -> None:
-    """No failed workspace is left: kernels may publish again. While a graph is captured, the next look does it."""
+    """Let kernels publish again, as no failed workspace is left. During a graph capture, leave it to the next look."""
     if not _summary[0] or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
     _summary[0] = 0
@@ -224,7 +239,7 @@ def _clear() -> None:
 
 
 def _release(row: int) -> None:
-    """Give a row back, once its owner is closed or gone."""
+    """Free a row whose owner has been closed or collected."""
     with _lock:
         record = _records.pop(row, None)
         if _rows is None:
@@ -240,7 +255,7 @@ def _release(row: int) -> None:
 def _table(device: torch.device) -> Tensor:
     """int32 [MAX_RECORDS, RECORD_WORDS], made at the first use, and never moved.
 
-    It is pinned from the first workspace on a GPU on: a process that uses CPUs alone does not start CUDA.
+    It is pinned from the first workspace on a GPU on: a process that uses only CPUs does not initialize CUDA.
     """
     global _rows, _summary, _is_pinned
     if _rows is None:
@@ -248,8 +263,8 @@ def _table(device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=_is_pinned)
         _summary = _rows[0].numpy()
-        for tell in _listeners:
-            tell(_rows.data_ptr())
+        for listener in _listeners:
+            listener(_rows.data_ptr())
         _listeners.clear()
     elif device.type == "cuda" and not _is_pinned:
         cudart = torch.cuda.cudart()
@@ -259,13 +274,30 @@ def _table(device: torch.device) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """A word as int32."""
+    """A 32-bit word as int32."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
+# The watchdog: ends a process that does not look.
+
+
+def start_watchdog() -> None:
+    """Start the thread that ends this process when a failure goes unnoticed, unless it runs already or is disabled.
+
+    It works like the watchdog of torch's NCCL backend: a process that never checks (its host waits for something else,
+    or it replays CUDA graphs) would go on with wrong results. A failure that was raised as PeerError has been noticed,
+    and is the caller's to handle.
+    """
+    global _watchdog
+    with _lock:
+        if (_watchdog is None or not _watchdog.is_alive()) and watchdog_seconds() > 0:
+            _watchdog = threading.Thread(target=_watch, name="stretto-watchdog", daemon=True)
+            _watchdog.start()
+
+
 def watchdog_seconds() -> float:
-    """How long a failure may go unnoticed, in seconds; 0: for ever. ValueError for a setting that is no such number."""
+    """How long a failure may go unnoticed, in seconds; 0: forever. ValueError for a setting that is no such number."""
     text = os.environ.get(WATCHDOG_VARIABLE, "")
     if not text:
         return DEFAULT_WATCHDOG_SECONDS
@@ -278,22 +310,8 @@ def watchdog_seconds() -> float:
     return seconds
 
 
-def start_watchdog() -> None:
-    """Start the thread that ends this process when a failure goes unnoticed, unless it runs or is switched off.
-
-    As the watchdog of torch's NCCL backend: a process that does not look (its host waits for something else, or it
-    replays CUDA graphs) would go on with results that are wrong. A failure that was raised as PeerError has been seen,
-    and is the caller's to handle.
-    """
-    global _watchdog
-    with _lock:
-        if (_watchdog is None or not _watchdog.is_alive()) and watchdog_seconds() > 0:
-            _watchdog = threading.Thread(target=_watch, name="stretto-watchdog", daemon=True)
-            _watchdog.start()
-
-
 def _watch() -> None:
-    """Look at the summary word once a second, and end the process if a failure has gone unnoticed for too long."""
+    """Read the summary word once a second, and end the process if a failure has gone unnoticed for too long."""
     unseen_since: float | None = None
     while True:
         time.sleep(_WATCHDOG_PERIOD)
@@ -309,7 +327,7 @@ def _watch() -> None:
 
 
 def _end_process(message: str, seconds: float) -> None:
-    """End with SIGABRT, as NCCL's watchdog does: launchers name such a process, and core dumps are written."""
+    """End with SIGABRT, as NCCL's watchdog does: launchers report such a process, and core dumps are written."""
     text = (
         f"Stretto's watchdog ends this process: a wait for another rank failed {seconds:.0f} s ago, and nothing has "
         f"looked at it since. {message}. Set {WATCHDOG_VARIABLE}=0 to switch the watchdog off."

@@ -1,4 +1,4 @@
-"""Whether the kernels of a group's GPUs can work together, each storing into the others' memory."""
+"""Checks whether the kernels of a group's GPUs can work together, storing into each other's memory."""
 
 import ctypes
 import socket
@@ -10,12 +10,14 @@ import torch.distributed as dist
 from stretto.memory import shared_gpus
 
 NCCL_BLOCKS = 32
-"""The most blocks that a collective of NCCL takes."""
+"""The most thread blocks that an NCCL collective uses."""
 
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _Gpu(NamedTuple):
+    """What a rank tells the others of its GPU."""
+
     host: str
     identity: str
     kind: str
@@ -23,11 +25,11 @@ class _Gpu(NamedTuple):
 
 
 def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomics: bool = True) -> str | None:
-    """Why kernels of these GPUs cannot work together; None where they can. Collective, and the same on all ranks.
+    """Why kernels of these GPUs cannot work together; None where they can. Collective, with one result on all ranks.
 
-    device: this rank's GPU. needs_atomics: whether the kernels signal by atomic operations on other GPUs' memory, which
-    GPUs that PCIe links have no native ones for: there an addition may be lost. A process that sees its own GPU alone
-    cannot ask which others it reaches: symmetric memory then says whether it works.
+    device: this rank's GPU. needs_atomics: whether the kernels signal by atomic operations on other GPUs' memory. GPUs
+    that PCIe connects have no native ones, so that an addition may be lost. A process that sees only its own GPU cannot
+    ask which others it reaches; symmetric memory then finds out when it maps them.
     """
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
@@ -39,7 +41,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
         return f"its ranks are on {len(hosts)} machines"
     if len(gpus) < len(everyone) and switches != {True}:
         return "several of its ranks share a GPU"
-    if len(kinds) > 1:  # who has more multiprocessors would divide the work otherwise than its peers
+    if len(kinds) > 1:  # kernels divide work by the number of multiprocessors
         return f"its GPUs are of {len(kinds)} kinds: {', '.join(sorted(kinds))}"
     visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     far = [gpu for gpu in gpus if gpu != here.identity and gpu in visible]
@@ -63,7 +65,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
 def has_native_atomics(device: int, peer: int) -> bool:
     """Whether a GPU's atomic operations on a peer's memory are native, by the driver's attribute of the pair.
 
-    device, peer: numbers of GPUs that this process sees.
+    device, peer: indices of GPUs that this process sees.
     """
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, device, peer)
@@ -71,20 +73,21 @@ def has_native_atomics(device: int, peer: int) -> bool:
 
 
 def bound_blocks(multiprocessors: int) -> int:
-    """The most blocks of a kernel that waits for peers while it holds multiprocessors: at most three quarters of these.
+    """The most thread blocks for a kernel that waits for peers while it occupies multiprocessors: at most three
+    quarters.
 
-    So kernels of two groups and NCCL's, launched in another order on each rank, cannot lock each other out: what is
-    left of the multiprocessors has room for NCCL's kernel and one block more, so each kernel of ours has a place for
-    one block at least, on every rank. docs/decisions/014-kernels-that-wait-leave-room.md has the argument for
-    operators, and docs/decisions/015-blocks-that-wait.md for collectives. Of a small GPU, or a small share of one, it
-    is half.
+    This keeps kernels of two groups and NCCL's, launched in different orders on the ranks, from deadlocking: the
+    remaining multiprocessors have room for NCCL's kernel and one block more, so each of our kernels can have at least
+    one block resident on every rank. docs/decisions/014-kernels-that-wait-leave-room.md has the argument for operators,
+    and docs/decisions/015-blocks-that-wait.md for collectives. On a small GPU, or a small share of one, the bound is
+    half.
     """
     others = max(multiprocessors // 4, min(NCCL_BLOCKS + 1, multiprocessors // 2), 1)
     return max(multiprocessors - others, 1)
 
 
 NVML_NVLINK = 2
-"""NVML_P2P_CAPS_INDEX_NVLINK: the pair is linked by NVLink."""
+"""NVML_P2P_CAPS_INDEX_NVLINK: NVLink connects the pair."""
 NVML_ATOMICS = 3
 """NVML_P2P_CAPS_INDEX_ATOMICS: each GPU's atomic operations work on the other's memory."""
 
@@ -93,7 +96,11 @@ _P2P_OK = 0  # NVML_P2P_STATUS_OK
 
 
 def nvml_supports(capability: int, own: str, gpus: list[str]) -> bool | None:
-    """Whether this GPU has a capability with all others, by their UUIDs; None where NVML is not there to be asked."""
+    """Whether this GPU has a capability with all others, given by UUID; None where NVML is not installed.
+
+    NVML, the management library of NVIDIA's driver, sees all GPUs of the machine, even where CUDA_VISIBLE_DEVICES
+    leaves a process only one of them.
+    """
     others = [gpu for gpu in gpus if gpu != own]
     if not others:
         return True
@@ -112,7 +119,7 @@ def nvml_supports(capability: int, own: str, gpus: list[str]) -> bool | None:
 
 def _find_gpu(nvml: ctypes.CDLL, gpu: str) -> ctypes.c_void_p | None:
     handle = ctypes.c_void_p()
-    name = (gpu if gpu.startswith("GPU-") else f"GPU-{gpu}").encode()  # torch leaves the prefix out
+    name = (gpu if gpu.startswith("GPU-") else f"GPU-{gpu}").encode()  # torch omits the prefix
     return handle if nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) == _SUCCESS else None
 
 

@@ -1,4 +1,4 @@
-"""What each rank tells all others, within a time limit."""
+"""What Stretto asks of a process group: this process's rank, the time limit, and exchanges that end in time."""
 
 import os
 from contextlib import suppress
@@ -11,10 +11,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store, default
 from stretto.memory.symmetric import PeerError
 
 T = TypeVar("T")
-
-
 MAX_SECONDS = 30 * 24 * 3600.0
-"""The longest time limit, a month: c10d and kernels count in units in which a year would overflow."""
+"""The longest time limit, 30 days: c10d and kernels count in units in which a year would overflow."""
 
 
 def find_own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -29,77 +27,12 @@ def find_own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: int, peer: int) -> None:
-    """ValueError where two ranks allocate other things: (bytes, signals, what it is for people)."""
-    if own == other:
-        return
-    asked = [what or f"{size} bytes and {signals} signals" for size, signals, what in (own, other)]
-    raise ValueError(f"all ranks must allocate the same: rank {rank} asks for {asked[0]}, rank {peer} for {asked[1]}")
-
-
-def meet(group: dist.ProcessGroup | None, timeout: float) -> None:
-    """Wait for all ranks of the group, which all call it, for so many seconds; raises as `exchange`."""
-    rank, size = find_own_rank(group)
-    try:
-        (dist.group.WORLD if group is None else group).monitored_barrier(timedelta(seconds=timeout))  # type: ignore[union-attr]
-    except RuntimeError as error:
-        raise PeerError(f"rank {rank} of {size} did not meet all ranks within {timeout:g} s: {error}") from error
-
-
-def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[T]:
-    """Every rank's `value`, in rank order. All ranks of the group call it.
-
-    `timeout` is in seconds. PeerError names a rank that did not come in time; the group is not to be used after it.
-    ValueError on a process that is not in the group.
-    """
-    # Gathering has no time limit of its own and names nobody: only those go there who know that all will.
-    meet(group, timeout)
-    values: list[T | None] = [None] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(values, value, group=group)
-    except RuntimeError as error:
-        raise PeerError(f"rank {dist.get_rank(group)} of {len(values)} lost another rank: {error}") from error
-    return values  # type: ignore[return-value]
-
-
-def is_debugging() -> bool:
-    """Whether ranks compare each of their calls before they make it: STRETTO_DEBUG is set, and not to 0."""
-    return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
-
-
-def store_all_gather(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
-    """What every rank says as the number-th of a topic, from 1 on, in rank order. All ranks of the group call it.
-
-    It goes through the store, from host to host: nothing is done on a device. `timeout` is in seconds. PeerError names
-    a rank that did not say anything in time; what this rank has said is taken back then, and its number is free.
-    """
-    rank, size = find_own_rank(group)
-    store = _get_process_group_store(group)
-    store.set(f"{topic} {number} {rank}", said)
-    heard = []
-    for peer in range(size):
-        key = f"{topic} {number} {peer}"
-        try:
-            store.wait([key], timedelta(seconds=timeout))
-        except RuntimeError as error:
-            with suppress(RuntimeError):  # of a store that is gone
-                store.delete_key(f"{topic} {number} {rank}")  # who comes now is not to go on alone
-            raise PeerError(
-                f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
-            ) from error
-        heard.append(store.get(key).decode())
-    # Who says this has heard all of the one before, which nobody will read again.
-    if number > 1:
-        store.delete_key(f"{topic} {number - 1} {rank}")
-    return heard
-
-
 def group_timeout(group: dist.ProcessGroup | None) -> float:
     """The time limit of a group (None: the default group) in seconds.
 
-    This is `timeout` of `init_process_group` or `new_group`, or what `set_timeout` has made of it since: the shortest
-    limit among the group's backends where these differ, and torch's default where no backend tells its own. ValueError
-    where there is no process group.
+    This is `timeout` of `init_process_group` or `new_group`, or the last `set_timeout`: the shortest limit of the
+    group's backends where they differ, and torch's default where no backend reports one. ValueError where there is no
+    process group.
     """
     if group is None:
         find_own_rank(None)
@@ -116,7 +49,7 @@ def group_timeout(group: dist.ProcessGroup | None) -> float:
 
 
 def check_timeout(timeout: timedelta | float) -> timedelta:
-    """The time limit, given in seconds or as a timedelta. ValueError unless it is more than 0 and at most 30 days."""
+    """Convert a time limit in seconds to a timedelta. ValueError unless it is more than 0 and at most 30 days."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise ValueError(f"timeout is {timeout!r}, but must be a number of seconds or a timedelta, such as 600")
@@ -130,8 +63,75 @@ def check_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change the time limit of the calls of the group that are made from now on; `group_timeout` tells it."""
+    """Set the time limit of all later calls of the group; `group_timeout` returns it."""
     for device in group._device_types:
         backend = group._get_backend(device)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around each backend.
         getattr(backend, "wrapped_pg", backend).set_timeout(timeout)
+
+
+def exchange(value: T, group: dist.ProcessGroup | None, timeout: float) -> list[T]:
+    """All-gather a Python object; returns every rank's `value`, in rank order. All ranks of the group call it.
+
+    `timeout` is in seconds. PeerError names a rank that did not arrive in time; do not use the group after it.
+    ValueError on a process that is not in the group.
+    """
+    # all_gather_object has no time limit and names no rank: enter it only once all ranks are known to come.
+    timed_barrier(group, timeout)
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise PeerError(f"rank {dist.get_rank(group)} of {len(values)} lost another rank: {error}") from error
+    return values  # type: ignore[return-value]
+
+
+def timed_barrier(group: dist.ProcessGroup | None, timeout: float) -> None:
+    """Wait until all ranks of the group have called it, for at most `timeout` seconds; raises as `exchange` does."""
+    rank, size = find_own_rank(group)
+    try:
+        (dist.group.WORLD if group is None else group).monitored_barrier(timedelta(seconds=timeout))  # type: ignore[union-attr]
+    except RuntimeError as error:
+        raise PeerError(f"rank {rank} of {size} did not meet all ranks within {timeout:g} s: {error}") from error
+
+
+def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: int, peer: int) -> None:
+    """ValueError where two ranks allocate different things: (bytes, signals, description)."""
+    if own == other:
+        return
+    asked = [what or f"{size} bytes and {signals} signals" for size, signals, what in (own, other)]
+    raise ValueError(f"all ranks must allocate the same: rank {rank} asks for {asked[0]}, rank {peer} for {asked[1]}")
+
+
+def is_debugging() -> bool:
+    """Whether ranks compare all calls before they make them: STRETTO_DEBUG is set, and not to 0."""
+    return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
+
+
+def store_all_gather(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
+    """All-gather a string through the group's store; returns every rank's, in rank order. All ranks of the group call
+    it.
+
+    It is the number-th string of a topic, from 1 on. It uses the host only, no device. `timeout` is in seconds.
+    PeerError names a rank that did not write in time; this rank's string is then withdrawn, and its number may be used
+    again.
+    """
+    rank, size = find_own_rank(group)
+    store = _get_process_group_store(group)
+    store.set(f"{topic} {number} {rank}", said)
+    heard = []
+    for peer in range(size):
+        key = f"{topic} {number} {peer}"
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # the store may be gone
+                store.delete_key(f"{topic} {number} {rank}")  # a rank that comes now must not go on alone
+            raise PeerError(
+                f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
+            ) from error
+        heard.append(store.get(key).decode())
+    # A rank that writes this number has read all strings of the previous one: no rank reads ours again.
+    if number > 1:
+        store.delete_key(f"{topic} {number - 1} {rank}")
+    return heard

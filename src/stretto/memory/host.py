@@ -1,15 +1,15 @@
-"""Symmetric memory between the processes of one machine: POSIX shared memory without a name.
+"""Symmetric memory between the processes of one machine: anonymous POSIX shared memory.
 
-Each rank makes its region with memfd_create, tells its peers (process, descriptor), and they map it through
-/proc/PROCESS/fd/DESCRIPTOR; once all have, the descriptor is closed. So there is never a name in /dev/shm: the kernel
-frees the memory when the last process that maps it ends, however it ends, at any moment. Nor does a container's small
-/dev/shm bound it. It takes Linux, and processes of one user who see each other in /proc.
+Each rank makes its region with memfd_create and tells its peers (process, descriptor), which map it through
+/proc/PROCESS/fd/DESCRIPTOR; once all have, the rank closes the descriptor. The region never has a name in /dev/shm: the
+kernel frees it when the last process that maps it ends, in whatever way and at any moment, and a container's small
+/dev/shm does not limit it. It needs Linux, and processes of one user that see each other in /proc.
 
 A region is the rank's signal pad, then its buffer. Counter (writer, index) of a reader lies in the reader's pad at
-writer * signals + index: only that writer stores to it, only that reader loads it. With one writer, counting up is a
-load of what it stored last and an aligned store of 4 bytes (one instruction in CPython's memoryview), which no reader
-ever sees half done; no atomic addition is needed, which Python does not have. `find_fence` puts the counter
-after the data. Kernels that do have atomic additions may use these counters too, with other rules on who writes.
+writer * signals + index: only that writer stores to it, only that reader loads it. With one writer, an increment is a
+load of its own last value and an aligned store of 4 bytes (one instruction in CPython's memoryview), which no reader
+sees half done; it needs no atomic addition, which Python does not have. `find_fence` orders the counter after the data.
+Kernels that do have atomic additions may use these counters too, with their own rules on who writes.
 """
 
 import ctypes
@@ -24,26 +24,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.memory.groups import exchange, find_own_rank, meet, require_same
+from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
 from stretto.memory.symmetric import MASK, Backoff, PeerError, SymmetricMemory, has_reached
 
 _ALIGNMENT = 64
-_SECONDS_BEFORE_ASKING = 0.1  # a wait this long looks whether the peer still lives
+_SECONDS_BEFORE_ASKING = 0.1  # a longer wait checks whether the peer is still alive
 
 
 class Process(NamedTuple):
-    """A process of this machine; started, in clock ticks, tells it from a later one of the same number."""
+    """A process of this machine; `started`, in clock ticks, distinguishes it from a later one with the same number."""
 
     number: int
     started: int
 
     def has_ended(self) -> bool:
-        """Whether it has; a process that nobody has waited for yet counts as ended."""
+        """Whether it has ended. A zombie, which its parent has not waited for yet, counts as ended."""
         return _started(self.number) != self.started
 
 
 class _Offer(NamedTuple):
-    """What a rank tells its peers of its region: where it is, the sizes that it was asked for, why there is none."""
+    """What a rank tells its peers of its region: where it is, the requested sizes, or why it has none."""
 
     process: Process
     descriptor: int
@@ -55,10 +55,10 @@ class _Offer(NamedTuple):
 
 
 class HostMemory(SymmetricMemory):
-    """Symmetric memory over regions that this process has mapped, the own one among them.
+    """Symmetric memory over regions that this process has mapped, its own among them.
 
-    It belongs to one thread: a second one would be a second writer. `processes` are the ranks' processes, None where
-    they are all this one.
+    Only one thread may use it: a second one would be a second writer. `processes` are the ranks' processes, None where
+    all ranks are in this one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HostMemory(SymmetricMemory):
     def allocate(
         cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float, what: str = ""
     ) -> "HostMemory":
-        """See `stretto.memory.allocate`; what: for people, and the same on all ranks."""
+        """Allocate on all ranks, as `stretto.memory.allocate`; what: a description, the same on all ranks."""
         if platform.system() != "Linux":
             raise OSError(f"shared memory between processes needs Linux, not {platform.system()}")
         find_fence()
@@ -87,7 +87,7 @@ class HostMemory(SymmetricMemory):
         name = f"stretto-{secrets.token_hex(8)}"
         descriptor = os.memfd_create(name)
         try:
-            error = _reserve(descriptor, total, world_size)  # raised when the others know, who would wait for this rank
+            error = _reserve(descriptor, total, world_size)  # raised once the others know, or they would wait
             process, refusal = Process(os.getpid(), _started(os.getpid())), "" if error is None else str(error)
             offers = exchange(_Offer(process, descriptor, name, size, signals, what, refusal), group, timeout)
             if error is not None:
@@ -95,17 +95,17 @@ class HostMemory(SymmetricMemory):
             _require_offered(offers)
             _require_same(offers, rank)
             regions = [_map(offer, total, rank, peer) for peer, offer in enumerate(offers)]
-            meet(group, timeout)  # all have mapped it: the descriptor may go
+            timed_barrier(group, timeout)  # all have mapped it: the descriptor can be closed
         finally:
             os.close(descriptor)
         return cls(rank, regions, size, signals, [offer.process for offer in offers])
 
     def buffer(self, rank: int | None = None) -> Tensor:
-        """See `SymmetricMemory.buffer`."""
+        """A rank's buffer (default: this rank's) as uint8 [size]."""
         return self._buffers[self.rank if rank is None else rank]
 
     def signal(self, peer: int, index: int) -> None:
-        """See `SymmetricMemory.signal`."""
+        """Increment this rank's counter `index` at `peer`, after everything written so far."""
         if self._fence is not None:
             self._fence()
         pad = self._pads[peer]
@@ -113,7 +113,9 @@ class HostMemory(SymmetricMemory):
         pad[at] = (pad[at] + 1) & MASK
 
     def has_reached(self, peer: int, index: int, target: int) -> bool:
-        """Whether a wait for it would be met now; if so, what the peer wrote before is seen from now on."""
+        """Whether a wait would return now; if so, everything that the peer wrote before its signal is visible from now
+        on.
+        """
         if not has_reached(self.seen(peer, index), target):
             return False
         if self._fence is not None:
@@ -121,15 +123,15 @@ class HostMemory(SymmetricMemory):
         return True
 
     def seen(self, peer: int, index: int) -> int:
-        """What `peer`'s counter `index` shows here."""
+        """The value of `peer`'s counter `index` here."""
         return self._pads[self.rank][peer * self.signals + index]
 
     def has_ended(self, peer: int) -> bool:
-        """Whether the peer's process is there no more. What it had written and signalled before still is."""
+        """Whether the peer's process has ended. What it wrote and signalled before remains valid."""
         return self._processes is not None and self._processes[peer].has_ended()
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
-        """See `SymmetricMemory.wait`."""
+        """Poll until `peer`'s counter `index` has reached `target`. PeerError on a time-out or if the peer died."""
         backoff = Backoff()
         while not self.has_reached(peer, index, target):
             waited = backoff.pause()
@@ -144,7 +146,7 @@ class HostMemory(SymmetricMemory):
                 )
 
     def close(self) -> None:
-        """See `SymmetricMemory.close`."""
+        """Release the memory."""
         for pad in self._pads:
             pad.release()
         self._pads = []
@@ -152,18 +154,18 @@ class HostMemory(SymmetricMemory):
 
 
 def allocate_in_process(world_size: int, size: int, signals: int = 0) -> tuple[HostMemory, ...]:
-    """The memories of `world_size` ranks that all live in this process, in one thread."""
+    """Allocate the memories of `world_size` ranks that all live in this process, in one thread."""
     regions = [torch.zeros(_pad_bytes(world_size, signals) + size, dtype=torch.uint8) for _ in range(world_size)]
     return tuple(HostMemory(rank, regions, size, signals, None) for rank in range(world_size))
 
 
 def _pad_bytes(world_size: int, signals: int) -> int:
-    """The signal pad's bytes, so that the buffer after it is aligned; never none, since nothing cannot be mapped."""
+    """The bytes of the signal pad, rounded up so that the buffer is aligned; at least one unit, as mmap needs."""
     return max(-(-4 * world_size * signals // _ALIGNMENT), 1) * _ALIGNMENT
 
 
 def _reserve(descriptor: int, total: int, world_size: int) -> Exception | None:
-    """Allocate the region's bytes now, not as a SIGBUS at the first store; returns why they cannot be had."""
+    """Allocate the region's pages now, so that no later store raises SIGBUS; return the error if they do not fit."""
     try:
         _require_available(total, world_size)
         os.posix_fallocate(descriptor, 0, total)
@@ -196,7 +198,7 @@ def _require_same(offers: list[_Offer], rank: int) -> None:
 
 
 def _map(offer: _Offer, total: int, rank: int, peer: int) -> Tensor:
-    """The region of a peer as uint8 [total]; unmapped when its last tensor is gone."""
+    """Map a peer's region as uint8 [total]; it is unmapped when its last tensor is gone."""
     path = f"/proc/{offer.process.number}/fd/{offer.descriptor}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{offer.name}"):
@@ -210,9 +212,9 @@ def _map(offer: _Offer, total: int, rank: int, peer: int) -> Tensor:
 
 
 def _started(process: int) -> int:
-    """When it started, in clock ticks since the machine did; -1 for one that has ended."""
+    """When a process started, in clock ticks since boot; -1 for one that has ended."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()  # its name may hold anything
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()  # a name may contain anything
     except OSError:
         return -1
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
@@ -226,11 +228,11 @@ _GLOBAL_EXPEDITED = 1 << 1
 def find_fence() -> Callable[[], None] | None:
     """A full memory fence to call between the data and the counter, on both sides; None where the CPU needs none.
 
-    Counters and data are stored and loaded by separate calls into compiled code (torch, memoryview), so that no
-    compiler reorders them, and only the CPU could. x86 and s390x keep stores in order with stores, and loads with loads
-    and later stores, which is all that publishing, reading and freeing take; a copy that goes around the cache ends
-    with a fence of its own (sfence, in glibc). Other CPUs promise none of that, and Python has no fence: there it is
-    the system call membarrier, a full barrier for its caller too (smp_mb() at its entry and exit, in Linux's
+    Counters and data are stored and loaded by separate calls into compiled code (torch, memoryview), which no compiler
+    reorders; only the CPU could. x86 and s390x keep stores ordered with stores, and loads with loads and with later
+    stores, which is all that publishing, reading and freeing need; a copy that bypasses the cache ends with a fence of
+    its own (sfence, in glibc). Other CPUs guarantee none of that, and Python has no fence. There it is the system call
+    membarrier, which is a full barrier for its caller too (smp_mb() at its entry and exit, in Linux's
     kernel/sched/membarrier.c). OSError where it is missing.
     """
     if platform.machine() in _TOTAL_STORE_ORDER:
@@ -239,7 +241,7 @@ def find_fence() -> Callable[[], None] | None:
 
 
 def membarrier() -> Callable[[], None]:
-    """The system call membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) as a fence; OSError where there is none."""
+    """The system call membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) as a fence; OSError where the system has none."""
     number = _MEMBARRIER.get(platform.machine())
     if number is None or platform.system() != "Linux":
         raise OSError(f"no memory fence is known for {platform.system()} on {platform.machine()}")

@@ -1,16 +1,22 @@
 """Lets several ranks share one GPU, for tests: `STRETTO_SHARE_GPUS=1`, set before the ranks start.
 
-NCCL refuses to use a GPU twice, so the group's backend is gloo for tensors on GPUs too, and this module is the one
-place that knows it. gloo implements only some collectives for GPU tensors, and torch 2.11's functional collectives
-(`torch.ops._c10d_functional`, which DTensor uses) end the process there. Therefore `install` registers kernels with
-torch's dispatcher for the device type CUDA. They copy a collective's tensors to the host, run the same operator there
-on the same group, and copy the results back. Everything that calls a collective is covered without knowing of it:
-`torch.distributed`, DTensor, DistributedDataParallel, FSDP2 and compiled graphs.
+NCCL refuses to use a GPU twice, so the group's backend is gloo for GPU tensors too; only this module knows that. gloo
+implements only some collectives for GPU tensors, and torch 2.11's functional collectives (`torch.ops._c10d_functional`,
+which DTensor uses) end the process with it. Therefore `install` registers kernels with torch's dispatcher for the
+device type CUDA, which stage a collective on the host:
 
-Such a collective blocks the host: its Work is complete when the call returns (a receive alone runs in a thread of its
-own, so that ranks may post receives before sends). It cannot be captured in a CUDA graph. Stretto's own kernels
-need none of this: they share memory on one GPU as they do between GPUs, with
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, which `install` sets.
+    dist.all_reduce(x on the GPU) -> torch's dispatcher -> kernel of `_HostStagingKernels`
+        1. copies the tensors to the host                      (`_to_host`)
+        2. runs the same operator there, on the same group     (redispatch with the key CPU: gloo)
+        3. waits for it, and copies the results back           (`_copy_back`, `_to_device`)
+
+All callers of collectives are covered without knowing it: `torch.distributed`, DTensor, DistributedDataParallel, FSDP2
+and compiled graphs.
+
+Such a collective blocks the host: its Work is complete when the call returns (only a receive runs in a thread of its
+own, so that ranks may post receives before sends). A CUDA graph cannot capture it. Stretto's own kernels need none of
+this: they share memory on one GPU as they do between GPUs, with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, which
+`install` sets.
 """
 
 import os
@@ -26,15 +32,67 @@ from torch._C import _distributed_c10d as c10d
 
 SWITCH = "STRETTO_SHARE_GPUS"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_libraries: list[torch.library.Library] = []  # registrations last as long as these objects
 
-_GLOO_DTYPES = frozenset(
-    {
-        torch.float32, torch.float64, torch.float16, torch.bfloat16,
-        torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
-    }
-)  # fmt: skip
 
-# The first argument of each is what it writes.
+# Settings of a job whose ranks may share GPUs.
+
+
+def is_enabled() -> bool:
+    """Whether ranks may share GPUs: STRETTO_SHARE_GPUS is set, and not to 0."""
+    return os.environ.get(SWITCH, "") not in ("", "0")
+
+
+def suffix() -> str:
+    """Suffix of the machine's name in stores of measured times, which must not be used where each rank has a GPU."""
+    return ", GPUs shared by ranks" if is_enabled() else ""
+
+
+def default_backend(device_type: str) -> str:
+    """The `backend` for `init_process_group` in a job whose tensors are on such devices ("cpu" or "cuda")."""
+    if device_type != "cuda":
+        return "gloo"
+    if not is_enabled():
+        return "cpu:gloo,cuda:nccl"
+    install()
+    return "cpu:gloo,cuda:gloo"
+
+
+def choose_gpu(local_rank: int) -> int:
+    """The GPU index for a machine's `local_rank`-th rank: its own one or, if ranks share GPUs, round-robin.
+
+    ValueError if there is no GPU for it.
+    """
+    count = torch.cuda.device_count()
+    if is_enabled() and count > 0:
+        return local_rank % count
+    if local_rank >= count:
+        raise ValueError(
+            f"this is local rank {local_rank}, but the machine has {count} GPUs: start one rank a GPU"
+            + (f", or for a test set {SWITCH}=1, by which ranks share GPUs" if count else "")
+        )
+    return local_rank
+
+
+def runs_on_gpus(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group (None: all ranks) has a backend for GPU tensors: NCCL, or gloo if ranks share GPUs."""
+    config = str(dist.get_backend_config(group))
+    return "nccl" in config or (is_enabled() and torch.cuda.is_available() and "cuda:" in config)
+
+
+def barrier(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Wait on the host until all ranks have arrived and their current streams have finished all earlier work."""
+    if device.type != "cuda":
+        dist.barrier(group=group)
+    elif not is_enabled():
+        dist.barrier(group=group, device_ids=[device.index])
+    else:
+        torch.cuda.current_stream(device).synchronize()  # as NCCL's barrier, a kernel, would
+        dist.barrier(group=group)
+
+
+# Registering the kernels. The first argument of each c10d operator is what it writes.
+
 _REDUCTIONS = (
     "allreduce_",
     "allreduce_coalesced_",
@@ -71,117 +129,63 @@ _FUNCTIONAL_MOVES = (
     "broadcast",
     "broadcast_",
 )
-_libraries: list[torch.library.Library] = []  # what is registered lasts as long as these do
-
-
-def is_enabled() -> bool:
-    """Whether ranks may share GPUs: STRETTO_SHARE_GPUS is set, and not to 0."""
-    return os.environ.get(SWITCH, "") not in ("", "0")
-
-
-def suffix() -> str:
-    """What is added to a machine's name in stores of measured times, which must not serve a GPU a rank."""
-    return ", GPUs shared by ranks" if is_enabled() else ""
-
-
-def default_backend(device_type: str) -> str:
-    """The backends of a job's process group whose tensors are on such devices ("cpu" or "cuda")."""
-    if device_type != "cuda":
-        return "gloo"
-    if not is_enabled():
-        return "cpu:gloo,cuda:nccl"
-    install()
-    return "cpu:gloo,cuda:gloo"
-
-
-def choose_gpu(local_rank: int) -> int:
-    """The index of the GPU of a machine's `local_rank`-th rank: its own, or with the switch one of all, in turn.
-
-    ValueError where there is no GPU for it.
-    """
-    count = torch.cuda.device_count()
-    if is_enabled() and count > 0:
-        return local_rank % count
-    if local_rank >= count:
-        raise ValueError(
-            f"this is local rank {local_rank}, but the machine has {count} GPUs: start one rank a GPU"
-            + (f", or for a test set {SWITCH}=1, by which ranks share GPUs" if count else "")
-        )
-    return local_rank
-
-
-def runs_on_gpus(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group (None: all ranks) has a backend for tensors on GPUs: NCCL, or with the switch gloo."""
-    config = str(dist.get_backend_config(group))
-    return "nccl" in config or (is_enabled() and torch.cuda.is_available() and "cuda:" in config)
-
-
-def barrier(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Wait on the host until all ranks have come here and their current streams have done what was enqueued before."""
-    if device.type != "cuda":
-        dist.barrier(group=group)
-    elif not is_enabled():
-        dist.barrier(group=group, device_ids=[device.index])
-    else:
-        torch.cuda.current_stream(device).synchronize()  # NCCL's barrier is a kernel, which comes after these
-        dist.barrier(group=group)
 
 
 def install(device_key: str = "CUDA", host_key: str = "CPU") -> None:
-    """Have collectives on GPU tensors go by way of the host, in this process, from now on; repeated calls do nothing.
+    """Stage collectives on GPU tensors on the host, in this process, from now on. Repeated calls have no effect.
 
-    device_key, host_key: the dispatch keys of the two kinds of devices. A test without a GPU gives others.
+    device_key, host_key: the dispatch keys of the two kinds of devices; a test without a GPU passes other ones.
     """
     if _libraries:
         return
     os.environ.setdefault(OVERLAPPING, "1")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # that kernels are replaced is the purpose
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # replacing kernels is the purpose
         collectives = torch.library.Library("c10d", "IMPL")
         functional = torch.library.Library("_c10d_functional", "IMPL")
-        seam = _Seam(device_key, host_key)
+        kernels = _HostStagingKernels(device_key, host_key)
         for name in (*_REDUCTIONS, *_MOVES):
             op = getattr(torch.ops.c10d, name).default
-            collectives.impl(op, seam.collective(op, is_reduction=name in _REDUCTIONS), device_key)
+            collectives.impl(op, kernels.collective(op, is_reduction=name in _REDUCTIONS), device_key)
         for name, make in (
-            ("alltoall_", seam.all_to_all_of_lists),
-            ("send", seam.send),
-            ("recv_", seam.receive),
-            ("barrier", seam.barrier),
+            ("alltoall_", kernels.all_to_all_of_lists),
+            ("send", kernels.send),
+            ("recv_", kernels.receive),
+            ("barrier", kernels.barrier),
         ):
             op = getattr(torch.ops.c10d, name).default
             collectives.impl(op, make(op), device_key)
         for name in (*_FUNCTIONAL_REDUCTIONS, *_FUNCTIONAL_MOVES):
             op = getattr(torch.ops._c10d_functional, name).default
-            functional.impl(op, seam.functional(op, is_reduction=name in _FUNCTIONAL_REDUCTIONS), device_key)
+            functional.impl(op, kernels.functional(op, is_reduction=name in _FUNCTIONAL_REDUCTIONS), device_key)
         _libraries.extend((collectives, functional))
         if hasattr(torch.ops._dtensor, "shard_dim_alltoall"):
             tensors = torch.library.Library("_dtensor", "IMPL")
             op = torch.ops._dtensor.shard_dim_alltoall.default
-            tensors.impl(op, seam.functional(op, is_reduction=False), device_key)
+            tensors.impl(op, kernels.functional(op, is_reduction=False), device_key)
             _libraries.append(tensors)
 
 
 def uninstall() -> None:
-    """Take back what `install` has registered, for tests."""
+    """Unregister what `install` has registered, for tests."""
     for library in _libraries:
         library._destroy()
     _libraries.clear()
 
 
-class _Seam:
-    """The kernels that `install` registers. Each gets the operator's arguments as the dispatcher gives them."""
+class _HostStagingKernels:
+    """The kernels that `install` registers. Each gets the operator's arguments as the dispatcher passes them."""
 
     def __init__(self, device_key: str, host_key: str) -> None:
         self.device = torch.device(device_key.lower())
         self.host_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, host_key))
 
     def collective(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
-        """Of a c10d operator whose first argument is what it writes."""
+        """Make the kernel for a c10d operator whose first argument is what it writes."""
         place = _find_group_argument(op)
 
         def kernel(*args: Any) -> Any:
-            if not self._goes_by_host(op, dist.ProcessGroup.unbox(args[place])):
+            if not self._is_staged(op, dist.ProcessGroup.unbox(args[place])):
                 return op.redispatch(self.host_keys, *args)
             given = [_to_host(arg, is_reduction) for arg in args[:place]]
             returned = op.redispatch(self.host_keys, *given, *args[place:])
@@ -193,11 +197,11 @@ class _Seam:
         return kernel
 
     def all_to_all_of_lists(self, op: Any) -> Callable[..., Any]:
-        """Of `alltoall_`, which torch 2.11's gloo lacks: the lists become one tensor each, with sizes."""
+        """Make the kernel for `alltoall_`, which torch 2.11's gloo lacks: concatenates the lists and passes sizes."""
         single = torch.ops.c10d.alltoall_base_.default
 
         def kernel(outputs: list[Tensor], inputs: list[Tensor], group: Any, *options: Any) -> Any:
-            if not self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+            if not self._is_staged(op, dist.ProcessGroup.unbox(group)):
                 return op.redispatch(self.host_keys, outputs, inputs, group, *options)
             sent = torch.cat([tensor.reshape(-1) for tensor in _to_host(inputs, False)])
             parts = _to_host(outputs, False)
@@ -212,20 +216,20 @@ class _Seam:
         return kernel
 
     def send(self, op: Any) -> Callable[..., Any]:
-        """Of `send`: gloo keeps the copy on the host until its Work has ended."""
+        """Make the kernel for `send`: gloo keeps the copy on the host until its Work has ended."""
 
         def kernel(tensors: list[Tensor], group: Any, *options: Any) -> Any:
-            if self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+            if self._is_staged(op, dist.ProcessGroup.unbox(group)):
                 tensors = _to_host(tensors, False)
             return op.redispatch(self.host_keys, tensors, group, *options)
 
         return kernel
 
     def receive(self, op: Any) -> Callable[..., Any]:
-        """Of `recv_`: a thread waits for the message and copies it, so that this rank may go on to send its own."""
+        """Make the kernel for `recv_`: a thread waits for the message and copies it, so this rank can go on to send."""
 
         def kernel(tensors: list[Tensor], group: Any, *options: Any) -> Any:
-            if not self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+            if not self._is_staged(op, dist.ProcessGroup.unbox(group)):
                 return op.redispatch(self.host_keys, tensors, group, *options)
             before = self._record_event()
             staged = _to_host(tensors, False)
@@ -237,7 +241,7 @@ class _Seam:
                     dist.Work.unbox(work).wait()
                     self._copy_after(before, tensors, staged)
                     ended.set_result(tensors)
-                except Exception as error:  # noqa: BLE001  (who waits is to get it, whatever it is)
+                except Exception as error:  # noqa: BLE001  (whoever waits must get it, whatever it is)
                     ended.set_exception(error)  # type: ignore[arg-type]
 
             threading.Thread(target=finish, name="stretto-receive", daemon=True).start()
@@ -246,24 +250,24 @@ class _Seam:
         return kernel
 
     def barrier(self, op: Any) -> Callable[..., Any]:
-        """Of a barrier for which torch has chosen the GPU."""
+        """Make the kernel for a barrier for which torch has chosen the GPU."""
 
         def kernel(tensor: Tensor, group: Any, device_ids: Any = (), *options: Any) -> Any:
-            if not self._goes_by_host(op, dist.ProcessGroup.unbox(group)):
+            if not self._is_staged(op, dist.ProcessGroup.unbox(group)):
                 return op.redispatch(self.host_keys, tensor, group, list(device_ids), *options)
             return op.redispatch(self.host_keys, tensor.cpu(), group, [], *options)
 
         return kernel
 
     def functional(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
-        """Of a functional collective: its result is there at its return; `wait_tensor` has nothing to do."""
+        """Make the kernel for a functional collective. Its result is complete on return; `wait_tensor` does nothing."""
         names = [argument.name for argument in op._schema.arguments]
         place = names.index("group_name")
         written = [argument.name for argument in op._schema.arguments if argument.alias_info is not None]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             named = {**dict(zip(names, args, strict=False)), **kwargs}
-            if not self._goes_by_host(op, _resolve(args[place])):
+            if not self._is_staged(op, _resolve(args[place])):
                 return op.redispatch(self.host_keys, *args, **kwargs)
             given = {
                 name: _to_host(value, is_reduction) if _holds_tensors(value) else value for name, value in named.items()
@@ -279,8 +283,9 @@ class _Seam:
 
         return kernel
 
-    def _goes_by_host(self, op: Any, group: dist.ProcessGroup) -> bool:
-        """Whether the group's backend for this kind of device is gloo; what the backend stretto does, it does itself.
+    def _is_staged(self, op: Any, group: dist.ProcessGroup) -> bool:
+        """Whether to stage: the group's backend for this kind of device is gloo. The backend stretto stages its own
+        calls.
 
         RuntimeError for a group of another backend, and while a CUDA graph is captured.
         """
@@ -292,7 +297,7 @@ class _Seam:
         backend, on_host = (group._get_backend(torch.device(kind)) for kind in (self.device.type, "cpu"))
         if backend.name() == "gloo":
             return True
-        if backend.name() == on_host.name():  # one object for both kinds of devices
+        if backend.name() == on_host.name():  # one backend object for both kinds of devices
             return False
         raise RuntimeError(
             f"{op}: {SWITCH} is set, and this group's backend for {self.device.type} is {backend.name()}: use "
@@ -300,7 +305,7 @@ class _Seam:
         )
 
     def _record_event(self) -> torch.cuda.Event | None:
-        """What the current stream has been given so far."""
+        """An event after what has been enqueued on the current stream so far."""
         if not torch.cuda.is_available():
             return None
         event = torch.cuda.Event()
@@ -308,7 +313,7 @@ class _Seam:
         return event
 
     def _copy_after(self, before: torch.cuda.Event | None, tensors: list[Tensor], staged: list[Tensor]) -> None:
-        """Copy to the device, on a stream of this thread's own, and wait until that has been done."""
+        """Copy to the device on a stream of this thread's own, after the event, and wait until that is done."""
         if before is None:
             _copy_back(tensors, staged)
             return
@@ -319,17 +324,17 @@ class _Seam:
 
 
 def _find_group_argument(op: Any) -> int:
-    """The place of the ProcessGroup among a c10d operator's arguments."""
+    """The position of the ProcessGroup among a c10d operator's arguments."""
     return next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "process_group")
 
 
 def _split_returned(returned: Any) -> tuple[Any, Any]:
-    """(what was written or None, the boxed Work) of what a c10d operator returns."""
+    """Split what a c10d operator returns into (what was written or None, the boxed Work)."""
     return returned if isinstance(returned, tuple) else (None, returned)
 
 
 def _resolve(group: Any) -> dist.ProcessGroup:
-    """The group that a functional collective is given: its name, or since torch 2.13 also itself."""
+    """The group that a functional collective was given: by name or, since torch 2.13, the group itself."""
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
@@ -343,11 +348,21 @@ def _holds_tensors(value: Any) -> bool:
     )
 
 
+# Copies between device and host.
+
+_GLOO_DTYPES = frozenset(
+    {
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
+    }
+)  # fmt: skip
+
+
 def _to_host(value: Any, is_reduction: bool) -> Any:
     """New contiguous tensors on the host in place of those of a tensor, a list, or a list of lists.
 
-    Where gloo does not know the dtype, what is only moved travels as bytes [..., itemsize], and integers that are
-    added up as int32.
+    Where gloo does not support the dtype, data that is only moved travels as bytes [..., itemsize], and integers that
+    are added travel as int32.
     """
     if isinstance(value, (list, tuple)):
         return [_to_host(one, is_reduction) for one in value]
@@ -360,7 +375,7 @@ def _to_host(value: Any, is_reduction: bool) -> Any:
 
 
 def _copy_back(target: Any, source: Any) -> None:
-    """Write what `_to_host` has made of `target` back into it."""
+    """Copy what `_to_host` has made of `target` back into it."""
     if isinstance(target, (list, tuple)):
         for one, other in zip(target, source, strict=True):
             _copy_back(one, other)
@@ -369,14 +384,14 @@ def _copy_back(target: Any, source: Any) -> None:
 
 
 def _to_device(host: Any, like: Any) -> Any:
-    """A functional collective's results, with the device and dtype of what it was given."""
+    """Convert a functional collective's results to the device and dtype of what it was given."""
     if isinstance(host, (list, tuple)):
         return [_to_device(one, given) for one, given in zip(host, like, strict=True)]
     return _as_dtype(host, like.dtype).to(like.device)
 
 
 def _as_dtype(host: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor of this dtype that travelled as itself, as bytes, or as int32."""
+    """Convert a tensor that travelled as itself, as bytes, or as int32 back to this dtype."""
     if host.dtype == dtype:
         return host
     return host.to(dtype) if host.dtype == torch.int32 else host.view(dtype).squeeze(-1)

@@ -93,7 +93,7 @@ def _find_extension() -> ModuleType | None:
     """The compiled classes; None where there is no compiler and torch can do without."""
     try:
         module = load_extension()
-        failures.when_used(lambda summary: module.set_failure_check(summary, failures.check))
+        failures.when_table_exists(lambda summary: module.set_failure_check(summary, failures.check))
         return module
     except CompilerError as error:
         if TorchVersion(torch.__version__) < "2.15":

@@ -1,4 +1,9 @@
-"""Adding up what ranks send: in fp32 where the dtype is narrow, in an order that the algorithm fixes."""
+"""Tensor operations of both phases: splitting large buffers into messages, and reducing what arrives.
+
+No message, and no call of the library, exceeds a number of bytes (`part_bytes`). Backends count some things in 32 bits,
+so single messages over 2 GiB are risky; the staging buffers inside a node need be no larger than that limit either.
+Sums of narrow dtypes are made in fp32, in an order that the algorithm fixes.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +18,7 @@ DEFAULT_PART_BYTES = 2**30
 
 @dataclass(frozen=True)
 class SlotRange:
-    """Elements `begin` to `end` of each of the slots `first` to `last` (both ends not included)."""
+    """Elements `begin` to `end` of each of the slots `first` to `last` (both ends excluded)."""
 
     first: int
     last: int
@@ -22,35 +27,37 @@ class SlotRange:
 
     @property
     def slots(self) -> int:
-        """How many slots it has a part of."""
+        """The number of slots."""
         return self.last - self.first
 
     @property
     def elements(self) -> int:
-        """How many elements of each."""
+        """The number of elements of each slot."""
         return self.end - self.begin
 
 
-def cut_ranges(elements: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of consecutive ranges of at most `limit` elements, at least one of them each; none for none."""
+def split_range(elements: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of consecutive ranges of at most `limit` (and at least one) of `elements`; none for 0
+    elements.
+    """
     limit = max(1, limit)
     for begin in range(0, elements, limit):
         yield begin, min(begin + limit, elements)
 
 
-def cut_slots(slots: int, elements: int, limit: int) -> Iterator[SlotRange]:
-    """Pieces of `slots` rows of `elements`, each piece of at most `limit` elements together.
+def split_slots(slots: int, elements: int, limit: int) -> Iterator[SlotRange]:
+    """Split `slots` rows of `elements` into ranges of at most `limit` elements in total.
 
-    Whole slots while one fits into the limit, else ranges of one slot; one piece where everything fits.
+    Yields whole slots while one fits the limit, else ranges of one slot; a single range where everything fits.
     """
     if not elements:
         return
     if elements <= limit:
-        for first, last in cut_ranges(slots, limit // elements):
+        for first, last in split_range(slots, limit // elements):
             yield SlotRange(first, last, 0, elements)
         return
     for slot in range(slots):
-        for begin, end in cut_ranges(elements, limit):
+        for begin, end in split_range(elements, limit):
             yield SlotRange(slot, slot + 1, begin, end)
 
 
@@ -69,7 +76,7 @@ _LIBRARY_DTYPES = frozenset(
 
 
 def check_reduction(op: object, dtype: torch.dtype) -> Reduction:
-    """The reduction's name, for a name or torch.distributed's op. ValueError for what `dtype` cannot be reduced by."""
+    """Normalize `op` (a name, or torch.distributed's op) to a name. ValueError where `dtype` does not support it."""
     name = op if isinstance(op, str) else next((known for known, same in _OPS if op == same), None)
     if name not in REDUCTIONS:
         raise ValueError(
@@ -85,17 +92,17 @@ def check_reduction(op: object, dtype: torch.dtype) -> Reduction:
 
 
 def library_op(name: Reduction) -> dist.ReduceOp.RedOpType:
-    """What the library is asked for; an average is its sum, divided afterwards: gloo has none."""
+    """The op to give the library. An average is a sum that is divided afterwards: gloo has no average."""
     return _LIBRARY[name]
 
 
 def library_reduces(dtype: torch.dtype) -> bool:
-    """Whether gloo and NCCL both reduce this dtype."""
+    """Whether both gloo and NCCL reduce this dtype."""
     return dtype in _LIBRARY_DTYPES
 
 
 def accumulate(total: Tensor, incoming: Tensor, name: Reduction, divisor: int | None = None) -> None:
-    """Reduce `incoming` into `total` (same shape and dtype), then divide where a divisor is given; rounds once."""
+    """Reduce `incoming` into `total` (same shape and dtype), divide by `divisor` if given, and round once."""
     if name == "max":
         _compare(torch.maximum, total, incoming)
     elif name == "min":
@@ -108,7 +115,7 @@ def accumulate(total: Tensor, incoming: Tensor, name: Reduction, divisor: int | 
 
 
 def reduce_rows(rows: Tensor, out: Tensor, name: Reduction, divisor: int | None = None) -> None:
-    """Reduce `rows` [ranks, ...] into `out` [...], rank after rank, and round once at the end."""
+    """Reduce `rows` [ranks, ...] into `out` [...] in rank order, and round once at the end."""
     total = rows[0].to(_wider(rows.dtype) or rows.dtype, copy=True)
     for row in rows[1:]:
         accumulate(total, row.to(total.dtype), name)
@@ -126,10 +133,10 @@ def _compare(pick: Callable[..., Tensor], total: Tensor, incoming: Tensor) -> No
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype | None:
-    """What sums of a narrow floating-point dtype are made in."""
+    """The dtype in which sums of a narrow floating-point dtype are made; None for all other dtypes."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, flat, as a view: backends carry every dtype so."""
+    """View a contiguous tensor as flat uint8, since backends carry that for every dtype."""
     return tensor.view(-1).view(torch.uint8)

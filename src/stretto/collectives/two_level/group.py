@@ -1,4 +1,4 @@
-"""Two-level collectives on a torch.distributed group (Singh, chapter 6: PCCL)."""
+"""`TwoLevelGroup`: hierarchical collectives on a torch.distributed group (Singh, chapter 6: PCCL)."""
 
 import logging
 import math
@@ -19,19 +19,19 @@ from stretto.collectives.two_level.inter_node import (
     InterNodeGroup,
     Transport,
     all_gather_steps,
-    gather_slots,
+    inter_node_all_gather,
+    inter_node_reduce_scatter,
     reduce_scatter_steps,
-    reduce_slots,
 )
 from stretto.collectives.two_level.intra_node import (
     IntraNodeGroup,
-    all_reduce_flat,
-    gather_and_shuffle,
-    reduce_scatter_flat,
-    shuffle_and_reduce,
+    flat_all_reduce,
+    flat_reduce_scatter,
+    intra_node_all_gather,
+    intra_node_reduce_scatter,
 )
 from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose
-from stretto.collectives.two_level.nodes import Host, Nodes, nodes_of
+from stretto.collectives.two_level.nodes import Host, Nodes, find_nodes
 from stretto.collectives.two_level.work import Deadline, SerialRunner, Work
 from stretto.memory import PeerError, exchange, find_own_rank
 
@@ -44,27 +44,27 @@ Choice = Literal["auto", "ring", "recursive", "flat"]
 
 
 class TwoLevelCall(NamedTuple):
-    """What a call ran as."""
+    """What a call ran as: the key of `TwoLevelGroup.calls`."""
 
     collective: Collective
     algorithm: Algorithm
 
 
 class TwoLevelGroup:
-    """All-gather, reduce-scatter and all-reduce of a group in two levels: between nodes, and inside them.
+    """All-gather, reduce-scatter and all-reduce of a group in two phases: between nodes, and inside them.
 
-    group: the ranks (None: all); every one of them makes its TwoLevelGroup, at the same time and in the same way.
-    ranks_per_node: ranks in order, so many a node; None: those of one host are a node (see `nodes_of`), wherever in the
-    group they are. links: what messages cost, for `algorithm="auto"`. timeout: seconds for a collective. part_bytes: no
-    message, and no call of the library, is larger. make_transport: what carries messages between nodes, given the
-    sub-group of this rank's place.
+    group: the ranks (None: all). Every one of them makes its TwoLevelGroup, at the same time and with the same
+    arguments. ranks_per_node: this many consecutive ranks are a node; None: the ranks of one host are a node (see
+    `find_nodes`), wherever in the group they are. links: what messages cost, for `algorithm="auto"`. timeout: seconds
+    for a collective. part_bytes: the most bytes of a message or of a call of the library. make_transport: makes what
+    carries messages between nodes, given the inter-node group of this rank's place.
 
-    Collectives run in the order in which they are started, one at a time; ranks start them in one order. Results are
-    the same on all ranks and in all runs, bit for bit; another algorithm, or another number of ranks, may round
-    differently. `nodes` says who is where; `calls` counts what ran as what.
+    Collectives run one at a time, in the order in which they were started; all ranks must start them in one order.
+    Results are the same on all ranks and in all runs, bit for bit; another algorithm, or another number of ranks, may
+    round differently. `nodes` has the ranks of each node; `calls` counts calls by collective and algorithm.
 
-    Raises ValueError for nodes of unequal size, and where ranks do not agree on the arguments; PeerError for ranks that
-    do not come.
+    Raises ValueError for nodes of unequal size, and where ranks give different arguments; PeerError for ranks that do
+    not arrive in time.
     """
 
     def __init__(
@@ -95,26 +95,28 @@ class TwoLevelGroup:
         self._flat = IntraNodeGroup(everyone, 0, self.rank, self._group, part_bytes)
         mine = self.nodes.ranks[self._node]
         column = tuple(node[self._place] for node in self.nodes.ranks)
-        # With one node, all there is to do is the library's collective on the group itself.
+        # On a single node a collective is the library's, on the group itself.
         has_levels = self.nodes.count > 1
         inner = self._make_group(mine) if has_levels and len(mine) > 1 else None
-        self._inside = IntraNodeGroup(self.nodes, self._node, self._place, inner, part_bytes)
-        self._between: InterNodeGroup | None = None
+        self._intra_node = IntraNodeGroup(self.nodes, self._node, self._place, inner, part_bytes)
+        self._inter_node: InterNodeGroup | None = None
         if has_levels:
             transport = make_transport(self._make_group(column))
-            self._between = InterNodeGroup(column, self._node, transport, part_bytes)
+            self._inter_node = InterNodeGroup(column, self._node, transport, part_bytes)
 
     def all_gather(
         self, output: Tensor, input: Tensor, *, algorithm: Choice = "auto", async_op: bool = False
     ) -> Work | None:
         """Fill `output` with all ranks' `input`, in rank order.
 
-        input: contiguous, of the same size on every rank; output: contiguous, of its dtype and device, `world` times
-        as many elements. Every dtype. The phase between nodes comes first, then that inside them, then the shuffle.
+        input: contiguous, of the same size on every rank; output: contiguous, of the same dtype and device, with
+        `world` times as many elements. Takes every dtype. Runs the phase between nodes, then the phase inside nodes,
+        then the shuffle.
 
-        algorithm: of the phase between nodes, or "flat" for the library's own collective; "auto" is what the model
-        predicts to be fastest. async_op: return at once, with a `Work` to wait for. ValueError for tensors that do not
-        fit; PeerError, now or from `wait`, for a peer that does not come in time: the group is then of no more use.
+        algorithm: of the phase between nodes, or "flat" for the library's own collective; "auto" takes the one that the
+        model predicts to be fastest. async_op: return at once, with a `Work` to wait for. ValueError for tensors that
+        do not fit; PeerError, now or from `wait`, for a peer that does not arrive in time: the group cannot be used
+        after it.
         """
         _check_pair("output", output, "input", input, self.world)
         chosen = self._choose("all_gather", input, algorithm)
@@ -134,13 +136,13 @@ class TwoLevelGroup:
         algorithm: Choice = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Fill `output` with this rank's part of the reduction of all ranks' `input`, which is not written.
+        """Fill `output` with this rank's part of the reduction of all ranks' `input`, which is not modified.
 
         input: contiguous, `world` times as many elements as `output`, the part of rank 0 first. op: "sum", "avg", "max"
-        or "min", or torch.distributed's op of that name. Partial sums travel in the tensors' dtype; those of fewer than
-        32 bits are added in fp32 and rounded once a hop. The phase inside nodes comes first, then that between them.
+        or "min", or torch.distributed's op of that name. Partial sums travel in the tensors' dtype; dtypes of fewer
+        than 32 bits are added in fp32 and rounded once a hop. Runs the phase inside nodes, then the phase between them.
 
-        The rest as in `all_gather`; ValueError also for an op that the dtype does not have.
+        algorithm, async_op and errors as in `all_gather`; also ValueError for an op that the dtype does not support.
         """
         reduction = check_reduction(op, input.dtype)
         _check_pair("input", input, "output", output, self.world)
@@ -162,8 +164,8 @@ class TwoLevelGroup:
     ) -> Work | None:
         """Replace `tensor`, contiguous and of any size, by the reduction of all ranks' tensors.
 
-        A reduce-scatter and an all-gather; a size that `world` does not divide is padded with zeros for the way. See
-        `reduce_scatter` for the rest.
+        Runs a reduce-scatter and an all-gather; pads a size that `world` does not divide with zeros in a copy.
+        Arguments and errors as in `reduce_scatter`.
         """
         reduction = check_reduction(op, tensor.dtype)
         _check_contiguous("tensor", tensor)
@@ -174,7 +176,7 @@ class TwoLevelGroup:
         def run(deadline: Deadline) -> None:
             if chosen == "flat" and library_reduces(flat.dtype):
                 divisor = self.world if reduction == "avg" else None
-                all_reduce_flat(flat, self._flat, reduction, divisor, deadline)
+                flat_all_reduce(flat, self._flat, reduction, divisor, deadline)
                 return
             padded = flat
             if elements * self.world != flat.numel():
@@ -190,37 +192,39 @@ class TwoLevelGroup:
         return self._start("all_reduce", chosen, run, (tensor,), async_op)
 
     def close(self) -> None:
-        """Wait for what was started, and leave the sub-groups; every rank calls it. The group itself stays."""
+        """Wait for all collectives that were started, and destroy the sub-groups; all ranks call it."""
         for runner in self._runners.values():
             runner.close()
         self._failure = RuntimeError("it was closed")
         for made in self._made:
             dist.destroy_process_group(made)
-        # gloo's connections are closed once nobody refers to the groups
+        # gloo closes its connections once nothing refers to the groups
         self._made.clear()
-        self._between = None
-        self._inside = replace(self._inside, group=None)
+        self._inter_node = None
+        self._intra_node = replace(self._intra_node, group=None)
 
     def _gather(self, whole: Tensor, shard: Tensor, chosen: Algorithm, deadline: Deadline) -> None:
-        """`whole` [world, elements] becomes everyone's `shard` [elements]."""
-        if chosen == "flat" or self._between is None:
-            gather_and_shuffle(whole, shard.unsqueeze(0), self._flat, deadline)
+        """All-gather every rank's `shard` [elements] into `whole` [world, elements]."""
+        if chosen == "flat" or self._inter_node is None:
+            intra_node_all_gather(whole, shard.unsqueeze(0), self._flat, deadline)
             return
         slots = shard.new_empty(self.nodes.count, shard.numel())
         slots[0].copy_(shard)
-        gather_slots(slots, all_gather_steps(chosen, self.nodes.count), self._between, deadline)
-        gather_and_shuffle(whole, slots, self._inside, deadline)
+        inter_node_all_gather(slots, all_gather_steps(chosen, self.nodes.count), self._inter_node, deadline)
+        intra_node_all_gather(whole, slots, self._intra_node, deadline)
 
     def _reduce(self, shard: Tensor, whole: Tensor, reduction: str, chosen: Algorithm, deadline: Deadline) -> None:
-        """`shard` [elements] becomes this rank's row of everyone's `whole` [world, elements]."""
+        """Reduce all ranks' `whole` [world, elements] and leave this rank's row in `shard` [elements]."""
         name = check_reduction(reduction, whole.dtype)
         divisor = self.world if name == "avg" else None
-        if chosen == "flat" or self._between is None:
-            reduce_scatter_flat(shard, whole, self._flat, name, divisor, deadline)
+        if chosen == "flat" or self._inter_node is None:
+            flat_reduce_scatter(shard, whole, self._flat, name, divisor, deadline)
             return
         slots = whole.new_empty(self.nodes.count, shard.numel())
-        shuffle_and_reduce(slots, whole, self._inside, name, None, deadline)
-        reduce_slots(slots, reduce_scatter_steps(chosen, self.nodes.count), self._between, name, divisor, deadline)
+        intra_node_reduce_scatter(slots, whole, self._intra_node, name, None, deadline)
+        inter_node_reduce_scatter(
+            slots, reduce_scatter_steps(chosen, self.nodes.count), self._inter_node, name, divisor, deadline
+        )
         shard.copy_(slots[0])
 
     def _choose(self, collective: Collective, tensor: Tensor, algorithm: Choice) -> Algorithm:
@@ -230,7 +234,7 @@ class TwoLevelGroup:
             return "flat"
         if algorithm != "auto":
             return cast(InterNodeAlgorithm, algorithm)
-        # an all-reduce's tensor is the whole, the others' a rank's part
+        # An all-reduce is given the whole tensor, the other collectives one rank's part.
         shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
         return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links)
 
@@ -251,12 +255,12 @@ class TwoLevelGroup:
         def guarded() -> None:
             if not first.numel() or (self.world == 1 and collective == "all_reduce"):
                 return
-            self._require_usable()  # what was started before may have failed by now
+            self._require_usable()  # a collective that was started before may have failed meanwhile
             place = f"node {self._node}, place {self._place}"
             what = f"{collective} ({algorithm})"
             try:
                 run(Deadline.start(self._timeout, self.rank, self.world, place, what, on_stream=on_stream))
-            except Exception as failure:  # whatever it was, the ranks may now stand in different places
+            except Exception as failure:  # whatever it is, the ranks may now be at different points
                 self._failure = failure
                 raise
 
@@ -273,11 +277,11 @@ class TwoLevelGroup:
             raise PeerError(f"this two-level group is of no more use: {self._failure}")
 
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
-        """The nodes, after all ranks have said where they are and that they were given the same arguments."""
+        """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         mine = (ranks_per_node, same, Host.of_this_process())
         if "gloo" in dist.get_backend_config(self._group):
             everyone = exchange(mine, self._group, self._timeout)
-        else:  # a barrier that names who is missing is gloo's only
+        else:  # only gloo has a barrier that names the missing ranks
             gathered: list[tuple[int | None, tuple[object, ...], Host] | None] = [None] * self.world
             dist.all_gather_object(gathered, mine, group=self._group)
             everyone = cast(list[tuple[int | None, tuple[object, ...], Host]], gathered)
@@ -289,7 +293,7 @@ class TwoLevelGroup:
                 )
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
-        return nodes_of([host for _, _, host in everyone])
+        return find_nodes([host for _, _, host in everyone])
 
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A sub-group of ranks of the group, made by its members only: the group need not be everyone's."""

@@ -1,7 +1,17 @@
-"""The phase between nodes: the same steps in the sub-groups of all places at once, so that every interface works.
+"""The phase between nodes: ring or recursive algorithm over messages, in the inter-node groups of all places at once.
 
-Synchronization: a rank waits for what a step receives before the next step, which may pass it on. Sends are waited for
-at the end only: a slot that was sent is not written again in the same collective.
+An algorithm is a list of `InterNodeStep`s over N slots of one buffer, N nodes. On node n, slot i belongs to node (n +
+i) mod N. With the slots rotated like that, every step is the same on every node, and the slots of a message are
+contiguous; the shuffle, which is needed anyway, undoes the rotation.
+
+One list describes two collectives, since a reduce-scatter is an all-gather backwards: where the all-gather sends a slot
+and receives another, the reduce-scatter sends the latter and adds what arrives into the former. For 4 nodes, on node n:
+
+    ring         1: slot 0 to n-1, slot 1 from n+1  2: slot 1 to n-1, slot 2 from n+1  3: slot 2 to n-1, slot 3 from n+1
+    recursive    1: slot 0 to n-1, slot 1 from n+1  2: slots 0, 1 to n-2, slots 2, 3 from n+2
+
+Synchronization: a rank waits for what a step receives before the next step, which may forward it. It waits for its
+sends only at the end, because no slot that was sent is written again in the same collective.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.two_level.buffers import Reduction, accumulate, as_bytes, cut_ranges
+from stretto.collectives.two_level.buffers import Reduction, accumulate, as_bytes, split_range
 from stretto.collectives.two_level.work import Deadline, MessageWork
 
 InterNodeAlgorithm = Literal["ring", "recursive"]
@@ -23,9 +33,9 @@ InterNodeAlgorithm = Literal["ring", "recursive"]
 class InterNodeStep:
     """One step of an all-gather on node n of N.
 
-    Slots `source` to `source + blocks - 1` go to node n - distance, and as many from node n + distance come into
-    `target` and following. In a reduce-scatter, `target` and following go to node n + distance, and what comes from
-    node n - distance is added into `source` and following.
+    Sends slots `source` to `source + blocks - 1` to node n - distance, and receives as many from node n + distance into
+    `target` and following. A reduce-scatter sends `target` and following to node n + distance, and adds what node n -
+    distance sends into `source` and following.
     """
 
     distance: int
@@ -35,13 +45,13 @@ class InterNodeStep:
 
 
 def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
-    """The steps of an all-gather of one slot a node; before it, a node has its slot 0, after it all of them.
+    """The steps of an all-gather of one slot a node. Before them a node has its slot 0, after them all slots.
 
-    ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, which double what a node has until it has all:
-    recursive doubling (Singh, section 6.2.3). That pairs nodes that differ in one bit of their number, and so
-    needs N to be a power of two; here each step's partners lie `distance` apart on a ring (Bruck et al., "Efficient
-    algorithms for all-to-all communications in multiport message-passing systems", 1997), which takes as many steps
-    and bytes then, and works for every N, with N - 1 slots sent by each node in any case.
+    ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, each of which doubles what a node has: recursive
+    doubling (Singh, section 6.2.3). That algorithm pairs nodes that differ in one bit of their number, and so needs N
+    to be a power of two; here each step's partners are `distance` apart on a ring (Bruck et al., "Efficient algorithms
+    for all-to-all communications in multiport message-passing systems", 1997). For a power of two this takes as many
+    steps and bytes, it works for every N, and each node always sends N - 1 slots.
     """
     return tuple(_ring(nodes) if algorithm == "ring" else _recursive(nodes))
 
@@ -49,7 +59,7 @@ def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNo
 def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
     """The steps of a reduce-scatter, after which slot 0 of a node is the sum of all nodes' slots for it.
 
-    recursive: recursive halving (section 6.2.3), for every N as `all_gather_steps`.
+    recursive: recursive halving (section 6.2.3), for every N as in `all_gather_steps`.
     """
     return all_gather_steps(algorithm, nodes)[::-1]
 
@@ -69,7 +79,7 @@ def _recursive(nodes: int) -> Iterator[InterNodeStep]:
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes (a flat uint8 tensor) to or from a rank of the sub-group; `tag` tells a step's parts apart."""
+    """Bytes (a flat uint8 tensor) to or from a rank of the inter-node group; `tag` numbers the parts of a step."""
 
     data: Tensor
     peer: int
@@ -77,20 +87,20 @@ class Message:
 
 
 class Transport(Protocol):
-    """What carries messages between the ranks of a group."""
+    """Interface of what carries messages between the ranks of an inter-node group."""
 
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
     ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
-        """Start to send and to receive, and return one transfer for each; messages between two ranks keep order."""
+        """Start to send and to receive; return a handle for each message. Messages of a pair of ranks stay in order."""
         ...
 
 
 class GroupTransport:
     """Point-to-point operations of a process group: one by one on gloo, in one batch on NCCL.
 
-    NCCL runs a send and a receive that were issued one after the other one after the other, and two ranks that send to
-    each other would wait for ever: only in a batch do they run together. It knows no tags and keeps the order.
+    NCCL runs a send and a receive that are issued separately one after the other, so two ranks that send to each other
+    would deadlock; only in a batch do they run together. NCCL has no tags and keeps the order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -99,7 +109,7 @@ class GroupTransport:
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
     ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
-        """Start them all; see `MessageWork.wait` for what waiting means."""
+        """Start all of them; `MessageWork.wait` says what waiting means."""
         messages = [*incoming, *outgoing]
         if messages and messages[0].data.is_cuda:
             return self._start_batch(outgoing, incoming)
@@ -126,7 +136,7 @@ class GroupTransport:
 
 
 class _BatchWork:
-    """All of a batch, which NCCL runs as one."""
+    """Handle of a whole batch, which NCCL runs as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
@@ -139,7 +149,7 @@ class _BatchWork:
 
 @dataclass(frozen=True)
 class InterNodeGroup:
-    """The ranks of one place on all nodes: `ranks[node]` is their rank in the whole group; this one is on `node`."""
+    """The ranks of one place on all nodes: `ranks[node]` is the rank in the whole group; this rank is on `node`."""
 
     ranks: tuple[int, ...]
     node: int
@@ -147,8 +157,10 @@ class InterNodeGroup:
     part_bytes: int
 
 
-def gather_slots(slots: Tensor, steps: Sequence[InterNodeStep], group: InterNodeGroup, deadline: Deadline) -> None:
-    """Fill `slots` [nodes, elements] (contiguous), of which this node's own, slot 0, is there."""
+def inter_node_all_gather(
+    slots: Tensor, steps: Sequence[InterNodeStep], group: InterNodeGroup, deadline: Deadline
+) -> None:
+    """Fill `slots` [nodes, elements] (contiguous), of which only this node's own, slot 0, is there before."""
     sent: list[tuple[MessageWork, str]] = []
     for number, step in enumerate(steps, 1):
         to, source = _peers(group, -step.distance)
@@ -164,7 +176,7 @@ def gather_slots(slots: Tensor, steps: Sequence[InterNodeStep], group: InterNode
         deadline.wait(send, doing)
 
 
-def reduce_slots(
+def inter_node_reduce_scatter(
     slots: Tensor,
     steps: Sequence[InterNodeStep],
     group: InterNodeGroup,
@@ -172,9 +184,9 @@ def reduce_slots(
     divisor: int | None,
     deadline: Deadline,
 ) -> None:
-    """Reduce the nodes' `slots` [nodes, elements] (contiguous), so that slot 0 is the whole; the others are used up.
+    """Reduce the nodes' `slots` [nodes, elements] (contiguous) into slot 0; the other slots are overwritten.
 
-    The order of additions is the steps', the same in each run. Each step rounds to the dtype; the last one divides.
+    The steps fix the order of additions, the same in each run. Each step rounds to the dtype; the last one divides.
     """
     sent: list[tuple[MessageWork, str]] = []
     elements = slots.shape[1]
@@ -196,13 +208,13 @@ def reduce_slots(
 
 
 def _peers(group: InterNodeGroup, distance: int) -> tuple[int, int]:
-    """The nodes `distance` after this one, to send to, and as far before it, to receive from."""
+    """The node `distance` after this one, to send to, and the node as far before it, to receive from."""
     nodes = len(group.ranks)
     return (group.node + distance) % nodes, (group.node - distance) % nodes
 
 
 def _ranges(tensor: Tensor, group: InterNodeGroup) -> list[tuple[int, int]]:
-    return list(cut_ranges(tensor.numel(), group.part_bytes // tensor.element_size()))
+    return list(split_range(tensor.numel(), group.part_bytes // tensor.element_size()))
 
 
 def _messages(tensor: Tensor, peer: int, group: InterNodeGroup) -> list[Message]:

@@ -1,8 +1,8 @@
-"""The phase inside a node, by the library, and the shuffle.
+"""The phase inside a node, by the library's collectives, and the shuffle into rank order; also the flat collectives.
 
-Slots are turned as steps.py says: on node n, slot i belongs to node (n + i) mod N. All ranks of a node agree on that,
-so the phase inside a node need not know it; the shuffle does. Without nodes (one node of all ranks), this is the flat
-collective of the library.
+Slots are rotated as in `inter_node`: on node n, slot i belongs to node (n + i) mod N. All ranks of a node have the same
+rotation, so the collective inside the node need not know it; the shuffle does. A group of one node that holds all ranks
+gives the library's own, flat collective.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from torch import Tensor
 from stretto.collectives.two_level.buffers import (
     Reduction,
     as_bytes,
-    cut_ranges,
-    cut_slots,
     library_op,
     library_reduces,
     reduce_rows,
+    split_range,
+    split_slots,
 )
 from stretto.collectives.two_level.nodes import Nodes
 from stretto.collectives.two_level.work import Deadline
 
-# torch 2.13 renamed these two, and warns at each call of the old names.
+# torch 2.13 renamed these two, and the old names warn at each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -34,7 +34,7 @@ _MOST_NAMED = 16
 
 @dataclass(frozen=True)
 class IntraNodeGroup:
-    """The ranks of this rank's `node`, in the order of their places; `group` is None where there is only one."""
+    """The ranks of this rank's `node`, in the order of their places; `group` is None if there is only one."""
 
     nodes: Nodes
     node: int
@@ -43,23 +43,23 @@ class IntraNodeGroup:
     part_bytes: int
 
     @property
-    def doing(self) -> str:
-        """The phase and the peers, for errors."""
+    def phase(self) -> str:
+        """The phase and the peers, for error messages."""
         ranks = self.nodes.ranks[self.node]
         others = [str(rank) for place, rank in enumerate(ranks) if place != self.place]
         named = ", ".join(others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
-        phase = "the library's collective" if self.nodes.count == 1 else "phase inside the node"
-        return f"{phase}, step 1 of 1, with rank {named}"
+        name = "the library's collective" if self.nodes.count == 1 else "phase inside the node"
+        return f"{name}, step 1 of 1, with rank {named}"
 
 
-def gather_and_shuffle(output: Tensor, slots: Tensor, node: IntraNodeGroup, deadline: Deadline) -> None:
+def intra_node_all_gather(output: Tensor, slots: Tensor, node: IntraNodeGroup, deadline: Deadline) -> None:
     """Fill `output` [world, elements] from every place's `slots` [nodes, elements]; all are contiguous."""
     nodes, elements = slots.shape
     size, limit = node.nodes.size, node.part_bytes // slots.element_size()
     if nodes == 1 and node.nodes.is_consecutive and output.numel() <= limit and node.group is not None:
         _run(_all_gather, as_bytes(output), as_bytes(slots), node=node, deadline=deadline)
         return
-    for piece in cut_slots(nodes, elements, max(1, limit // size)):
+    for piece in split_slots(nodes, elements, max(1, limit // size)):
         part = slots[piece.first : piece.last, piece.begin : piece.end].contiguous()
         gathered = part.unsqueeze(0)
         if node.group is not None:
@@ -74,17 +74,17 @@ def gather_and_shuffle(output: Tensor, slots: Tensor, node: IntraNodeGroup, dead
                 target[ranks] = rows.reshape(-1, piece.elements)
 
 
-def shuffle_and_reduce(
+def intra_node_reduce_scatter(
     slots: Tensor, input: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
     """Fill `slots` [nodes, elements] with the node's sums of this place's part of `input` [world, elements].
 
-    Where the library reduces the dtype on a GPU it does; otherwise the ranks exchange their parts and each adds up its
-    own in the order of places, in fp32 where the dtype is narrow.
+    On a GPU the library reduces the dtypes that it supports; otherwise the ranks exchange their parts, and each adds up
+    its own in the order of places, in fp32 where the dtype is narrow.
     """
     nodes, elements = slots.shape
     size, limit = node.nodes.size, node.part_bytes // slots.element_size()
-    for piece in cut_slots(nodes, elements, max(1, limit // size)):
+    for piece in split_slots(nodes, elements, max(1, limit // size)):
         staging = input.new_empty(size, piece.slots, piece.elements)
         for ranks, begin, end in _owners(node, piece.first, piece.last):
             source = input[:, piece.begin : piece.end]
@@ -99,16 +99,16 @@ def shuffle_and_reduce(
             _run(_reduce_scatter, *arguments, node=node, deadline=deadline)
             target.copy_(part if divisor is None else part / divisor)
         else:
-            _exchange_and_reduce(target, staging, node, reduction, divisor, deadline)
+            _all_to_all_and_reduce(target, staging, node, reduction, divisor, deadline)
 
 
-def reduce_scatter_flat(
+def flat_reduce_scatter(
     output: Tensor, input: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
-    """The library's reduce-scatter of `input` [world, elements] into `output` [elements] on a group of all ranks."""
+    """Reduce-scatter `input` [world, elements] into `output` [elements] by the library, on a group of all ranks."""
     elements, world = output.numel(), input.shape[0]
     limit = node.part_bytes // output.element_size()
-    for begin, end in cut_ranges(elements, limit // world):
+    for begin, end in split_range(elements, limit // world):
         whole = end - begin == elements
         staging = input if whole else input[:, begin:end].contiguous()
         part = output if whole else output[begin:end]
@@ -117,20 +117,20 @@ def reduce_scatter_flat(
             if divisor is not None:
                 part.div_(divisor)
         else:
-            _exchange_and_reduce(part, staging.unsqueeze(1), node, reduction, divisor, deadline)
+            _all_to_all_and_reduce(part, staging.unsqueeze(1), node, reduction, divisor, deadline)
 
 
-def all_reduce_flat(
+def flat_all_reduce(
     flat: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
-    """The library's all-reduce of a `flat` tensor in place, on a group of all ranks, for a dtype that it reduces."""
-    for begin, end in cut_ranges(flat.numel(), node.part_bytes // flat.element_size()):
+    """All-reduce a `flat` tensor in place by the library, on a group of all ranks, for a dtype that it supports."""
+    for begin, end in split_range(flat.numel(), node.part_bytes // flat.element_size()):
         _run(dist.all_reduce, flat[begin:end], library_op(reduction), node=node, deadline=deadline)
     if divisor is not None:
         flat.div_(divisor)
 
 
-def _exchange_and_reduce(
+def _all_to_all_and_reduce(
     target: Tensor,
     staging: Tensor,
     node: IntraNodeGroup,
@@ -138,16 +138,19 @@ def _exchange_and_reduce(
     divisor: int | None,
     deadline: Deadline,
 ) -> None:
-    """`staging` [ranks, slots, elements] has a part for each rank; `target` becomes the sum of what all have for us."""
+    """Exchange `staging` [ranks, slots, elements], which has a part for each rank; sum all ranks' parts for us into
+    `target`.
+    """
     received = torch.empty_like(staging, memory_format=torch.contiguous_format)
     _run(dist.all_to_all_single, as_bytes(received), as_bytes(staging.contiguous()), node=node, deadline=deadline)
     reduce_rows(received.view(received.shape[0], *target.shape), target, reduction, divisor)
 
 
 def _owners(node: IntraNodeGroup, first: int, last: int) -> list[tuple[slice | Tensor, int, int]]:
-    """(ranks, begin, end): slots `begin` to `end` belong to nodes with these ranks; slots that wrap around are apart.
+    """(ranks, begin, end): slots `begin` to `end` belong to nodes with these ranks; split where the rotation wraps
+    around.
 
-    Ranks come node by node, in the order of their places: as a slice where they follow each other.
+    Ranks are listed node by node, in the order of their places: as a slice where they are consecutive.
     """
     nodes = node.nodes
     split = min(max(nodes.count - node.node, first), last)
@@ -166,6 +169,6 @@ def _owners(node: IntraNodeGroup, first: int, last: int) -> list[tuple[slice | T
 
 def _run(collective: Callable[..., Any], *arguments: Any, node: IntraNodeGroup, deadline: Deadline) -> None:
     """Start a collective of the library in the node's group and wait for it."""
-    with deadline.watch(node.doing):
+    with deadline.watch(node.phase):
         work: dist.Work = collective(*arguments, group=node.group, async_op=True)
-    deadline.wait(work, node.doing)
+    deadline.wait(work, node.phase)

@@ -1,8 +1,8 @@
-"""How long the algorithms take: latency and bandwidth, inside nodes and between them (Singh, section 6.2).
+"""Predicts how long the algorithms take, from latency and bandwidth inside nodes and between them (Singh, section 6.2).
 
-The paper says where ring or recursive wins, and why, but gives no formulas; these are the usual ones of one latency and
-one bandwidth (Thakur et al., "Optimization of collective communication operations in MPICH", 2005), with what two
-levels add: the ranks of a node share its network interfaces, and distant nodes may share links. Needs no GPU library.
+The paper says where ring or recursive wins, and why, but gives no formulas. These are the usual ones with one latency
+and one bandwidth (Thakur et al., "Optimization of collective communication operations in MPICH", 2005), extended for
+two levels: the ranks of a node share its network interfaces, and distant nodes may share links. It uses no GPU library.
 """
 
 import math
@@ -22,12 +22,12 @@ ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
 
 @dataclass(frozen=True)
 class Links:
-    """What a message costs: latency in seconds, bandwidth in bytes/s, one direction.
+    """What a message costs: latencies in seconds, bandwidths in bytes/s in one direction.
 
     in_node_bandwidth: what one rank sends to others of its node while all of them do. node_bandwidth: what one node
-    sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, hang on one switch
-    (None: all); oversubscription: how many times more these could send to other switches than the links there carry.
-    Raises ValueError for a figure that is negative, or not positive where it must be.
+    sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, are attached to one
+    switch (None: all); oversubscription: how many times more these could send to other switches than the links there
+    carry. Raises ValueError for a figure that is negative, or not positive where it must be.
     """
 
     in_node_latency: float
@@ -51,7 +51,7 @@ class Links:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "Links":
-        """The figures of a cluster. ValueError where it does not know one; latencies it does not know are assumed."""
+        """Take the figures of a cluster. ValueError where it lacks one; latencies that it lacks are assumed typical."""
         cluster.require("nics_per_node")
         between = cluster.require("between_nodes.bandwidth")
         return cls(
@@ -64,8 +64,8 @@ class Links:
     def slowdown(self, distance: int, nodes: int) -> float:
         """How much longer a message takes while every node sends to the one `distance` before it.
 
-        Of a switch's nodes, the first `distance` then send to other switches, over links that carry what
-        leaf_nodes / oversubscription of them can send.
+        The first `distance` nodes of a switch then send to other switches, over links that carry what leaf_nodes /
+        oversubscription of them can send.
         """
         if self.leaf_nodes is None or self.leaf_nodes >= nodes:
             return 1.0
@@ -73,25 +73,25 @@ class Links:
         return max(1.0, crossing * self.oversubscription / self.leaf_nodes)
 
 
-# Assumed where nothing is said: GPUs on NVLink, a 25 GB/s interface for each of four; measure or say your own.
+# The default: GPUs on NVLink and four 25 GB/s network interfaces a node. Measure yours, or give them.
 TYPICAL = Links(in_node_latency=10e-6, in_node_bandwidth=200e9, latency=20e-6, node_bandwidth=100e9)
 
 
 def predict(
     collective: Collective, algorithm: Algorithm, shard_bytes: float, nodes: int, size: int, links: Links
 ) -> float:
-    """Seconds of a collective on `nodes` nodes of `size` ranks.
+    """Predict the seconds of a collective on `nodes` nodes of `size` ranks.
 
-    shard_bytes: a rank's part: an all-gather's input, a reduce-scatter's output, an all-reduce's buffer over all ranks.
-    With L bytes a rank, N nodes of M ranks, latencies a and bandwidths B:
+    shard_bytes: the bytes of one rank's part: an all-gather's input, a reduce-scatter's output, an all-reduce's buffer
+    divided by all ranks. With L bytes a rank, N nodes of M ranks, latencies a and bandwidths B:
 
     - two levels: for each step between nodes, a + blocks x L x M x slowdown / B (M ranks share the node's interfaces);
       then M - 1 steps inside a node, each of a_in + N L / B_in. Ring: N - 1 steps of one block; recursive:
       ceil(log2 N) steps of together N - 1 blocks.
     - flat: the library's ring over all N M ranks, of N M - 1 hops of L bytes, where one rank of each node sends to the
-      next node, with the whole of B. A hop begins when its block has come and the link is done with the one before.
+      next node, with the whole of B. A hop begins when its block has arrived and the link is done with the one before.
 
-    Adding up is taken to cost nothing. An all-reduce is a reduce-scatter and an all-gather.
+    Additions are assumed to be free. An all-reduce is a reduce-scatter and an all-gather.
     """
     if collective == "all_reduce":
         gathering = predict("all_gather", algorithm, shard_bytes, nodes, size, links)
@@ -116,7 +116,7 @@ def choose(
     links: Links,
     algorithms: Sequence[Algorithm] = ALGORITHMS,
 ) -> Algorithm:
-    """The algorithm that `predict` finds fastest; of equals, the first of `algorithms`. One node has only flat."""
+    """The algorithm that `predict` finds fastest; among equals, the first of `algorithms`. One node has only flat."""
     if nodes == 1:
         return "flat"
     return min(algorithms, key=lambda name: predict(collective, name, shard_bytes, nodes, size, links))
@@ -125,9 +125,10 @@ def choose(
 def find_crossovers(
     sizes: Sequence[float], first: Callable[[float], float], second: Callable[[float], float]
 ) -> list[float]:
-    """Where `first` and `second` (seconds for a size) change places between neighbours of the rising `sizes`.
+    """The sizes at which `first` and `second` (seconds as functions of a size) cross, between neighbours of rising
+    `sizes`.
 
-    InterNodeAlgorithm them, the logarithms of both times are taken to be straight over the logarithm of the size.
+    Interpolates the logarithms of both times linearly over the logarithm of the size.
     """
     found = []
     gaps = [math.log(first(size) / second(size)) for size in sizes]
@@ -139,13 +140,13 @@ def find_crossovers(
 
 @lru_cache(maxsize=1024)
 def _flat(shard_bytes: float, nodes: int, size: int, links: Links) -> float:
-    """Seconds of a ring over all ranks: every node does the same at the same time, so one stands for all."""
+    """Seconds of a ring over all ranks. Every node does the same at the same time, so the model simulates one."""
     inside = (links.in_node_latency, shard_bytes / links.in_node_bandwidth)
     across = (links.latency, shard_bytes * links.slowdown(1, nodes) / links.node_bandwidth)
-    # place 0 receives from the node before, the others from the place before them
+    # Place 0 receives from the previous node, the others from the place before them.
     hops = [inside if nodes == 1 else across, *[inside] * (size - 1)]
-    come = [0.0] * size  # when the newest block of a place came; at first, its own
-    free = [0.0] * size  # when the link to a place has sent the block before
+    come = [0.0] * size  # when the newest block of a place arrived; at first, its own
+    free = [0.0] * size  # when the link to a place has sent the previous block
     for _ in range(nodes * size - 1):
         begin = [max(come[place - 1], free[place]) for place in range(size)]
         free = [start + serial for start, (_, serial) in zip(begin, hops, strict=True)]

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node."""
+"""Finds which ranks of a group share a node."""
 
 import os
 import platform
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: tells machines apart that have the same name
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: distinguishes machines with the same name
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a group by node: `ranks[node][place]` is a rank of the group; all nodes have as many.
+    """The ranks of a group by node: `ranks[node][place]` is a rank of the group; all nodes have equally many.
 
-    Nodes are in the order of their lowest rank, and a node's ranks rise. Raises ValueError for nodes of unequal size
-    and for ranks that are not exactly 0, 1, ... of the group.
+    Nodes are in the order of their lowest rank, and the ranks of a node ascend. Raises ValueError for nodes of unequal
+    size and for ranks that are not exactly 0, 1, ... of the group.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class Nodes:
 
     @classmethod
     def of_consecutive(cls, world: int, ranks_per_node: int) -> "Nodes":
-        """Ranks 0 to ranks_per_node - 1 on the first node, and so on. ValueError where they do not fill the nodes."""
+        """Put ranks 0 to ranks_per_node - 1 on the first node, and so on. ValueError if they do not fill them."""
         if not 1 <= ranks_per_node <= world or world % ranks_per_node:
             fitting = [size for size in range(1, world + 1) if world % size == 0]
             nearest = min(fitting, key=lambda size: abs(size - ranks_per_node))
@@ -45,7 +45,7 @@ class Nodes:
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[Hashable]) -> "Nodes":
-        """Ranks whose `hosts` are equal share a node; they need not be neighbours. ValueError for unequal sizes."""
+        """Put ranks with equal `hosts` on one node; they need not be neighbours. ValueError for unequal nodes."""
         by_host: dict[Hashable, list[int]] = defaultdict(list)
         for rank, host in enumerate(hosts):
             by_host[host].append(rank)
@@ -53,17 +53,17 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Nodes."""
+        """The number of nodes."""
         return len(self.ranks)
 
     @property
     def size(self) -> int:
-        """Ranks a node."""
+        """The number of ranks on each node."""
         return len(self.ranks[0])
 
     @property
     def world(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks of the group."""
         return self.count * self.size
 
     @cached_property
@@ -72,7 +72,7 @@ class Nodes:
         return [rank for node in self.ranks for rank in node] == list(range(self.world))
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The (node, place in it) of a rank of the group."""
+        """The (node, place on it) of a rank of the group. ValueError for a rank that the group does not have."""
         for node, ranks in enumerate(self.ranks):
             if rank in ranks:
                 return node, ranks.index(rank)
@@ -81,7 +81,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Host:
-    """What a process knows of where it runs: machine, and torchrun's count of ranks there and number of the agent."""
+    """Where a process runs: its machine, and the rank count and agent number that torchrun gave it there."""
 
     machine: tuple[str, str]
     local_world_size: int | None
@@ -89,16 +89,17 @@ class Host:
 
     @classmethod
     def of_this_process(cls) -> "Host":
-        """From the host's name, its boot, and torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
+        """Read the host's name, its boot id, and torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
         return cls((platform.node(), boot), _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
 
 
-def nodes_of(hosts: Sequence[Host]) -> Nodes:
+def find_nodes(hosts: Sequence[Host]) -> Nodes:
     """The nodes of ranks with these hosts.
 
-    A machine is a node. Where one seems to have more ranks than its launcher started there (machines of one name, or
-    several agents that stand for nodes), each of torchrun's agents is. ValueError for nodes of unequal size.
+    A machine is a node. If a machine seems to have more ranks than its launcher started there (several machines with
+    one name, or several agents that stand for nodes), each of torchrun's agents is a node instead. ValueError for nodes
+    of unequal size.
     """
     machines = [host.machine for host in hosts]
     is_crowded = any(

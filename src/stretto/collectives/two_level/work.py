@@ -1,4 +1,7 @@
-"""What a collective that was started returns: on the CPU a thread runs it, on a GPU a stream."""
+"""Starts collectives one after another, apart from the caller, and waits for them with a time limit.
+
+On a CPU a thread runs them, on a GPU a side stream.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,35 +19,38 @@ from stretto.memory import PeerError
 
 
 class Work(Protocol):
-    """A collective on its way. Its tensors must not be written to, nor the output read, before `wait` has returned."""
+    """Handle of a collective that was started. Until `wait` returns, do not write its tensors and do not read the
+    output.
+    """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for its end; True. On a GPU the current stream waits and the host does not.
+        """Wait until the collective has ended; returns True. On a GPU the current stream waits and the host does not.
 
-        timeout: for the host, on the CPU, besides the group's own limit. PeerError where a peer did not come in time.
+        timeout: for the host, on the CPU, in addition to the group's own limit. PeerError where a peer did not arrive
+        in time.
         """
         ...
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the collective has ended, with or without an error."""
         ...
 
 
 class MessageWork(Protocol):
-    """A message on its way, as torch.distributed's Work."""
+    """Handle of a message in flight, as torch.distributed's Work."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Wait until it has been received, or its buffer may be used again. RuntimeError where it is not, in time.
+        """Wait until the message has been received, or its buffer may be reused. RuntimeError if that takes too long.
 
-        On a GPU the current stream waits, and the host only where there is a limit other than 0.
+        On a GPU the current stream waits; the host waits too if the limit is not 0.
         """
         ...
 
 
 class SerialRunner:
-    """Runs collectives one after another in the order in which they were started, apart from the caller.
+    """Runs collectives one after another in the order in which they were started: in a thread, or on a side stream.
 
-    Ranks that start them in one order so exchange messages of one collective at a time.
+    If all ranks start them in one order, the messages of two collectives are never in flight at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +59,7 @@ class SerialRunner:
         self._thread: ThreadPoolExecutor | None = None
 
     def start(self, run: Callable[[], None], tensors: tuple[Tensor, ...]) -> Work:
-        """Start `run`, which reads and writes `tensors` and what it allocates itself."""
+        """Start `run`, which reads and writes `tensors` and whatever it allocates itself."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream), torch.no_grad():
@@ -66,12 +72,14 @@ class SerialRunner:
         return _ThreadWork(self._thread.submit(torch.no_grad()(run)))
 
     def close(self) -> None:
-        """Wait for what was started, and end."""
+        """Wait for all that was started, then end the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
 
 class _ThreadWork:
+    """Work of a collective on the CPU."""
+
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
@@ -87,6 +95,8 @@ class _ThreadWork:
 
 
 class _StreamWork:
+    """Work of a collective on the side stream of a GPU."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
@@ -104,10 +114,10 @@ _LEAST = timedelta(milliseconds=1)  # 0 would mean no limit
 
 @dataclass(frozen=True)
 class Deadline:
-    """The end of a collective's time, and the rank and the collective that errors name.
+    """The time limit of one collective, with the rank and the collective for error messages.
 
-    `rank` of `world` is in the whole group; `place` says where that is, in words. On a GPU (`on_stream`) a limit would
-    make the host wait: there NCCL's watchdog keeps the limit that the sub-groups were made with.
+    `rank` of `world` is in the whole group; `place` says in words where that rank is. On a GPU (`on_stream`) a time
+    limit would block the host; NCCL's watchdog enforces the limit that the sub-groups were made with instead.
     """
 
     end: float
@@ -122,19 +132,19 @@ class Deadline:
     def start(
         cls, seconds: float, rank: int, world: int, place: str, collective: str, *, on_stream: bool
     ) -> "Deadline":
-        """A limit of so many seconds from now."""
+        """A deadline that many seconds from now."""
         return cls(time.monotonic() + seconds, seconds, rank, world, place, collective, on_stream)
 
     @contextmanager
     def watch(self, doing: str) -> Iterator[None]:
-        """Turn what a backend raises into a PeerError with `doing` (phase, step, peer)."""
+        """Turn an error of the backend into a PeerError that names `doing` (phase, step, peer)."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
             raise PeerError(self.describe(doing, str(error))) from error
 
     def wait(self, transfer: MessageWork, doing: str) -> None:
-        """Wait for a transfer. PeerError, with `doing`, where it fails or time is up."""
+        """Wait for a message. PeerError, which names `doing`, if it fails or the time is up."""
         left = timedelta(seconds=self.end - time.monotonic())
         with self.watch(doing):
             done = transfer.wait() if self.on_stream else transfer.wait(max(left, _LEAST))
@@ -142,7 +152,7 @@ class Deadline:
                 raise RuntimeError("it was not done within the limit, or aborted")
 
     def describe(self, doing: str, cause: str) -> str:
-        """The words of the error."""
+        """The error message."""
         if "imed out" in cause or "imeout" in cause:
             cause = f"not done within {self.seconds:g} s ({cause})"
         return f"rank {self.rank} of {self.world} ({self.place}), {self.collective}, {doing}: {cause}"

@@ -173,7 +173,7 @@ class CollectiveWorkspace:
         describe = partial(_describe, self.rank, self.world_size, self._kernels, self.limit)
         self._record = failures.register(self, describe, self.device)
         torch.cuda.synchronize(self.device)
-        self.memory.meet()
+        self.memory.barrier()
 
     @property
     def multiprocessors(self) -> int:
@@ -206,7 +206,7 @@ class CollectiveWorkspace:
         if self._copy_area is None:
             memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, self._timeout)
             area = CopyArea(COPY_BYTES, memory.addresses, self.device)
-            memory.meet()
+            memory.barrier()
             self._copy_area, self._copy_memory = area, memory
         return self._copy_area
 

@@ -6,9 +6,9 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.collectives.two_level import Links, Nodes, choose, find_crossovers, predict
-from stretto.collectives.two_level.buffers import SlotRange, cut_ranges, cut_slots
+from stretto.collectives.two_level.buffers import SlotRange, split_range, split_slots
 from stretto.collectives.two_level.inter_node import InterNodeStep, all_gather_steps, reduce_scatter_steps
-from stretto.collectives.two_level.nodes import Host, nodes_of
+from stretto.collectives.two_level.nodes import Host, find_nodes
 
 # 2 ms and 1 MB/s inside a node, 10 ms and 4 MB/s between nodes.
 LINKS = Links(in_node_latency=2e-3, in_node_bandwidth=1e6, latency=10e-3, node_bandwidth=4e6)
@@ -150,9 +150,9 @@ def test_agents_are_nodes_where_a_host_has_more_ranks_than_its_launcher_started(
     def host(name: str, ranks: int | None, agent: int | None) -> Host:
         return Host((name, ""), ranks, agent)
 
-    assert nodes_of([host("a", 4, 0), host("a", 4, 0), host("b", 4, 1), host("b", 4, 1)]).count == 2
-    assert nodes_of([host("a", 2, 0), host("a", 2, 0), host("a", 2, 1), host("a", 2, 1)]).ranks == ((0, 1), (2, 3))
-    assert nodes_of([host("a", None, None)] * 4).count == 1
+    assert find_nodes([host("a", 4, 0), host("a", 4, 0), host("b", 4, 1), host("b", 4, 1)]).count == 2
+    assert find_nodes([host("a", 2, 0), host("a", 2, 0), host("a", 2, 1), host("a", 2, 1)]).ranks == ((0, 1), (2, 3))
+    assert find_nodes([host("a", None, None)] * 4).count == 1
 
 
 def test_uneven_nodes_are_refused():
@@ -165,16 +165,16 @@ def test_uneven_nodes_are_refused():
 
 
 def test_pieces_cover_all_elements_once_and_keep_to_the_limit():
-    assert list(cut_ranges(5, 2)) == [(0, 2), (2, 4), (4, 5)]
-    assert list(cut_ranges(0, 2)) == []
-    assert list(cut_slots(3, 4, 12)) == [SlotRange(0, 3, 0, 4)]
-    assert list(cut_slots(3, 4, 8)) == [SlotRange(0, 2, 0, 4), SlotRange(2, 3, 0, 4)]
-    assert list(cut_slots(2, 4, 3)) == [
+    assert list(split_range(5, 2)) == [(0, 2), (2, 4), (4, 5)]
+    assert list(split_range(0, 2)) == []
+    assert list(split_slots(3, 4, 12)) == [SlotRange(0, 3, 0, 4)]
+    assert list(split_slots(3, 4, 8)) == [SlotRange(0, 2, 0, 4), SlotRange(2, 3, 0, 4)]
+    assert list(split_slots(2, 4, 3)) == [
         SlotRange(0, 1, 0, 3),
         SlotRange(0, 1, 3, 4),
         SlotRange(1, 2, 0, 3),
         SlotRange(1, 2, 3, 4),
     ]
     # counts over 32 bits
-    gigabytes = list(cut_ranges(3 * 2**31 + 1, 2**30))
+    gigabytes = list(split_range(3 * 2**31 + 1, 2**30))
     assert (len(gigabytes), gigabytes[-1]) == (7, (6 * 2**30, 6 * 2**30 + 1))
