@@ -9,7 +9,7 @@ import pytest
 from tests.train import runs
 
 from stretto.report import Timeline, plot_timeline, read_timeline, write_report
-from stretto.train.observe.intervals import merge, subtract, total
+from stretto.train.observe.timeline import merge, subtract, total
 
 GROUPS = {"7": "x", "9": "z", "0": "world"}
 ABOUT = {"groups": GROUPS, "rank": 0, "grid": {"data": 1, "x": 2, "y": 1, "z": 2}}

@@ -26,7 +26,7 @@ from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, open_dataset
 from stretto.train.gpt.task import GPTTask
 from stretto.train.observe.metrics import DivergenceError
-from stretto.train.schedule import learning_rate
+from stretto.train.optimizer import learning_rate
 from stretto.train.trainer import train
 
 MakeRanks = Callable[[int], Ranks]

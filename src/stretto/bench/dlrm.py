@@ -33,7 +33,7 @@ from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.recsys.pooled_exchange import Implementation
 from stretto.train.data import rank_rows
 from stretto.train.data.clicks import SyntheticClicks
-from stretto.train.dlrm.table_optimizer import TableOptimizer
+from stretto.train.optimizer import TableOptimizer
 
 COLUMNS = (
     Column("name", "look-up and exchange"),

@@ -8,8 +8,7 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import blended_transform_factory
 
 from stretto.cluster import name_grid
-from stretto.train.observe.intervals import Intervals, subtract
-from stretto.train.observe.timeline import COMPUTE, OTHER, Timeline
+from stretto.train.observe.timeline import COMPUTE, OTHER, Intervals, Timeline, subtract
 
 # Blue, grey and vermilion differ for all eyes, in lightness too; exposed parts are hatched besides.
 COMPUTATION, HIDDEN, EXPOSED = "#1f5fa8", "#a8b4bf", "#d55e00"

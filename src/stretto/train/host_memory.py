@@ -4,7 +4,7 @@ import os
 
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture
-from stretto.train.config.options import TrainConfig
+from stretto.train.config import TrainConfig
 
 _ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # of parameters: bf16 keeps them in fp32
 

@@ -1,15 +1,18 @@
 """The optimizer of a run. AdamW and SGD work number by number: each rank updates its own shards, as plain tensors."""
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-from stretto.optim import AdamW
+from stretto.optim import AdamW, RowWiseAdagrad
+from stretto.parallel import ShardedTables
 from stretto.parallel.low_precision_weights import share_copy
+from stretto.parallel.recsys.pooled_exchange import FusedUpdate
 from stretto.train.config.options import RunOptions
 
 
@@ -102,3 +105,58 @@ def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: boo
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its memory; a plain tensor as it is. Detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+TableOptimizerKind = Literal["rowwise-adagrad", "sgd"]
+
+
+class TableOptimizer:
+    """Updates this rank's tables. A rank without tables has one too.
+
+    `set_lr` comes before the backward pass, which may already be what updates; `step` after it. `states` are row-wise
+    Adagrad's sums, [rows] of each table in order of number, wherever they are kept; none for SGD.
+    """
+
+    def __init__(self, tables: ShardedTables, kind: TableOptimizerKind, *, eps: float, device: torch.device) -> None:
+        self._weights = [table.get_parameter("weight") for table in tables.values()]
+        self._inner: torch.optim.Optimizer | None = None
+        self._settings: Tensor | None = None
+        self.states: list[Tensor] = []
+        if tables.is_fused:
+            self._settings = torch.tensor([0.0, eps], dtype=torch.float32, device=device)
+            if kind == "rowwise-adagrad":
+                self.states = [torch.zeros(len(w), dtype=torch.float32, device=device) for w in self._weights]
+            name: Literal["sgd", "adagrad"] = "sgd" if kind == "sgd" else "adagrad"
+            tables.fuse_update(FusedUpdate(name, self._settings, tuple(self.states)))
+        elif self._weights and kind == "rowwise-adagrad":
+            adagrad = self._inner = RowWiseAdagrad(self._weights, eps=eps)
+            self.states = [adagrad.sums(weight) for weight in self._weights]
+        elif self._weights:
+            self._inner = torch.optim.SGD(self._weights)
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the updates that follow."""
+        if self._settings is not None:
+            self._settings[0].fill_(lr)
+        if self._inner is not None:
+            for group in self._inner.param_groups:
+                group["lr"] = lr
+
+    def step(self) -> None:
+        """Update the tables, if the backward pass has not, and drop their gradients."""
+        if self._inner is not None:
+            self._inner.step()
+            self._inner.zero_grad()
+
+
+def learning_rate(step: int, *, lr: float, min_lr: float, warmup_steps: int, steps: int) -> float:
+    """The learning rate of `step` (1 is the first): linear warm-up to `lr`, then a cosine down to `min_lr`.
+
+    The last step of the warm-up and the first after it take `lr` itself. The cosine reaches `min_lr` when
+    training ends, after `steps`: no step is spent at a rate of zero.
+    """
+    if step <= warmup_steps:
+        return lr * (step / warmup_steps)
+    progress = min((step - 1 - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+    share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return lr * share + min_lr * (1.0 - share)

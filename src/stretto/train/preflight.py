@@ -12,7 +12,8 @@ from stretto.parallel import validate
 from stretto.train.checkpoint import check_checkpoint, find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata
 from stretto.train.config.dlrm import DLRMTrainConfig
-from stretto.train.config.options import AnyConfig, TrainConfig
+from stretto.train.config.gpt import TrainConfig
+from stretto.train.config.options import AnyConfig
 from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
 from stretto.train.dlrm.preflight import check_dlrm
 from stretto.train.gpt.prediction import predict_run

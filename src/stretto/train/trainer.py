@@ -14,7 +14,8 @@ from stretto.memory import allocated_bytes, failures
 from stretto.parallel import AXES, Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
 from stretto.train.config.dlrm import DLRMTrainConfig
-from stretto.train.config.options import JobConfig, TrainConfig
+from stretto.train.config.gpt import TrainConfig
+from stretto.train.config.options import JobConfig
 from stretto.train.gpt.prediction import in_words
 from stretto.train.launch import resolve_device
 from stretto.train.launch.run_lock import training_lock
@@ -24,7 +25,7 @@ from stretto.train.observe.progress import Display, ProgressReporter, open_repor
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
-from stretto.train.schedule import learning_rate
+from stretto.train.optimizer import learning_rate
 from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)

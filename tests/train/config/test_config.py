@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.models import GPTConfig
 from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_config, make_config
-from stretto.train.config.options import GridConfig, TrainConfig, nearest_grid
+from stretto.train.config.gpt import TrainConfig, nearest_grid
+from stretto.train.config.options import GridConfig
 from stretto.train.launch import resolve_device
 
 SMALLEST: dict[str, Any] = {

@@ -24,8 +24,8 @@ from stretto.train.data import Sampler
 from stretto.train.data.clicks import ClickBatch
 from stretto.train.dlrm.auc import roc_auc
 from stretto.train.dlrm.preflight import open_clicks
+from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight
-from stretto.train.schedule import learning_rate
 
 MakeRanks = Callable[[int], Ranks]
 

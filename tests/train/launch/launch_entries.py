@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from stretto.train.config.options import TrainConfig
+from stretto.train.config import TrainConfig
 from stretto.train.observe.metrics import DivergenceError
 
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.bench.training.runs import Step
-from stretto.train.observe.intervals import Interval, merge, subtract, total
-from stretto.train.observe.timeline import copying_streams, is_pushed
+from stretto.train.observe.timeline import Interval, copying_streams, is_pushed, merge, subtract, total
 
 STEPS = 2
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from stretto.cluster import read_bounded
+from stretto.train.checkpoint.folders import resolve_checkpoint
 from stretto.train.checkpoint.metadata import TensorEntry, first_difference, read_metadata
-from stretto.train.checkpoint.state import resolve_checkpoint, sharded_state_of
+from stretto.train.checkpoint.state import sharded_state_of
 from stretto.train.checkpoint.storage import read_tensor
 
 MAX_INDEX_BYTES = 1 << 26  # a tensor takes about 100

@@ -5,6 +5,7 @@ config = make_config({"out": "runs/mine", "model": {...}, "data": {...}, "train"
 """
 
 from stretto.train.config.dlrm import DLRMTrainConfig
+from stretto.train.config.gpt import DataConfig, ModelConfig, RunConfig, TrainConfig
 from stretto.train.config.loading import (
     ConfigError,
     config_to_toml,
@@ -13,7 +14,7 @@ from stretto.train.config.loading import (
     make_config,
     options_by_key,
 )
-from stretto.train.config.options import DataConfig, GridConfig, JobConfig, ModelConfig, RunConfig, TrainConfig
+from stretto.train.config.options import GridConfig, JobConfig
 
 __all__ = [
     "ConfigError",

@@ -1,7 +1,4 @@
-"""What a training run of a DLRM is, as one typed value: `model.kind = "dlrm"` in a file asks for it.
-
-As `train.config.options`, which has what it shares with other runs, it imports no torch.
-"""
+"""The configuration of a DLRM's training run (`model.kind = "dlrm"`), and its rules. Imports no torch."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,35 +30,35 @@ _Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
 
 
 class DLRMModelConfig(Section):
-    """The DLRM to train: a preset's name, its numbers, or a preset with some of them replaced."""
+    """The DLRM to train: a preset, a shape given by its numbers, or a preset with some numbers replaced."""
 
-    kind: Literal["dlrm"] = option(..., "which kind of model; without it, a GPT")
+    kind: Literal["dlrm"] = option(..., "the kind of model; a file without it trains a GPT")
     name: Annotated[str | None, CanBeNone] = option(None, "a preset: small, kaggle, mlperf-v2, paper")
     rows: Annotated[list[_Rows] | None, CanBeNone] = option(
         None, "rows of each embedding table", unset=PRESETS, max_length=MAX_TABLES
     )
     max_rows: Annotated[int | None, CanBeNone] = option(
-        None, "cuts longer tables down to so many rows, whose categories then collide", ge=1, le=MAX_ROWS
+        None, "limit on the rows of a table; the categories of longer tables then collide", ge=1, le=MAX_ROWS
     )
     pooling: Annotated[list[_Width] | None, CanBeNone] = option(
-        None, "rows that a sample looks up in each table, on average; one number stands for all",
+        None, "mean rows that a sample looks up in each table; one number holds for all tables",
         unset="the preset's, else 1", max_length=MAX_TABLES,
     )  # fmt: skip
     dim: Annotated[int | None, CanBeNone] = option(
-        None, "length of every table's vectors", unset=PRESETS, ge=1, le=MAX_WIDTH
+        None, "embedding dimension of every table", unset=PRESETS, ge=1, le=MAX_WIDTH
     )
     bottom: Annotated[list[_Width] | None, CanBeNone] = option(
-        None, "widths of the layers that the numbers go through; the last is `dim`", unset=PRESETS
+        None, "layer widths of the bottom MLP, which reads the dense features; the last is `model.dim`", unset=PRESETS
     )
     top: Annotated[list[_Width] | None, CanBeNone] = option(
-        None, "widths of the layers after the interaction; the last is 1", unset=PRESETS
+        None, "layer widths of the top MLP, after the interaction; the last is 1", unset=PRESETS
     )
     dense: Annotated[int | None, CanBeNone] = option(
-        None, "numbers that a sample has beside its categories", unset="the preset's, else 13", ge=1, le=MAX_WIDTH
+        None, "dense features of a sample", unset="the preset's, else 13", ge=1, le=MAX_WIDTH
     )
 
     def to_dlrm(self) -> "DLRMConfig":
-        """The model's shape. Raises ValueError when the numbers do not fit together."""
+        """Build the model's shape. Raises ValueError when the numbers do not fit together."""
         from stretto.models import DLRMConfig
 
         given = {key: value for key, value in self if value is not None and key not in ("kind", "name", "max_rows")}
@@ -88,61 +85,63 @@ class DLRMDataConfig(Section):
 
     format: Literal["criteo", "synthetic"] = option(
         ...,
-        "criteo: lines of text, packed by gzip or not; synthetic: samples that are computed, with a signal to learn",
+        "`criteo`: lines of text, gzipped or not; `synthetic`: generated samples that have a signal to learn",
     )
     path: Annotated[str | list[str] | None, CanBeNone] = option(
-        None, "criteo: a file, a folder, or several", unset="required for criteo"
+        None, "criteo: a file or folder, or a list of them", unset="required for criteo"
     )
     evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
         None, "criteo: files to evaluate on", unset="the last samples of `data.path`"
     )
-    samples: int = option(1 << 20, "synthetic: how many to train on", unit="samples", ge=1, lt=1 << 62)
+    samples: int = option(1 << 20, "synthetic: size of the training set", unit="samples", ge=1, lt=1 << 62)
     evaluation_samples: int = option(
-        1 << 14, "how many to evaluate on, which are not trained on; 0 for none", unit="samples", ge=0, lt=1 << 40
+        1 << 14, "size of the evaluation set, which is not trained on; 0 for none", unit="samples", ge=0, lt=1 << 40
     )
-    jagged: bool = option(False, "synthetic: bags from none to twice the pooling, in place of exactly the pooling")
+    jagged: bool = option(False, "synthetic: bag sizes from 0 to twice the pooling instead of exactly the pooling")
     seed: int = option(0, "synthetic: seed of the samples", ge=0, lt=1 << 63)
 
 
 class DLRMRunConfig(RunOptions):
-    """How to train. The MLPs have `optimizer`, `lr` and what belongs to it; the tables have options of their own."""
+    """How to train. `optimizer`, `lr` and the options that belong to them are the MLPs'; the tables have their own."""
 
-    batch: int = option(..., "global batch; the ranks must divide it", unit="samples", ge=1, lt=1 << 31)
+    batch: int = option(..., "global batch size; must be a multiple of the ranks", unit="samples", ge=1, lt=1 << 31)
     dtype: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation")
     weight_decay: float = option(0.0, "decoupled weight decay of the MLPs' matrices; biases and tables have none", ge=0)
-    beta2: float = option(0.999, "adamw: decay of the squared gradient's mean", ge=0, lt=1)
+    beta2: float = option(0.999, "adamw: decay of the running mean of squared gradients", ge=0, lt=1)
     table_optimizer: Literal["rowwise-adagrad", "sgd"] = option("rowwise-adagrad", "the tables' optimizer")
-    table_lr: float = option(0.02, "the tables' learning rate after warm-up; it follows the MLPs' curve", gt=0)
+    table_lr: float = option(0.02, "the tables' learning rate after warm-up; it follows the MLPs' schedule", gt=0)
     table_eps: float = option(1e-8, "rowwise-adagrad: added to the denominator", gt=0)
     implementation: Literal["auto", "kernel", "library"] = option(
-        "auto", "look-up and exchange: the fused kernel, PyTorch's functions, or the kernel where it can run"
+        "auto", "look-up and exchange: `kernel` is fused, `library` is PyTorch, `auto` is the kernel where it can run"
     )
     evaluate_every: Annotated[int | None, CanBeNone] = option(
-        None, "how often to evaluate, besides after the last step", unit="steps", ge=1
+        None, "how often to evaluate; the run is also evaluated after its last step", unit="steps", ge=1
     )
 
 
 class DLRMTrainConfig(JobConfig):
-    """A training run of a DLRM: tables spread over the ranks, MLPs on each of them."""
+    """A training run of a DLRM: tables are distributed over the ranks, MLPs are replicated."""
 
-    ranks: int = option(1, "processes, each with some of the tables and its part of the batch", ge=1, le=MAX_RANKS)
+    ranks: int = option(
+        1, "number of processes; each has some of the tables and a part of the batch", ge=1, le=MAX_RANKS
+    )
     model: DLRMModelConfig
     data: DLRMDataConfig
     train: DLRMRunConfig
 
     @property
     def grid(self) -> GridConfig:
-        """Ranks that each have a part of the batch."""
+        """The grid: every rank has a part of the batch."""
         return GridConfig(data=self.ranks)
 
     @property
     def items_a_step(self) -> int:
-        """How much a step trains on, in `unit`s."""
+        """Samples in a step's global batch."""
         return self.train.batch
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """What the model is trained on."""
+        """What rates and progress count."""
         return "samples"
 
     @model_validator(mode="after")
@@ -153,7 +152,7 @@ class DLRMTrainConfig(JobConfig):
 
 
 def _contradictions(config: DLRMTrainConfig) -> list[str]:
-    """A message for each rule between options that does not hold."""
+    """Check the rules between options. Returns a message for each rule that is broken."""
     run, data, problems = config.train, config.data, contradictions_of_run(config.train)
     if run.batch % config.ranks:
         problems.append(
@@ -171,7 +170,7 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
 
 
 def describe(config: DLRMTrainConfig) -> dict[str, Any]:
-    """The model's options as a checkpoint keeps them."""
+    """The model's options as a checkpoint stores them."""
     return {"kind": config.model.kind} | {
         key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config.model.to_dlrm()).items()
     }

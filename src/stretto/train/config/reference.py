@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from stretto.train.config.dlrm import DLRMRunConfig, DLRMTrainConfig
-from stretto.train.config.options import JobConfig, RunOptions, Section, TrainConfig
+from stretto.train.config.gpt import TrainConfig
+from stretto.train.config.options import JobConfig, RunOptions, Section
 
 HEAD = """\
 # Configuration
@@ -23,31 +24,31 @@ A run is described by a TOML file: `stretto train CONFIG.toml`. Any option can b
 stretto train configs/demo.toml --set grid.x=2 --set train.lr=1e-3 --set out=runs/mine
 ```
 
-A value is read as TOML (`2`, `true`, `["a", "b"]`) and otherwise as text, so that paths and names need no quotes. The
-text `none` switches off what can be switched off. Unknown options are refused. The run's folder keeps the whole
-configuration in `config.toml`, which is again a file for `stretto train`.
+A value is read as TOML (`2`, `true`, `["a", "b"]`) if it is valid TOML, and otherwise as text, so paths and names need
+no quotes. The text `none` turns off an option that can be turned off. Unknown options are refused. The run's folder
+stores the whole configuration in `config.toml`, which is again a file for `stretto train`.
 
 [configs/demo.toml](../configs/demo.toml), [configs/gpt2-small.toml](../configs/gpt2-small.toml) and
-[configs/dlrm.toml](../configs/dlrm.toml) are examples. What follows is for GPTs;
-[a DLRM's options](#a-dlrms-options) come at the end.
+[configs/dlrm.toml](../configs/dlrm.toml) are examples. The options of GPTs come first, then
+[those of DLRMs](#a-dlrms-options).
 """
 DLRM_HEAD = """\
 # A DLRM's options
 
 With `model.kind = "dlrm"`, a file describes the training of a recommendation model ([dlrm.md](dlrm.md)). It has no
-`[grid]` and no `[overlap]`. `out` and `device` are as above, and so is what `[train]` does not list here:
+`[grid]` and no `[overlap]`. `out` and `device` are the same as above, and so are these options of `[train]`:
 """
 
 
 def reference() -> str:
-    """The text of docs/configuration.md: a table of options for each section, and for those of other models."""
+    """Write the text of docs/configuration.md: a table of options for each section of each kind of model."""
     shared = [name for name in RunOptions.model_fields if _is_shared(name)]
     also = ", ".join(f"`{name}`" for name in shared) + ".\n"
     return "\n".join([HEAD, *_tables(TrainConfig), DLRM_HEAD + also, *_tables(DLRMTrainConfig)])
 
 
 def _tables(kind: type[JobConfig]) -> Iterator[str]:
-    """A table for each section, without what a DLRM has from elsewhere."""
+    """Write a table for each section, without the options that a DLRM shares with a GPT."""
     is_first = kind is TrainConfig
     top = {
         name: field
@@ -64,7 +65,7 @@ def _tables(kind: type[JobConfig]) -> Iterator[str]:
 
 
 def _is_shared(name: str) -> bool:
-    """Whether an option of `[train]` is the same for every kind of model."""
+    """Check whether an option of `[train]` is the same for every kind of model."""
     return repr(RunOptions.model_fields.get(name)) == repr(DLRMRunConfig.model_fields[name])
 
 
@@ -83,7 +84,7 @@ def _table(title: str, about: str, prefix: str, fields: dict[str, FieldInfo]) ->
 
 
 def _values(field: FieldInfo) -> str:
-    """The type or the choices, the bounds, and the unit."""
+    """Describe the values that an option takes: type or choices, unit, bounds."""
     words = _type_words(field.annotation)
     signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     bounds = [
@@ -102,7 +103,7 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
 
 
 def _number(bound: float) -> str:
-    """2^63 as such, for people."""
+    """Write a bound; large powers of two as 2^63."""
     is_power = isinstance(bound, int) and bound >= 1 << 16 and bound.bit_count() == 1
     return f"2^{int(bound).bit_length() - 1}" if is_power else f"{bound:g}"
 

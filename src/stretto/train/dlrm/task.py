@@ -19,11 +19,10 @@ from stretto.train.checkpoint.storage import LocalBox, ShardedState
 from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.data.clicks import ClickBatch
-from stretto.train.data.clicks.ahead import Ahead
+from stretto.train.data.clicks.batch import BatchPrefetcher
 from stretto.train.dlrm.auc import roc_auc
 from stretto.train.dlrm.preflight import DTYPES, check_dlrm_checkpoint, open_clicks, optimizer_name
-from stretto.train.dlrm.table_optimizer import TableOptimizer
-from stretto.train.optimizer import build_optimizer
+from stretto.train.optimizer import TableOptimizer, build_optimizer
 from stretto.train.task import Evaluation, TrainTask
 
 
@@ -37,7 +36,7 @@ class DLRMTask(TrainTask):
         self.data = open_clicks(config)
         self.model_config = config.model.to_dlrm()
         self.sampler = Sampler(self.data.samples, options.batch, options.seed)
-        self._ahead = Ahead(self._read_step, last=options.steps)
+        self._prefetcher = BatchPrefetcher(self._read_step, last=options.steps)
         self.dtype = DTYPES[options.dtype]
         with torch.device("meta"):
             self.model = DLRM(self.model_config).to(self.dtype)
@@ -62,7 +61,7 @@ class DLRMTask(TrainTask):
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Step `step` (1 is the first): the global mean loss and the norm of the MLPs' gradient."""
         options = self.config.train
-        dense, indices, offsets, labels = self._to_device(self._ahead.read(step))
+        dense, indices, offsets, labels = self._to_device(self._prefetcher.read(step))
         self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
         loss = self.model(dense, indices, offsets, labels=labels, num_samples=options.batch)
         loss.backward()
@@ -140,7 +139,7 @@ class DLRMTask(TrainTask):
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._ahead.close()
+        self._prefetcher.close()
 
     def _read_step(self, step: int) -> ClickBatch:
         """This rank's samples of a step's batch."""

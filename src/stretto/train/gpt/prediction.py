@@ -5,7 +5,7 @@ from typing import Any
 from stretto.cluster import Cluster
 from stretto.models import GPTConfig
 from stretto.planner import predict
-from stretto.train.config.options import TrainConfig
+from stretto.train.config import TrainConfig
 
 
 def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:

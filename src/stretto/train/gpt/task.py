@@ -21,7 +21,7 @@ from stretto.parallel import (
     parallelize,
 )
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
-from stretto.train.config.options import TrainConfig
+from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.gpt.prediction import predict_run
 from stretto.train.optimizer import build_optimizer

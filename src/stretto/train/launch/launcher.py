@@ -32,7 +32,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from stretto.memory import shared_gpus
 from stretto.parallel.capture import REGISTERS
 from stretto.train.checkpoint import newest_checkpoint, unreadable
-from stretto.train.config.options import AnyConfig, JobConfig, TrainConfig, nearest_grid
+from stretto.train.config.gpt import TrainConfig, nearest_grid
+from stretto.train.config.options import AnyConfig, JobConfig
 from stretto.train.launch.supervisor import STOP_SIGNALS, Failure, StopTimeouts, Supervisor
 from stretto.train.observe.metrics import DivergenceError
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.train.data.cache import cached_file
-from stretto.train.data.clicks.bags import make_bags
-from stretto.train.data.clicks.batch import ClickBatch
+from stretto.train.data.clicks.batch import ClickBatch, make_bags
 from stretto.train.data.files import file_size, find_files, reading
 from stretto.train.data.hashing import key_of, mix
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.train.schedule import learning_rate
+from stretto.train.optimizer import learning_rate
 
 
 def rates(steps: int, warmup_steps: int, lr: float = 1.0, min_lr: float = 0.0) -> list[float]:

@@ -1,0 +1,287 @@
+"""The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ValidationInfo, model_validator
+
+from stretto.planner.grids import divisors
+from stretto.train.config.options import (
+    MAX_LAYERS,
+    MAX_LENGTH,
+    MAX_RANKS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    PRESETS,
+    CanBeNone,
+    GridConfig,
+    JobConfig,
+    RunOptions,
+    Section,
+    contradictions_of_run,
+    nearest_multiple,
+    option,
+)
+
+if TYPE_CHECKING:
+    from stretto.models import GPTConfig
+
+
+class ModelConfig(Section):
+    """The GPT to train: a preset, a shape given by its numbers, or a preset with some numbers replaced."""
+
+    name: Annotated[str | None, CanBeNone] = option(
+        None, "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, gpt-640b"
+    )
+    layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1, le=MAX_LAYERS)
+    hidden: Annotated[int | None, CanBeNone] = option(
+        None, "width of a token's vector", unset=PRESETS, ge=1, le=MAX_WIDTH
+    )
+    heads: Annotated[int | None, CanBeNone] = option(None, "attention heads", unset=PRESETS, ge=1, le=MAX_WIDTH)
+    kv_heads: Annotated[int | None, CanBeNone] = option(
+        None, "heads of keys and values; fewer than `model.heads` is grouped-query attention", unset="`model.heads`",
+        ge=1, le=MAX_WIDTH,
+    )  # fmt: skip
+    ffn: Annotated[int | None, CanBeNone] = option(
+        None, "inner width of the MLP", unset="4 x `model.hidden`", ge=1, le=4 * MAX_WIDTH
+    )
+    vocab: Annotated[int | None, CanBeNone] = option(
+        None, "vocabulary size", unit="tokens", unset="the preset's, else the data's", ge=1, le=MAX_VOCAB
+    )
+    max_seq_len: Annotated[int | None, CanBeNone] = option(
+        None, "longest sequence", unit="tokens", unset="the preset's, else `train.seq_len`", ge=1, le=MAX_LENGTH
+    )
+    positions: Annotated[Literal["learned", "rotary"] | None, CanBeNone] = option(
+        None, "position embedding", unset="`learned`"
+    )
+    activation: Annotated[Literal["gelu", "swiglu"] | None, CanBeNone] = option(
+        None, "the MLP's activation", unset="`gelu`"
+    )
+    norm: Annotated[Literal["layernorm", "rmsnorm"] | None, CanBeNone] = option(
+        None, "kind of norm", unset="`layernorm`"
+    )
+    bias: Annotated[bool | None, CanBeNone] = option(None, "whether linears and norms have biases", unset="`true`")
+    tie_embeddings: Annotated[bool | None, CanBeNone] = option(
+        None, "whether the output layer shares the embedding's weights", unset="`true`"
+    )
+    dropout: Annotated[float | None, CanBeNone] = option(None, "dropout probability", unset="`0`", ge=0, lt=1)
+
+    def to_gpt(self, *, data_vocab: int, seq_len: int) -> "GPTConfig":
+        """Build the model's shape. `data_vocab` and `seq_len` apply where neither the file nor the preset says.
+
+        Raises ValueError when the numbers do not fit together.
+        """
+        from stretto.models import GPTConfig  # torch is imported here and not when a file is read
+
+        given = {name: value for name, value in self if value is not None and name != "name"}
+        if self.name is not None:
+            return GPTConfig.preset(self.name, **given)
+        return GPTConfig(**{"vocab": data_vocab, "max_seq_len": seq_len} | given)
+
+    def known_vocab(self) -> int | None:
+        """The vocabulary size that the file or the preset sets; None leaves it to the data."""
+        if self.vocab is not None or self.name is None:
+            return self.vocab
+        from stretto.models import GPTConfig
+
+        return GPTConfig.preset(self.name).vocab
+
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> "ModelConfig":
+        missing = [name for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
+        if self.name is None and missing:
+            raise ValueError(
+                f"model.{missing[0]} is missing: give model.layers, model.hidden and model.heads, "
+                "or a preset such as model.name='gpt2-small'"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """What to train on."""
+
+    path: str | list[str] = option(
+        ..., "a file or folder, or a list of them; `python-docs` is the documentation in Python's standard library"
+    )
+    format: Literal["auto", "text", "nanogpt", "megatron"] = option(
+        "auto",
+        "text, or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` decides by the files",
+    )
+    tokenizer: str = option("bytes", "for text: `bytes`, or the path of a Hugging Face tokenizer.json")
+    token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the dtype of ids in the file")
+
+
+class RunConfig(RunOptions):
+    """How to train."""
+
+    batch: int = option(
+        ..., "global batch size; must be a multiple of data x z (x micro_batch)", unit="sequences", ge=1, lt=1 << 31
+    )
+    seq_len: int = option(..., "sequence length", unit="tokens", ge=1, le=MAX_LENGTH)
+    seed: int = option(0, "seed of the initial weights, of the data's order and of dropout", ge=0, lt=1 << 63)
+    dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation; bf16 keeps fp32 master weights")
+    micro_batch: Annotated[int | None, CanBeNone] = option(
+        None, "sequences in one forward and backward pass of a rank; gradients accumulate over the passes of a step",
+        unit="sequences", unset="the rank's whole part of the batch", ge=1,
+    )  # fmt: skip
+    clip: Annotated[float | None, CanBeNone] = option(
+        1.0, "clip gradients to this global norm; `none` does not clip", gt=0
+    )
+    checkpoint_activations: bool = option(
+        False, "activation checkpointing: recompute each block in the backward pass instead of storing its activations"
+    )
+    keep_gathered: bool = option(
+        True, "keep the weights that were all-gathered over z for the backward pass instead of gathering them again"
+    )
+    tune_matmuls: bool = option(False, "autotune the layouts of each linear's matrix products in the first step")
+    shard_sequence: bool = option(
+        False, "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the matrix "
+        "products, in place of all-reduces",
+    )  # fmt: skip
+    cuda_graph: bool = option(
+        False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"
+    )
+    writes_copies: bool = option(
+        False, "adamw on GPUs also writes each weight in bf16, for the next step; 2 more bytes a parameter"
+    )
+
+
+class OverlapConfig(Section):
+    """Which collectives overlap with computation. None of these options changes a result."""
+
+    all_reduce: bool = option(
+        True, "all-reduce input gradients over x and y while the weight gradient is computed (OAR)"
+    )
+    reduce_scatter: bool = option(
+        True, "reduce-scatter weight gradients over z during the rest of the backward pass (ORS)"
+    )
+    all_gather: bool = option(True, "prefetch the next weight over z while the current one is used (OAG)")
+    copy_engines: bool = option(
+        True, "between GPUs linked by NVLink, copy engines prefetch all weights from the start of the forward pass"
+    )
+    data: bool = option(True, "all-reduce gradient buckets over data during the backward pass, not after it")
+
+
+def _ranks_of_grid(value: Any, info: ValidationInfo) -> Any:
+    """Default `ranks` to the grid's product. The grid's own rules report an invalid grid."""
+    if value is None or value == "none":
+        return info.data["grid"].ranks if "grid" in info.data else 1
+    return value
+
+
+class TrainConfig(JobConfig):
+    """A training run of a GPT."""
+
+    grid: GridConfig = GridConfig()
+    ranks: Annotated[int, BeforeValidator(_ranks_of_grid)] = option(
+        None, "number of processes; must be the grid's product", unit="ranks", unset="the grid's product",
+        ge=1, le=MAX_RANKS, validate_default=True,
+    )  # fmt: skip
+    cluster: Annotated[str | None, CanBeNone] = option(
+        None, "a machine of `stretto cluster list` or a file of `stretto probe`; the report then compares the "
+        "planner's prediction with the measurement",
+    )  # fmt: skip
+    model: ModelConfig
+    data: DataConfig
+    train: RunConfig
+    overlap: OverlapConfig = OverlapConfig()
+
+    @property
+    def items_a_step(self) -> int:
+        """Tokens in a step's global batch."""
+        return self.train.batch * self.train.seq_len
+
+    @property
+    def unit(self) -> Literal["tokens", "samples"]:
+        """What rates and progress count."""
+        return "tokens"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainConfig":
+        if problems := list(_contradictions(self)):
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _contradictions(config: TrainConfig) -> list[str]:
+    """Check the rules between options. Returns a message for each rule that is broken."""
+    grid, run, problems = config.grid, config.train, []
+    parts = grid.batch_parts
+    if grid.ranks != config.ranks:
+        problems.append(
+            f"ranks is {config.ranks}, but the grid {grid} has {grid.ranks}; "
+            f"the grid {nearest_grid(grid, config.ranks)} would do, or ranks={grid.ranks}"
+        )
+    if run.batch % parts:
+        problems.append(
+            f"train.batch is {run.batch}, but grid.data x grid.z = {parts} must divide it; "
+            f"the nearest batch that would do is {nearest_multiple(run.batch, parts)}"
+        )
+    elif run.micro_batch is not None and run.batch // parts % run.micro_batch:
+        local, wanted = run.batch // parts, run.micro_batch
+        problems.append(
+            f"train.micro_batch is {wanted}, but must divide a rank's {local} sequences "
+            f"(train.batch {run.batch} / (grid.data x grid.z = {parts})); the nearest that would do is "
+            f"{min(divisors(local), key=lambda n: abs(n - wanted))}, "
+            f"or a train.batch of {nearest_multiple(run.batch, parts * wanted)}"
+        )
+    else:
+        tokens = (run.micro_batch or run.batch // parts) * run.seq_len
+        if run.shard_sequence and tokens % grid.x:
+            problems.append(
+                f"train.shard_sequence is on, but grid.x = {grid.x} must divide a rank's {tokens} tokens at once "
+                f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
+            )
+    problems += contradictions_of_run(run)
+    problems += _contradictions_of_copies(config)
+    if run.cuda_graph and run.trace:
+        problems.append(
+            "train.cuda_graph and train.trace are both on, but a graph's kernels do not say whose they are; "
+            "train.cuda_graph=false would do"
+        )
+    if run.cuda_graph and run.checkpoint_activations:
+        problems.append(
+            "train.cuda_graph and train.checkpoint_activations are both on, but a block that is run again asks for the "
+            "state of random numbers, which a graph does not have; train.cuda_graph=false would do"
+        )
+    if run.cuda_graph and config.model.dropout:
+        problems.append(
+            f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
+            "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
+        )
+    if isinstance(config.data.path, list) and not config.data.path:
+        problems.append("data.path is [], but must name at least one file or folder")
+    return problems
+
+
+def _contradictions_of_copies(config: TrainConfig) -> list[str]:
+    """Check that train.writes_copies has weights to write. Returns a message for each reason why it has none."""
+    grid, run = config.grid, config.train
+    reasons = {
+        f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype != "bf16",
+        f"train.optimizer is {run.optimizer!r}, and only adamw writes them": run.optimizer != "adamw",
+        f"grid.z is {grid.z}, and there are copies only of weights that z does not cut": grid.z > 1,
+        "train.keep_gathered is off, so that no weight stays from one pass to another": not run.keep_gathered,
+    }
+    return [
+        f"train.writes_copies is on, but {reason}; train.writes_copies=false would do"
+        for reason, is_so in reasons.items()
+        if run.writes_copies and is_so
+    ]
+
+
+def nearest_grid(grid: GridConfig, ranks: int) -> GridConfig:
+    """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios."""
+
+    def distance(sizes: tuple[int, int, int, int]) -> tuple[int, float]:
+        ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, grid.sizes().values(), strict=True)]
+        return sum(ratio > 0 for ratio in ratios), sum(ratios)
+
+    grids = [
+        (ranks // (x * y * z), x, y, z)
+        for z in divisors(ranks)
+        for y in divisors(ranks // z)
+        for x in divisors(ranks // (z * y))
+    ]
+    data, x, y, z = min(grids, key=distance)
+    return GridConfig(data=data, x=x, y=y, z=z)
