@@ -128,8 +128,8 @@ def test_a_history_that_a_resumed_run_cannot_keep_is_found_before_it_starts(
 ) -> None:
     (run_file.parent / "out").mkdir()
     (run_file.parent / "out" / "metrics.jsonl").write_bytes(b'[]\n{"st')
-    monkeypatch.setattr("stretto.train.preflight.find_checkpoint", lambda out, resume: out)
-    monkeypatch.setattr("stretto.train.preflight.check_checkpoint", lambda *_: SimpleNamespace(step=1))
+    monkeypatch.setattr("stretto.train.gpt.preflight.find_checkpoint", lambda out, resume: out)
+    monkeypatch.setattr("stretto.train.gpt.preflight.check_checkpoint", lambda *_: SimpleNamespace(step=1))
     status, text = stretto_command("train", run_file, "--set", "train.resume=latest")
     assert (status, "metrics.jsonl: line 1 is no step" in text) == (2, True)
 

@@ -77,7 +77,7 @@ def _write_sample(config: "TrainConfig") -> str:
     from stretto.models import GPT
     from stretto.train.checkpoint import load_checkpoint, newest_checkpoint
     from stretto.train.gpt.generate import generate
-    from stretto.train.preflight import build_model_config, open_data
+    from stretto.train.gpt.preflight import build_model_config, open_data
 
     model = GPT(build_model_config(config, open_data(config)))
     checkpoint = newest_checkpoint(config.out)

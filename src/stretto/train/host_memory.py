@@ -1,37 +1,13 @@
-"""Whether a run's state fits into the machine's memory: a bound from below, known before anything is allocated."""
+"""Checks that a run on CPUs fits into the machine's memory, before anything is allocated."""
 
 import os
 
-from stretto.models import GPTConfig
-from stretto.planner import read_architecture
-from stretto.train.config import TrainConfig
-
-_ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # of parameters: bf16 keeps them in fp32
-
-
-def check_fits_machine(config: TrainConfig, model: GPTConfig) -> None:
-    """Raise ValueError when the ranks of this machine need more memory for certain than it has, swap included.
-
-    Counted are parameters, gradients, the optimizer's state and the tokens of a step; not activations. Only for runs on
-    CPUs: a GPU says at once what it cannot hold.
-    """
-    if config.device != "cpu":
-        return
-    grid, run = config.grid, config.train
-    copies = 2 + (2 if run.optimizer == "adamw" else bool(run.momentum))
-    numbers = read_architecture(model, run.seq_len).parameters
-    state = numbers * copies * _ITEMSIZE[run.dtype] // (grid.x * grid.y * grid.z)
-    tokens = run.batch // grid.batch_parts * run.seq_len * 8
-    kind, what = (
-        ("model", f"a model of {numbers:,} parameters")
-        if state > tokens
-        else ("batch", f"a batch of train.batch={run.batch} x train.seq_len={run.seq_len} tokens")
-    )
-    check_room(state + tokens, config.ranks, what, kind)
-
 
 def check_room(bytes_of_rank: float, ranks: int, what: str, kind: str) -> None:
-    """Raise ValueError, in terms of `what` and its `kind`, when the ranks of this machine need more than it has."""
+    """Raise ValueError if the ranks on this machine need more memory than it has, swap included.
+
+    what, kind: words for the message: what needs the memory, and what to make smaller.
+    """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     needed = round(ranks_here * bytes_of_rank)
     if (there := _memory_bytes()) is None or needed <= there:
@@ -44,7 +20,7 @@ def check_room(bytes_of_rank: float, ranks: int, what: str, kind: str) -> None:
 
 
 def _memory_bytes() -> int | None:
-    """This machine's memory and swap space; None where it does not say."""
+    """This machine's memory and swap space in bytes; None where /proc/meminfo does not exist."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             sizes = dict(line.split(":") for line in file)

@@ -1,15 +1,31 @@
-"""A run's folder and its data must not lie in one another."""
+"""Checks of a run's folder before anything is made: it can be written to, and it does not lie in the data's folder."""
 
 import os
+import tempfile
 from pathlib import Path
 
-PYTHON_DOCS = "python-docs"  # names no folder
+PYTHON_DOCS = "python-docs"  # a data path that names no folder
 
 
-def check_apart(run_folder: Path, data: str | list[str], *, reads_all: bool = True) -> None:
-    """Refuse a run's folder inside a folder of data: what the run writes would be taken for data when it resumes.
+def check_folder(out: Path) -> None:
+    """Raise ValueError if the run's folder cannot be made or written to. Nothing of it is made yet."""
+    try:
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists() or folder.is_symlink())
+        if not there.is_dir():
+            raise ValueError(f"out is {str(out)!r}, but {there} is not a folder")
+        # Permissions do not suffice: a file system may be read-only, full, or refuse new files, as /proc does.
+        os.rmdir(tempfile.mkdtemp(prefix=".stretto-", dir=there))
+    except OSError as error:
+        raise ValueError(f"out is {str(out)!r}, where nothing can be written: {error.strerror or error}") from error
+    if (checkpoints := out / "checkpoints").exists() and not checkpoints.is_dir():
+        raise ValueError(f"out is {str(out)!r}, but {checkpoints} is not a folder: checkpoints would go there")
 
-    `reads_all`: data is every file of its folder; otherwise those of certain names, of which a run has none.
+
+def check_outside_data(run_folder: Path, data: str | list[str], *, reads_all: bool = True) -> None:
+    """Raise ValueError if the run's folder lies in a data folder: a resumed run would read its own files as data.
+
+    reads_all: the data format reads every file of a folder. Other formats read only files of certain names, which a
+    run's folder does not have.
     """
     if not reads_all:
         return

@@ -1,4 +1,4 @@
-"""What the training loop asks of a model: `train.gpt.task` and `train.dlrm.task` answer."""
+"""What the training loop asks of a kind of model; `gpt.task` and `dlrm.task` implement it."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stretto.parallel import Grid
 from stretto.train.checkpoint.metadata import CheckpointMetadata
-from stretto.train.config.options import JobConfig
+from stretto.train.config import JobConfig
 
 logger = logging.getLogger(__name__)
 
@@ -18,49 +18,52 @@ Evaluation = Callable[[], Mapping[str, float | None]]
 
 
 class TrainTask(ABC):
-    """What a step needs, on this rank. Every rank has one, and calls what is collective in the same order."""
+    """A model, its optimizer and its data. Every rank has one, and all call its collective methods in one order."""
 
     def __init__(self, config: JobConfig, grid: Grid) -> None:
         self.config, self.grid = config, grid
 
     @abstractmethod
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        """Step `step` (1 is the first): the global mean loss and the gradient's norm, 0-dim, on the device."""
+        """Run step `step` (the first is 1). Returns the global mean loss and the gradient's norm, 0-dim, on the device.
+
+        Collective. Does not wait for the device.
+        """
 
     @abstractmethod
     def resume(self, checkpoint: Path) -> int:
-        """Load a checkpoint. Returns its step."""
+        """Load a checkpoint. Returns its step. Collective."""
 
     @abstractmethod
     def save(self, step: int) -> None:
-        """Write the checkpoint of `step`."""
+        """Write the checkpoint of `step`. Collective."""
 
     @abstractmethod
     def data_description(self) -> dict[str, Any]:
-        """What a resumed run must share to be trained on the same in the same order."""
+        """Describe the data and its order. A resumed run with an equal description sees the same batches."""
 
     @abstractmethod
-    def parameters(self) -> int:
-        """How many numbers the whole model has."""
+    def num_parameters(self) -> int:
+        """Count the parameters of the whole model."""
 
     def evaluation(self, step: int) -> Evaluation | None:
-        """What to measure on data that is not trained on, if it is due after `step`."""
+        """The function that evaluates the model on held-out data, if an evaluation is due after `step`."""
         return None
 
     def predict(self) -> dict[str, Any] | None:
-        """What the planner expects of the run, if it is asked."""
+        """Predict step time, exposed communication and peak memory with the planner, if the run names a cluster."""
         return None
 
     def layout(self) -> str | None:
-        """What lies on which rank, for the log, where the grid does not say it."""
+        """Describe the placement of the model on the ranks for the log, where the grid does not determine it."""
         return None
 
     def close(self) -> None:
-        """Let go of what would outlive the process group."""
+        """Free what must not outlive the process group."""
         return
 
     def compare_data(self, metadata: CheckpointMetadata) -> None:
-        """Warn where a checkpoint's data is not this run's."""
+        """Warn, on rank 0, if a checkpoint's data is not this run's."""
         if self.grid.coordinate("world") != 0:
             return
         for key, now in self.data_description().items():

@@ -1,4 +1,4 @@
-"""Training: `train(config)`, called by every rank of a job."""
+"""The training loop: `train(config)`, which every rank of a job calls."""
 
 import logging
 import resource
@@ -16,7 +16,6 @@ from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_ch
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
-from stretto.train.gpt.prediction import in_words
 from stretto.train.launch import resolve_device
 from stretto.train.launch.run_lock import training_lock
 from stretto.train.launch.stopping import StopRequest
@@ -32,20 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: JobConfig, *, display: Display = "auto") -> None:
-    """Train as `config` says, from the start or from a checkpoint, and leave everything in `config.out`.
+    """Train as `config` says, from the start or from a checkpoint, and write all results to `config.out`.
 
-    Every rank of the job calls it, with torch.distributed's environment (a run of one rank needs none). It joins
-    the job's process group and leaves it again, unless the caller has joined. Ends early, with a checkpoint, when a
-    rank gets SIGINT, SIGTERM or SIGHUP. `display` is what rank 0 shows on the screen.
+    Every rank of the job calls it, with torch.distributed's environment (a run of one rank needs none). It initializes
+    the job's process group and destroys it again, unless the caller has initialized it. It ends early, with a
+    checkpoint, when a rank gets SIGINT, SIGTERM or SIGHUP. display: what rank 0 shows on the screen.
 
-    Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run is
-    going on in `config.out`, and
-    DivergenceError, with the step and how to go on, when the loss is no longer a number.
+    Raises ValueError for what the configuration, the data or the checkpoint does not allow, or while another run uses
+    `config.out`, and DivergenceError, with the step and how to continue, when the loss is no longer finite.
     """
     if config.train.tensorboard:
         require_tensorboard()
     is_callers_group = dist.is_initialized()
-    # A group that the caller has made keeps the time limit that the caller gave it.
+    # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
     grid = Grid(**config.grid.sizes(), device=resolve_device(config).device, timeout=timeout)
     try:
@@ -57,17 +55,17 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
         raise
     failures.synchronize(grid.device)
     if not is_callers_group:
-        # Python's own end would close the connections at any moment, also while another rank uses them.
+        # Without the barrier, this process could close its connections at exit while another rank still uses them.
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
-    """All of a run, on a grid that is there."""
+    """Run the whole training on a grid: resume, train all steps, and write the summary."""
     is_first = dist.get_rank() == 0
     resumed_from = find_checkpoint(config.out, config.train.resume)
-    run = _make_run(config, grid)
-    start = 0 if resumed_from is None else run.resume(resumed_from)
+    task = _make_task(config, grid)
+    start = 0 if resumed_from is None else task.resume(resumed_from)
     if start >= config.train.steps:
         if is_first:
             logger.warning(
@@ -78,39 +76,39 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             )
         return
     with ExitStack() as stack:
-        stack.callback(run.close)
+        stack.callback(task.close)
         log, reporter = None, ProgressReporter()
         if is_first:
             prepare_folder(config.out, start)
             for file in (SUMMARY_FILE, TRACE_FILE):
-                (config.out / file).unlink(missing_ok=True)  # an earlier run's, should this one be cut short
+                (config.out / file).unlink(missing_ok=True)  # this run may be interrupted before it replaces them
             log = stack.enter_context(MetricsLog(config.out, start, tensorboard=config.train.tensorboard))
             reporter = open_reporter(display, start=start, steps=config.train.steps, every=config.train.log_every)
         stack.enter_context(reporter)
         stop = stack.enter_context(StopRequest())
         recorder = StepRecorder(config.items_a_step, log, reporter, unit=config.unit)
-        if is_first and (layout := run.layout()) is not None:
+        if is_first and (layout := task.layout()) is not None:
             reporter.say(layout)
-        predicted = run.predict() if is_first else None
+        predicted = task.predict() if is_first else None
         if predicted is not None:
-            reporter.say(in_words(predicted))
+            reporter.say(_describe_prediction(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
-            bytes_sent = _train_steps(run, start, stop, recorder, reporter, tracer)
+            bytes_sent = _train_steps(task, start, stop, recorder, reporter, tracer)
         except DivergenceError as error:
             last = start if recorder.last is None else recorder.last.step
-            raise DivergenceError(f"{error}; {_how_to_go_on(config, last, resumed_from, start)}") from None
+            raise DivergenceError(f"{error}; {_how_to_continue(config, last, resumed_from, start)}") from None
         peak_memory = _peak_memory(grid)
         if is_first:
             about = {"peak_memory_bytes": peak_memory, "bytes_sent": bytes_sent}
             measured = {} if tracer.timeline is None else {"measured": tracer.timeline.summary()}
             expected = {} if predicted is None else {"predicted": predicted}
-            write_summary(config.out, _summary(run, recorder) | about | measured | expected)
+            write_summary(config.out, _summary(task, recorder) | about | measured | expected)
 
 
-def _make_run(config: JobConfig, grid: Grid) -> TrainTask:
-    """What trains this kind of model."""
+def _make_task(config: JobConfig, grid: Grid) -> TrainTask:
+    """Build the task that trains this kind of model."""
     match config:
         case TrainConfig():
             from stretto.train.gpt.task import GPTTask
@@ -123,53 +121,61 @@ def _make_run(config: JobConfig, grid: Grid) -> TrainTask:
     raise TypeError(f"there is nothing to train a {type(config).__name__} with")
 
 
-def _summary(run: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
-    """The run in a few numbers, for `summary.json`."""
+def _describe_prediction(predicted: dict[str, Any]) -> str:
+    """Format what `TrainTask.predict` returns as a line for the log."""
+    step, exposed = predicted["step_time"] * 1e3, sum(predicted["exposed"].values()) * 1e3
+    return (
+        f"predicted: {step:,.3g} ms a step, of which exposed communication {exposed:,.3g} ms; "
+        f"{predicted['peak_memory'] / 1e9:,.3g} GB at the peak"
+    )
+
+
+def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
+    """Summarize the run for `summary.json`."""
     assert recorder.last is not None
-    device = run.grid.device
+    device = task.grid.device
     return {
         "steps": recorder.last.step,
         "loss": recorder.last.loss,
         **recorder.last.evaluation,
         "seconds": recorder.seconds(),
-        f"{run.config.unit}_per_second": recorder.rate(),
-        "parameters": run.parameters(),
-        "ranks": run.grid.size("world"),
-        "grid": dict(run.grid.sizes),
+        f"{task.config.unit}_per_second": recorder.rate(),
+        "parameters": task.num_parameters(),
+        "ranks": task.grid.size("world"),
+        "grid": dict(task.grid.sizes),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 
 
 def _train_steps(
-    run: TrainTask,
+    task: TrainTask,
     start: int,
     stop: StopRequest,
     recorder: StepRecorder,
     reporter: ProgressReporter,
     tracer: StepTracer,
 ) -> dict[str, int]:
-    """All steps after `start`, with checkpoints. Returns the bytes that a rank sends a step, by axis."""
-    options = run.config.train
-    # One early step is counted, and not the first, where there is another: what that sends once is no one's
-    # concern.
+    """Run all steps after `start`, with checkpoints. Returns the bytes that a rank sends in a step, by axis."""
+    options = task.config.train
+    # The second step's bytes are counted: the first one also sends what is sent only once.
     counted = min(start + 2, options.steps)
     bytes_sent: dict[str, int] = {}
     for step in range(start + 1, options.steps + 1):
         lr = learning_rate(
             step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
         )
-        counting = count_collectives(run.grid) if step == counted else nullcontext()
+        counting = count_collectives(task.grid) if step == counted else nullcontext()
         with tracer.step(step), counting as counts:
-            loss, grad_norm = run.step(step, lr)
+            loss, grad_norm = task.step(step, lr)
         if counts is not None:
             bytes_sent = dict.fromkeys(AXES, 0) | counts.bytes_by_axis()
-        recorder.add(step, lr, loss, grad_norm, run.evaluation(step))
+        recorder.add(step, lr, loss, grad_norm, task.evaluation(step))
         tracer.end(step)
         is_stopping = stop.is_agreed()
         is_due = options.checkpoint_every is not None and step % options.checkpoint_every == 0
         if is_due or is_stopping or step == options.steps:
             recorder.flush()
-            run.save(step)
+            task.save(step)
             recorder.restart_clock()
         if is_stopping:
             reporter.say(f"stopped after step {step}; train.resume='latest' continues from there")
@@ -178,10 +184,11 @@ def _train_steps(
     return bytes_sent
 
 
-def _how_to_go_on(config: JobConfig, last: int, resumed_from: Path | None, start: int) -> str:
-    """What to change, and where to continue, after a run whose last step with a finite loss and norm was `last`.
+def _how_to_continue(config: JobConfig, last: int, resumed_from: Path | None, start: int) -> str:
+    """Say what to change, and where to continue, after a run whose last step with a finite loss and norm was `last`.
 
-    These are of the weights before that step: its checkpoint holds the ones that the next step failed with.
+    A step's loss and norm belong to the weights before it: the checkpoint of `last` holds the weights with which the
+    next step failed, so an older one is named.
     """
     sound = newest_checkpoint(config.out, before=checkpoint_path(config.out, last))
     if sound is None and start < last:
@@ -196,11 +203,11 @@ def _how_to_go_on(config: JobConfig, last: int, resumed_from: Path | None, start
 
 
 def _peak_memory(grid: Grid) -> int:
-    """The most memory, in bytes, that any rank has had: allocated on its GPU, or resident in its process."""
+    """The highest peak memory of any rank, in bytes: allocated on its GPU, or resident in its process on a CPU."""
     if grid.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(grid.device) + allocated_bytes(grid.device)
     else:
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     highest = torch.tensor(peak, dtype=torch.int64, device=grid.device)
     if grid.size("world") > 1:

@@ -22,7 +22,7 @@ from stretto.train.config import ConfigError, config_to_toml, job_from_json, loa
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.data import Sampler
 from stretto.train.data.clicks import ClickBatch
-from stretto.train.dlrm.auc import roc_auc
+from stretto.train.dlrm.evaluation import roc_auc
 from stretto.train.dlrm.preflight import open_clicks
 from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight

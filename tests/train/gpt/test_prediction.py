@@ -11,7 +11,7 @@ from tests.train import runs
 from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.planner import predict
 from stretto.report import write_report
-from stretto.train.gpt.prediction import predict_run
+from stretto.train.gpt.preflight import predict_run
 from stretto.train.preflight import preflight
 
 MACHINE = Cluster(

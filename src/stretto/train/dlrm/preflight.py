@@ -13,7 +13,7 @@ from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data.clicks import ClickDataset, CriteoClicks, SyntheticClicks
 from stretto.train.data.clicks.criteo import NUMBERS
 from stretto.train.host_memory import check_room
-from stretto.train.path_checks import check_apart
+from stretto.train.path_checks import check_outside_data
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -32,7 +32,7 @@ class ClickData:
 def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
     """Check that a run can start. Returns the index of the checkpoint to resume. ValueError for what cannot be."""
     for paths in (config.data.path, config.data.evaluation_path):
-        check_apart(config.out, paths or [])
+        check_outside_data(config.out, paths or [])
     model, dtype = config.model.to_dlrm(), DTYPES[config.train.dtype]
     choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
     open_clicks(config)

@@ -1,6 +1,5 @@
-"""What training needs of a GPT on its grid: a step, its checkpoints, its data."""
+"""The training of a GPT on its grid: model, optimizer, steps, data and checkpoints."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +8,20 @@ import torch
 from torch import Tensor
 
 from stretto.models import GPT
-from stretto.parallel import (
-    CapturedStep,
-    Grid,
-    Overlap,
-    checkpoint_activations,
-    clip_scale,
-    gradient_norm,
-    micro_batch_of,
-    no_sync,
-    parallelize,
-)
+from stretto.parallel import Grid, Overlap, checkpoint_activations, clip_scale, gradient_norm, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, rank_rows
-from stretto.train.gpt.prediction import predict_run
+from stretto.train.gpt.preflight import build_model_config, open_data, predict_run
 from stretto.train.optimizer import build_optimizer
-from stretto.train.preflight import build_model_config, open_data
+from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import TrainTask
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class GPTTask(TrainTask):
-    """The model on its grid, the optimizer, and the data in its order."""
+    """A GPT on its grid, its optimizer, and its data in the order of the run."""
 
     def __init__(self, config: TrainConfig, grid: Grid) -> None:
         super().__init__(config, grid)
@@ -58,60 +47,24 @@ class GPTTask(TrainTask):
         if options.checkpoint_activations:
             checkpoint_activations(self.model)
         self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
-        self._captured = CapturedStep(self._compute) if options.cuda_graph else None
+        self._executor = build_executor(
+            StepFunctions(self.model, self._compute_loss, self._update),
+            micro_batch=options.micro_batch,
+            cuda_graph=options.cuda_graph,
+        )
 
     def resume(self, checkpoint: Path) -> int:
-        """Load a checkpoint. Returns its step."""
         metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         self.compare_data(metadata)
         return metadata.step
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        """Step `step` (1 is the first): the global mean loss and the gradient's norm, 0-dim, on the device."""
-        options = self.config.train
-        tokens, targets = self._batch(step)
-        if self._captured is not None:
-            rate = torch.tensor(lr, dtype=torch.float32).pin_memory().to(self.grid.device, non_blocking=True)
-            loss, grad_norm = self._captured(tokens, targets, rate)
-            return loss, grad_norm
-        dropout_seed = int(np.random.SeedSequence((options.seed, step)).generate_state(1, np.uint64)[0] >> 1)
-        return self._compute(tokens, targets, lr, dropout_seed)
-
-    def _compute(
-        self, tokens: Tensor, targets: Tensor, lr: float | Tensor, dropout_seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """A step on this rank's rows of the batch. `dropout_seed=None`: nothing is drawn."""
-        options = self.config.train
-        micro_batches = list(zip(*(t.split(options.micro_batch or len(t)) for t in (tokens, targets)), strict=True))
-        # All targets of a token stream are valid, so their number needs no counting.
-        num_targets = options.batch * options.seq_len
-        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        done = 0
-        for inputs, wanted in micro_batches:
-            is_last = done + len(inputs) == len(tokens)
-            # Every rank draws the same dropout seeds for each micro-batch, and a resumed run those that it would have
-            # drawn: masks are told apart by the rows of the global batch.
-            if dropout_seed is not None:
-                torch.manual_seed(dropout_seed)
-            with (
-                nullcontext() if is_last else no_sync(self.model),
-                micro_batch_of(self.model, len(tokens), done),
-            ):
-                loss = self.model(inputs, wanted, num_targets=num_targets)
-                loss.backward()
-            total += loss.detach()
-            done += len(inputs)
-        grad_norm = gradient_norm(self.model.parameters(), self.grid)
-        self.optimizer.step(lr, None if options.clip is None else clip_scale(grad_norm, options.clip))
-        return total, grad_norm
+        return self._executor.run(self._batch(step), lr, self._dropout_seed(step))
 
     def close(self) -> None:
-        """Let go of what would outlive the process group."""
-        if self._captured is not None:
-            self._captured.close()
+        self._executor.close()
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of `step`."""
         save_checkpoint(
             self.config.out,
             step,
@@ -124,7 +77,6 @@ class GPTTask(TrainTask):
         )
 
     def data_description(self) -> dict[str, Any]:
-        """What a resumed run must share to see the same sequences in the same order."""
         options = self.config.train
         return {
             "fingerprint": self.dataset.fingerprint,
@@ -133,16 +85,32 @@ class GPTTask(TrainTask):
             "seq_len": options.seq_len,
         }
 
-    def parameters(self) -> int:
-        """How many numbers the whole model has."""
+    def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def predict(self) -> dict[str, Any] | None:
-        """What the planner expects of the run, where a cluster is given."""
         return predict_run(self.config, self.model_config)
 
+    def _compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        # All targets of a token stream are valid, so their number needs no counting.
+        options = self.config.train
+        return self.model(tokens, targets, num_targets=options.batch * options.seq_len)
+
+    def _update(self, lr: float | Tensor) -> Tensor:
+        clip = self.config.train.clip
+        grad_norm = gradient_norm(self.model.parameters(), self.grid)
+        self.optimizer.step(lr, None if clip is None else clip_scale(grad_norm, clip))
+        return grad_norm
+
+    def _dropout_seed(self, step: int) -> int | None:
+        """The seed of a step's dropout masks; None with a CUDA graph, with which options allow no dropout."""
+        if self.config.train.cuda_graph:
+            return None
+        sequence = np.random.SeedSequence((self.config.train.seed, step))
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows of the step's batch, on the device: tokens and targets, int64 [rows, seq_len]."""
+        """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len]."""
         rows = rank_rows(self.config.train.batch, self.grid.coordinate("batch"), self.grid.size("batch"))
         sequences = np.stack([self.dataset[index] for index in self.sampler.indices(step - 1)[rows]])
         batch = torch.from_numpy(sequences)

@@ -1,7 +1,7 @@
-"""Samples of recommendation models: Criteo's click logs, and computed ones."""
+"""Samples for recommendation models: Criteo's click logs, and synthetic samples."""
 
-from stretto.train.data.clicks.batch import ClickBatch, ClickDataset
+from stretto.train.data.clicks.batch import BatchPrefetcher, ClickBatch, ClickDataset
 from stretto.train.data.clicks.criteo import CriteoClicks
 from stretto.train.data.clicks.synthetic import SyntheticClicks
 
-__all__ = ["ClickBatch", "ClickDataset", "CriteoClicks", "SyntheticClicks"]
+__all__ = ["BatchPrefetcher", "ClickBatch", "ClickDataset", "CriteoClicks", "SyntheticClicks"]

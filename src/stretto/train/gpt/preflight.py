@@ -1,0 +1,111 @@
+"""What a GPT's run is made of, checked before any process starts: data, model, memory, prediction, checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.cluster import Cluster
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import validate
+from stretto.planner import predict, read_architecture
+from stretto.train.checkpoint import check_checkpoint, find_checkpoint
+from stretto.train.checkpoint.metadata import CheckpointMetadata
+from stretto.train.config import TrainConfig
+from stretto.train.data import TokenDataset, open_dataset, write_demo_corpus
+from stretto.train.host_memory import check_room
+from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
+
+_ITEMSIZE = {"fp32": 4, "bf16": 4, "fp64": 8}  # bytes of a parameter, by train.dtype: bf16 keeps fp32 parameters
+
+
+def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
+    """Check what only GPTs have. Returns the index of the checkpoint to resume, if any. Raises ValueError."""
+    check_outside_data(config.out, config.data.path, reads_all=config.data.format not in ("nanogpt", "megatron"))
+    model = build_model_config(config, open_data(config))
+    _check_fits_machine(config, model)
+    with torch.device("meta"):
+        validate(GPT(model), config.grid.sizes())
+    predict_run(config, model)
+    checkpoint = find_checkpoint(config.out, config.train.resume)
+    return None if checkpoint is None else check_checkpoint(checkpoint, model, config.train.optimizer)
+
+
+def open_data(config: TrainConfig) -> TokenDataset:
+    """Open the data set of a run. Writes the text of `python-docs` to `out` first, if the run asks for it.
+
+    Raises ValueError for files that cannot be trained on.
+    """
+    paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path
+    return open_dataset(
+        [str(_python_docs(config.out)) if path == PYTHON_DOCS else path for path in paths],
+        format=config.data.format,
+        tokenizer=config.data.tokenizer,
+        token_dtype=config.data.token_dtype,
+        seq_len=config.train.seq_len,
+        vocab=config.model.known_vocab(),
+    )
+
+
+def build_model_config(config: TrainConfig, dataset: TokenDataset) -> GPTConfig:
+    """Build the shape of a run's model on its data. Raises ValueError where the two do not fit."""
+    model = config.model.to_gpt(data_vocab=dataset.vocab_size, seq_len=config.train.seq_len)
+    if config.train.seq_len > model.max_seq_len:
+        raise ValueError(
+            f"train.seq_len is {config.train.seq_len}, but the model's max_seq_len is {model.max_seq_len}; "
+            f"train.seq_len={model.max_seq_len} would do, or a larger model.max_seq_len"
+        )
+    return model
+
+
+def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:
+    """Predict step time and exposed communication by axis (seconds), and peak memory (bytes), with the planner.
+
+    Returns None without `config.cluster`. Raises ValueError for a cluster that is not known, or does not say what a
+    prediction needs.
+    """
+    if config.cluster is None:
+        return None
+    run = config.train
+    plan = predict(
+        model,
+        Cluster.find(config.cluster),
+        grid=config.grid.sizes(),
+        batch=run.batch,
+        seq_len=run.seq_len,
+        micro_batch=run.micro_batch,
+        checkpoint_activations=run.checkpoint_activations,
+        keep_gathered=run.keep_gathered,
+        shard_sequence=run.shard_sequence,
+        dtype=run.dtype,
+        optimizer=run.optimizer,
+        overlaps=any(is_on for name, is_on in config.overlap if name != "copy_engines"),
+        copy_engines=config.overlap.copy_engines,
+    )
+    return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
+
+
+def _check_fits_machine(config: TrainConfig, model: GPTConfig) -> None:
+    """Raise ValueError if the ranks on this machine certainly need more memory than it has.
+
+    Counts parameters, gradients, the optimizer's state and the tokens of a step, but not activations. Only for CPUs:
+    a GPU reports at once what it cannot hold.
+    """
+    if config.device != "cpu":
+        return
+    grid, run = config.grid, config.train
+    tensors = 2 + (2 if run.optimizer == "adamw" else bool(run.momentum))  # of a parameter's size
+    numbers = read_architecture(model, run.seq_len).parameters
+    state = numbers * tensors * _ITEMSIZE[run.dtype] // (grid.x * grid.y * grid.z)
+    tokens = run.batch // grid.batch_parts * run.seq_len * 8
+    kind, what = (
+        ("model", f"a model of {numbers:,} parameters")
+        if state > tokens
+        else ("batch", f"a batch of train.batch={run.batch} x train.seq_len={run.seq_len} tokens")
+    )
+    check_room(state + tokens, config.ranks, what, kind)
+
+
+def _python_docs(out: Path) -> Path:
+    path = out / f"{PYTHON_DOCS}.txt"
+    return path if path.exists() else write_demo_corpus(path)
