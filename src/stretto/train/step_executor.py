@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel import CapturedStep, no_sync, micro_batch_of
+from stretto.parallel import CapturedStep, micro_batch_of, no_sync
 
 
 @dataclass(frozen=True)
