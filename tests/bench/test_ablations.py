@@ -17,8 +17,8 @@ from stretto.bench.ablations.run import (
     pipelining_row,
     write_ablations,
 )
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.verifier import verify
 
 

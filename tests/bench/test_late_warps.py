@@ -41,10 +41,11 @@ def test_amd_kernels_are_left_as_they_are(change_stages):
 def test_the_threads_of_a_collectives_kernel_sleep_where_it_begins(name):
     pytest.importorskip("cuda.core")
     from stretto.collectives.algorithms import find
-    from stretto.collectives.executor.cuda.fused.codegen import Variant, read_sources, write_macros, write_source
+    from stretto.collectives.executor.cuda.fused.codegen import write_source
     from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
     from stretto.collectives.executor.cuda.interpreter import write_interpreter
     from stretto.collectives.executor.cuda.nvrtc import compile_source
+    from stretto.collectives.executor.cuda.variant import Variant, read_sources, write_macros
 
     variant = Variant("float16", "sum", "Simple")
     lanes = lower_to_fused_program(find("two-shot-all-reduce").compile(ranks=2), in_place=True)
@@ -54,7 +55,7 @@ def test_the_threads_of_a_collectives_kernel_sleep_where_it_begins(name):
         case "interpreted":
             source = write_interpreter(2, 0, variant)
         case _:
-            source = write_macros(lanes, 0, variant) + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
+            source = write_macros(variant, 2, 0) + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
     changed = late_warps.delay_source(source)
     bodies = re.findall(r"__global__ void[^{;]*\{(.*)", changed)
     assert bodies

@@ -86,8 +86,9 @@ class AllReduceCase(StressCase):
 
     def __init__(self, algorithm: str, protocol: str, timeout: float, team: Team) -> None:
         from stretto.collectives.algorithms import find
-        from stretto.collectives.executor.cuda.fused.codegen import WIDE_THREADS, Variant
+        from stretto.collectives.executor.cuda.fused.codegen import WIDE_THREADS
         from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
+        from stretto.collectives.executor.cuda.variant import Variant
         from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
         workspace = team.keep("collectives", lambda: CollectiveWorkspace(team.group, regions=_REGIONS, timeout=timeout))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from stretto.bench.harness import run_ranks
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.parallel import Grid
 
 ALL_REDUCES = ("one-shot-all-reduce", "two-shot-all-reduce", "ring-all-reduce")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.selection import AlgorithmChoice, Table
 from stretto.memory import PeerError, shared_gpus
 from stretto.parallel import Grid

@@ -353,9 +353,9 @@ def test_a_rank_that_comes_too_late_gets_the_right_result_or_peer_error(run_rank
 def make_collective(kind: str, group: dist.ProcessGroup) -> tuple[Any, Callable[[], Tensor]]:
     """(the workspace, a call that sums 1 and 2)."""
     from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
-    from stretto.collectives.executor.cuda.fused.codegen import Variant
     from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
     from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+    from stretto.collectives.executor.cuda.variant import Variant
     from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
     made = CollectiveWorkspace(group, regions={"LL": 1 << 20, "LL128": 1 << 20, "Simple": 2 << 20}, timeout=LIMIT)

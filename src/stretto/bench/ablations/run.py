@@ -19,10 +19,10 @@ from stretto.bench.ablations.plot import plot_composition, plot_pipelining
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
-from stretto.collectives.executor.cuda.function import LaunchError
-from stretto.collectives.executor.cuda.fused.codegen import PROTOCOLS, Variant
-from stretto.collectives.executor.cuda.fused.kernel import DATA_BYTES, FusedScheduleKernel
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.nvrtc import LaunchError
+from stretto.collectives.executor.cuda.variant import DATA_BYTES, PROTOCOLS, Variant
 from stretto.collectives.executor.cuda.workspace import DEFAULT_REGIONS, CollectiveWorkspace
 from stretto.collectives.executor.plan import make_plan
 from stretto.collectives.schedule import Schedule

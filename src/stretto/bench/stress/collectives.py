@@ -85,7 +85,7 @@ class CollectiveCase(StressCase):
             self._prepare(entry, size * (self._blocks.chunks if self._needs_even() else 1))
 
     def _needs_even(self) -> bool:
-        from stretto.collectives.executor.cuda.fused.kernel import depends_on_chunk_length
+        from stretto.collectives.executor.layout import depends_on_chunk_length
 
         return depends_on_chunk_length(self._collective, self._blocks.chunks)
 
@@ -199,9 +199,9 @@ class _Blocks:
 def _make_kernel(way: CollectiveVariant, schedule: Schedule, team: Team) -> Any:
     """The kernel of a way. All kernels of a group share one workspace."""
     from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
-    from stretto.collectives.executor.cuda.fused.codegen import Variant
     from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
     from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+    from stretto.collectives.executor.cuda.variant import Variant
     from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
     workspace = team.keep("collectives", lambda: CollectiveWorkspace(team.group, regions=REGIONS))

@@ -12,9 +12,9 @@ from stretto.collectives.backend.calls import BackendCall, require_room, run_sta
 from stretto.collectives.backend.native import make_enqueued_work, profiled
 from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
-from stretto.collectives.executor.cuda.fused.codegen import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures
 from stretto.memory.gpus import find_obstacle

@@ -1,27 +1,30 @@
-"""How tensors are cut into chunks, whatever their number of elements.
+"""How tensors are divided into chunks, whatever their number of elements.
 
 A buffer is a row of blocks, and a block a row of chunks: an all-gather's output, a reduce-scatter's input and both
 buffers of an all-to-all are one block a rank, as torch.distributed lays them out; other buffers are one block. All
-blocks of a call have the same number n of elements. Each is cut on its own, into k chunks of ceil(n / k) elements, of
-which the last ones are shorter or empty.
+blocks of a call have the same number n of elements. Each is divided on its own, into k chunks of ceil(n / k) elements,
+of which the last ones are shorter or empty.
 
-The rule that all executors follow, whatever the sizes and whether a schedule runs in place or not:
+All executors follow one rule, whatever the sizes and whether a schedule runs in place or not:
 
 1. A program may carry any chunk through any place, so a full chunk may pass through a place where a short one belongs.
-   It keeps all its elements: a schedule gives what it would give on tensors whose chunks are all full, and only what
-   lies behind the end of a short chunk is dropped in the end.
+   It keeps all its elements: a schedule gives what it would give on tensors whose chunks are all full, and only the
+   elements behind the end of a short chunk are dropped in the end.
 2. Called out of place, no executor writes to the caller's input, even where the schedule does.
-3. What the collective promises nothing about (`Collective.expected` gives None, and in place what lies outside of the
-   output) may hold anything afterwards, and differ from executor to executor.
+3. Memory that the collective promises nothing about (`Collective.expected` gives None, and in place what lies outside
+   of the output) may hold anything afterwards, and differ from executor to executor.
 
-How they follow it. The host executor runs an uneven call on copies with full chunks, and on a copy of an input that
-the schedule writes (`Buffers`). The interpreter on GPUs does the same, but only where a longer chunk passes through a
-shorter place (`_find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
-The fused kernel keeps full chunks in registers and in mailboxes and stores nothing but outputs. Copy engines send from
-buffers: a value is never sent from, or pushed into, a place that may be shorter than the value (`Store.is_whole`).
+How they follow it:
+- The host executor runs an uneven call on copies with full chunks, and on a copy of an input that the schedule writes
+  (`Buffers`).
+- The interpreter on GPUs does the same, but only where a longer chunk passes through a shorter place
+  (`value_trace.find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
+- The fused kernel keeps full chunks in registers and in mailboxes and stores nothing but outputs.
+- Copy engines send from buffers: they never send a value from, or write it to, a place that may be shorter than the
+  value (`StoreChunk.is_whole`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -29,6 +32,9 @@ from torch import Tensor
 
 from stretto.collectives.collective import Buffer, Collective
 from stretto.collectives.schedule import RankProgram, Schedule
+
+ALIGNMENT = 16
+"""The bytes of one access of a CUDA thread."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,39 @@ def _require_inside(collective: Collective, layout: BlockLayout) -> None:
         for start in collective.starts(rank):
             layout.elements(start)
     collective.require_inside()
+
+
+def find_aligned_layout(
+    collective: Collective, sizes: tuple[int | None, int | None], itemsize: int, *, needs_even: bool
+) -> BlockLayout:
+    """Chunks that begin at multiples of 16 bytes where the collective leaves the choice; sizes: of `find_sizes`."""
+    layout = find_layout(collective, *sizes)
+    per_access = ALIGNMENT // itemsize
+    rounded = -(-layout.chunk_elements // per_access) * per_access
+    return layout if needs_even else replace(layout, chunk_elements=rounded)
+
+
+def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> tuple[int | None, int | None]:
+    """The elements of a call's input and output buffer; in place of the larger one, which is then `input`."""
+    if output is not None:
+        return input.numel(), output.numel()
+    return (None, input.numel()) if collective.output_chunks > collective.input_chunks else (input.numel(), None)
+
+
+def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
+    """Whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
+
+    They do where a chunk goes to another place of a block, and where the collective promises a part of a block only:
+    the rest, which may hold anything, would be another part of it.
+    """
+    for rank in range(collective.ranks):
+        outputs = [collective.expected(rank, index) for index in range(collective.output_chunks)]
+        for index, terms in enumerate(outputs):
+            if any(given % block_chunks != index % block_chunks for _, given in terms or ()):
+                return True
+            if (terms is None) != (outputs[index - index % block_chunks] is None):
+                return True
+    return False
 
 
 def writes_input(program: RankProgram) -> bool:

@@ -209,7 +209,7 @@ def can_push(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether copy engines reach all of the group: GPUs of one machine, NVLink between all. Collective."""
     if group.size() == 1 or device.type != "cuda":
         return False
-    from stretto.collectives.executor.cuda.links import has_nvlink
+    from stretto.collectives.executor.cuda.workspace import has_nvlink
 
     return has_nvlink(group, device)
 

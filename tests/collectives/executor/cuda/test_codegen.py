@@ -6,19 +6,11 @@ import pytest
 
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.copy_engine.lowering import find_zero_copy, lower_to_copies
-from stretto.collectives.executor.cuda.fused.codegen import (
-    ELEMENTS,
-    OPERATIONS,
-    Variant,
-    parameter_names,
-    read_sources,
-    write_level_source,
-    write_macros,
-    write_source,
-)
+from stretto.collectives.executor.cuda.fused.codegen import parameter_names, write_level_source, write_source
 from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
 from stretto.collectives.executor.cuda.interpreter import write_interpreter
 from stretto.collectives.executor.cuda.nvrtc import compile_source, load_or_compile
+from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant, read_sources, write_macros
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
@@ -63,7 +55,7 @@ def test_what_stands_beside_copy_engines_compiles_for_every_architecture(arch):
     variant = Variant("bfloat16", "sum", "Simple", 4)
     fused = lower_to_fused_program(find("two-shot-all-reduce").compile(ranks=4, in_place=False), in_place=False)
     program = fused.ranks[1]
-    around = write_macros(fused, 1, variant) + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
+    around = write_macros(variant, 4, 1) + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
     assert compile_source(around, arch)[:4] == b"\x7fELF"
     for zero_copy in ({}, find_zero_copy(fused)):
         for number, level in enumerate(lower_to_copies(program, "two-shot", zero_copy)):

@@ -15,9 +15,9 @@ from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda import communicator
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.collectives.executor.cuda.copy_engine import planner
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, time_key
 from stretto.tuning import TuningStore
 

@@ -13,9 +13,9 @@ from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda.copy_engine import planner
 from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
 from stretto.collectives.executor.cuda.copy_engine.lowering import lower_to_copies
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.executor.cuda.workspace import SymmetricView
 from stretto.memory import PeerError
 

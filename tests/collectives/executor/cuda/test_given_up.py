@@ -7,9 +7,9 @@ from tests.collectives.executor.cuda.test_kernels import make
 
 from stretto.collectives.executor.cuda.copy_engine import planner
 from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.memory import PeerError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")

@@ -13,9 +13,10 @@ from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces, 
 
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor.cuda import interpreter
-from stretto.collectives.executor.cuda.fused.codegen import Variant, write_source
+from stretto.collectives.executor.cuda.fused.codegen import write_source
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.memory import PeerError
 from stretto.memory.gpus import bound_blocks
 
@@ -305,7 +306,7 @@ def test_what_a_graph_reads_of_an_interpreted_call_outlives_calls_of_other_sizes
         call(9)
     for workspace in workspaces:
         workspace.is_capturing = False
-    for elements in range(1000, 1000 + interpreter._MOST_SIZES + 1):  # more than are kept
+    for elements in range(1000, 1000 + interpreter._MAX_SIZES + 1):  # more than are kept
         for kernel in kernels:
             kernel._find_sized((elements, None))
     made.clear()

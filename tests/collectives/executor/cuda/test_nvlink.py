@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from stretto.collectives.executor.cuda import links
+from stretto.collectives.executor.cuda import workspace
 
 GPUS = ["aaa", "bbb", "ccc"]
 
@@ -51,17 +51,17 @@ def nvml(monkeypatch):
 
 def test_gpus_are_linked_where_every_pair_is(nvml):
     fake = nvml([{"aaa", "bbb"}, {"aaa", "ccc"}])
-    assert links.are_linked("aaa", GPUS)
-    assert links.are_linked("bbb", ["aaa", "bbb"])
-    assert not links.are_linked("bbb", GPUS)  # bbb and ccc are bridged to aaa alone
+    assert workspace.are_linked("aaa", GPUS)
+    assert workspace.are_linked("bbb", ["aaa", "bbb"])
+    assert not workspace.are_linked("bbb", GPUS)  # bbb and ccc are bridged to aaa alone
     assert not fake.is_open
 
 
 @pytest.mark.parametrize("options", [{"known": ["aaa"]}, {"starts": 9}])
 def test_what_nvml_does_not_know_is_no_nvlink(nvml, options):
     nvml([{"aaa", "bbb"}], **options)
-    assert not links.are_linked("aaa", ["aaa", "bbb"])
-    assert links.are_linked("aaa", ["aaa"])
+    assert not workspace.are_linked("aaa", ["aaa", "bbb"])
+    assert workspace.are_linked("aaa", ["aaa"])
 
 
 def test_without_nvml_there_is_no_nvlink(monkeypatch):
@@ -69,4 +69,4 @@ def test_without_nvml_there_is_no_nvlink(monkeypatch):
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    assert not links.are_linked("aaa", GPUS)
+    assert not workspace.are_linked("aaa", GPUS)

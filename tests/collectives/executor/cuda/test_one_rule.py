@@ -14,9 +14,9 @@ from stretto.collectives.collective import AllReduce
 from stretto.collectives.executor import simulate
 from stretto.collectives.executor.cuda.copy_engine import planner
 from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.executor.layout import count_block_chunks
 from stretto.collectives.executor.plan import make_plan
 from stretto.collectives.executor.simulation import place_input
@@ -180,7 +180,7 @@ def test_calls_that_need_no_copy_of_their_tensors_make_none(workspaces):
     ):
         kernels = make("interpreter", schedule, workspaces[2], in_place)
         sized = [kernel._find_sized((elements, None if in_place else elements)) for kernel in kernels]
-        assert [(one.copied_input is not None, one.copied_output is not None) for one in sized] == are_copied
+        assert [(one.input_copy is not None, one.output_copy is not None) for one in sized] == are_copied
 
 
 def random_schedule(rng, most_ranks):

@@ -10,9 +10,9 @@ import torch
 from tests.collectives.executor.cuda.emulated import COMPILER, Places, make_workspaces
 from tests.collectives.executor.cuda.test_kernels import make
 
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")

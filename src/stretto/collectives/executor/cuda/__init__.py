@@ -1,9 +1,9 @@
 """Runs verified schedules on GPUs: fused into one kernel, by an interpreter kernel, or by copy engines."""
 
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
-from stretto.collectives.executor.cuda.fused.codegen import Variant
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 from stretto.deprecated import alias
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.copy_engine.executor import PROTOCOL, CopyEngineExecutor
-from stretto.collectives.executor.cuda.fused.codegen import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.fused.kernel import MAX_PLANS, FusedScheduleKernel
+from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule

@@ -1,33 +1,21 @@
-"""Compiles CUDA C++ at first use and keeps what it made on disk."""
+"""Compiles CUDA C++ with NVRTC at first use, caches the cubins on disk, and loads and launches the kernels."""
 
+import ctypes
 import hashlib
 import logging
 import os
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from stretto.tuning.store import cache_folder
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = {"std": "c++17"}
-
-
-def compile_source(source: str, arch: str) -> bytes:
-    """The cubin of CUDA C++ for `arch` ("sm_90a", say); needs NVRTC but no GPU.
-
-    ImportError, which says what to install, without cuda.core or NVRTC; RuntimeError with the compiler's words.
-    """
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise ImportError(f"CUDA kernels are compiled by cuda.core: pip install 'stretto[cuda]' ({error})") from error
-    program = Program(source, "c++", ProgramOptions(arch=arch, **OPTIONS))
-    try:
-        return bytes(program.compile("cubin").code)
-    finally:
-        program.close()
 
 
 def load_or_compile(source: str, arch: str) -> bytes:
@@ -43,6 +31,23 @@ def load_or_compile(source: str, arch: str) -> bytes:
     cubin = compile_source(source, arch)
     _keep(path, cubin)
     return cubin
+
+
+def compile_source(source: str, arch: str) -> bytes:
+    """The cubin of CUDA C++ for `arch` ("sm_90a", say); needs NVRTC but no GPU.
+
+    Raises ImportError, which says what to install, without cuda.core or NVRTC, and RuntimeError with the compiler's
+    message.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise ImportError(f"CUDA kernels are compiled by cuda.core: pip install 'stretto[cuda]' ({error})") from error
+    program = Program(source, "c++", ProgramOptions(arch=arch, **OPTIONS))
+    try:
+        return bytes(program.compile("cubin").code)
+    finally:
+        program.close()
 
 
 def _keep(path: Path, cubin: bytes) -> None:
@@ -61,3 +66,67 @@ def _compiler() -> str:
 
     _, major, minor = nvrtc.nvrtcVersion()
     return f"nvrtc {major}.{minor}"
+
+
+class Launchable(Protocol):
+    """A kernel to those that launch it: parameters of 8 bytes by name, and launches."""
+
+    def set(self, name: str, value: int) -> None:
+        """Set a parameter for all following launches."""
+
+    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
+        """Launch on the stream of that handle, or else on the current one.
+
+        is_cooperative: all blocks are resident at once, or CUDA refuses the launch.
+        """
+
+
+class LaunchError(RuntimeError):
+    """CUDA refused a launch: nothing ran."""
+
+
+class Function:
+    """A loaded kernel. It keeps its parameters, all of 8 bytes, between launches: a call writes only what changes."""
+
+    def __init__(self, cubin: bytes, names: list[str], entry: str = "run") -> None:
+        from cuda.core import Device, ObjectCode
+
+        Device(torch.cuda.current_device()).set_current()
+        self._code = ObjectCode.from_cubin(cubin)
+        self._kernel = self._code.get_kernel(entry)
+        self._handle = int(self._kernel.handle)
+        self._device = torch.cuda.current_device()
+        # By ctypes: a launch through cuda.bindings takes the host three times as long.
+        driver = ctypes.CDLL("libcuda.so.1")
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._launch, self._launch_cooperative = driver.cuLaunchKernel, driver.cuLaunchCooperativeKernel
+        self._launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        self._launch_cooperative.argtypes = [pointer, *[number] * 7, pointer, pointer]
+        self._at = {name: index for index, name in enumerate(names)}
+        self._values = (ctypes.c_uint64 * len(names))()
+        addresses = [ctypes.addressof(self._values) + 8 * index for index in range(len(names))]
+        self._pointers = (ctypes.c_void_p * len(names))(*addresses)
+        self._parameters = ctypes.addressof(self._pointers)
+
+    def set(self, name: str, value: int) -> None:
+        """Set a parameter for all following launches."""
+        self._values[self._at[name]] = value
+
+    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
+        """Launch on the stream of that handle, or else on the current one. Raises LaunchError with CUDA's message."""
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if is_cooperative:
+            result = self._launch_cooperative(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters)
+        else:
+            result = self._launch(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, self._parameters, None)
+        if result != 0:
+            raise LaunchError(f"a kernel of {blocks} blocks of {threads} threads was not launched: {_describe(result)}")
+
+
+def _describe(result: int) -> str:
+    """CUDA's message for an error."""
+    from cuda.bindings import driver
+
+    known, text = driver.cuGetErrorString(driver.CUresult(result))
+    return text.decode() if known == driver.CUresult.CUDA_SUCCESS else f"error {result}"

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams, CudaCopyStreams
-from stretto.collectives.executor.cuda.function import Function, Launchable
-from stretto.collectives.executor.cuda.links import has_nvlink
-from stretto.collectives.executor.cuda.nvrtc import load_or_compile
+from stretto.collectives.executor.cuda.nvrtc import Function, Launchable, load_or_compile
 from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.cuda import CudaMemory
-from stretto.memory.gpus import bound_blocks
+from stretto.memory.gpus import NVML_NVLINK, bound_blocks, nvml_supports
 
 MAX_BLOCKS = 1024
 FLAGS = 32 << 10
@@ -65,6 +63,22 @@ def require_lines(protocol: str, name: str, *, has_nvlink: bool) -> None:
             f"{name} by LL128 needs NVLink between all ranks' GPUs, which keeps lines of 128 bytes whole, and these "
             "are linked otherwise: take LL or Simple"
         )
+
+
+def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    answer = are_linked(own, everyone)
+    answers = [answer] * len(everyone)
+    dist.all_gather_object(answers, answer, group=group)
+    return all(answers)
+
+
+def are_linked(own: str, gpus: list[str]) -> bool:
+    """Whether NVLink links this GPU to all others, by their UUIDs; not where the driver's NVML does not say so."""
+    return nvml_supports(NVML_NVLINK, own, gpus) is True
 
 
 class Waiting(Protocol):

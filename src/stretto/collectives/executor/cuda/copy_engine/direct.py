@@ -13,8 +13,8 @@ from stretto.collectives.executor.cuda.copy_engine.planner import (
     cut,
     in_turn,
 )
-from stretto.collectives.executor.cuda.function import Launchable
 from stretto.collectives.executor.cuda.fused.program import Level
+from stretto.collectives.executor.cuda.nvrtc import Launchable
 from stretto.collectives.executor.cuda.workspace import SymmetricView
 
 KERNEL_TO_LINK = 6.5

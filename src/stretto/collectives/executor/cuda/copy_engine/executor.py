@@ -31,15 +31,10 @@ from stretto.collectives.executor.cuda.copy_engine.planner import (
     require_copyable,
 )
 from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams
-from stretto.collectives.executor.cuda.fused.codegen import Variant, read_sources, write_macros
-from stretto.collectives.executor.cuda.fused.kernel import (
-    depends_on_chunk_length,
-    find_aligned_layout,
-    find_sizes,
-    require_runnable,
-)
 from stretto.collectives.executor.cuda.fused.program import ChunkPlace, FusedProgram, lower_to_fused_program
+from stretto.collectives.executor.cuda.variant import Variant, read_sources, require_runnable, write_macros
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
+from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_sizes
 from stretto.collectives.executor.plan import find_layout
 from stretto.collectives.schedule import Schedule
 
@@ -92,7 +87,7 @@ class CopyEngineExecutor:
             "world": workspace.world_size,
             "peers": area.table,
         }
-        source = write_macros(self.fused, workspace.rank, self._compiled) + read_sources(
+        source = write_macros(self._compiled, workspace.world_size, workspace.rank) + read_sources(
             "ptx.cu", "primitives.cu", "copy_engine/flags.cu"
         )
         begin = workspace.load(source, list(BEGIN_PARAMETERS), "begin")

@@ -10,9 +10,10 @@ from stretto.collectives.executor.cuda.copy_engine.lowering import (
     find_overwriting,
     lower_to_copies,
 )
-from stretto.collectives.executor.cuda.function import Launchable
-from stretto.collectives.executor.cuda.fused.codegen import LEVEL_PARAMETERS, MAX_THREADS, Variant, write_level_source
+from stretto.collectives.executor.cuda.fused.codegen import LEVEL_PARAMETERS, write_level_source
 from stretto.collectives.executor.cuda.fused.program import ChunkPlace, FusedProgram, Level, ReceiveChunk
+from stretto.collectives.executor.cuda.nvrtc import Launchable
+from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
 
 PARTS = 16  # of a message, at most: with pieces as `cut` makes them, enough for any memory

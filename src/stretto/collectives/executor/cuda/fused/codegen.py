@@ -1,8 +1,6 @@
 """The CUDA C++ of one rank's lane program."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.fused.program import (
@@ -12,21 +10,8 @@ from stretto.collectives.executor.cuda.fused.program import (
     Level,
     ReceiveChunk,
 )
+from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant, read_sources, write_macros
 
-ELEMENTS = {
-    "float64": "double",
-    "float32": "float",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int8": "signed char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "long long",
-    "uint8": "unsigned char",
-}
-OPERATIONS = {"sum": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
-PROTOCOLS = {"LL": "LL", "LL128": "LL128", "Simple": "SIMPLE"}
-MAX_THREADS = 512
 WIDE_THREADS = 1024  # of a kernel that does with 64 registers a thread
 _MOST_WIDE_OPERATIONS = 24  # a lane: two-shot all-reduce of four ranks has 23, and fills the 64
 PARAMETERS = (
@@ -66,16 +51,6 @@ LEVEL_PARAMETERS = (
 )
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What a lane program is compiled for: a dtype, a reduction, a protocol, and the lanes that a thread holds."""
-
-    dtype: str
-    reduction: str
-    protocol: str
-    unroll: int = 1
-
-
 def most_threads(fused: FusedProgram, variant: Variant) -> int:
     """Of a block of the kernel, which is the same on all ranks."""
     is_narrow = variant.unroll > 1 or any(
@@ -87,7 +62,7 @@ def most_threads(fused: FusedProgram, variant: Variant) -> int:
 def write_source(fused: FusedProgram, rank: int, block_chunks: int, variant: Variant) -> str:
     """The kernel `run` of that rank. block_chunks: the chunks of a block (see `Layout`)."""
     writer = _Writer(fused, fused.ranks[rank], block_chunks, variant)
-    return write_macros(fused, rank, variant) + "\n".join(
+    return write_macros(variant, fused.collective.ranks, rank) + "\n".join(
         [read_sources("ptx.cu", "primitives.cu"), *writer.kernel(), ""]
     )
 
@@ -106,31 +81,9 @@ def write_level_source(
     awaits: messages that lie elsewhere, and are only waited for.
     """
     writer = _LevelWriter(fused, program, block_chunks, variant)
-    return write_macros(fused, program.rank, variant) + "\n".join(
+    return write_macros(variant, fused.collective.ranks, program.rank) + "\n".join(
         [read_sources("ptx.cu", "primitives.cu"), *writer.level_kernel(number, level, awaits), ""]
     )
-
-
-def write_macros(fused: FusedProgram, rank: int, variant: Variant) -> str:
-    """What the sources of a variant expect to be defined."""
-    macros = {
-        "ELEMENT": ELEMENTS[variant.dtype],
-        "OPERATION": OPERATIONS[variant.reduction],
-        "IS_AVERAGE": int(variant.reduction == "avg"),
-        "PROTOCOL": PROTOCOLS[variant.protocol],
-        "WORLD": fused.collective.ranks,
-        "RANK": rank,
-        "UNROLL": variant.unroll,
-    }
-    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
-
-
-SOURCES = "stretto.collectives.executor.cuda"
-
-
-def read_sources(*names: str) -> str:
-    """The CUDA C++ files of this package, by their paths in its folder."""
-    return "\n".join(files(SOURCES).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def parameter_names(world: int) -> list[str]:

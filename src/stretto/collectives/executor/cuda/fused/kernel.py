@@ -1,24 +1,20 @@
 """A verified schedule as one kernel on this GPU, for calls on the current stream."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.collectives.collective import Collective
-from stretto.collectives.executor.cuda.fused.codegen import Variant, most_threads, parameter_names, write_source
+from stretto.collectives.executor.cuda.fused.codegen import most_threads, parameter_names, write_source
 from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
+from stretto.collectives.executor.cuda.variant import DATA_BYTES, Variant, require_runnable
 from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, CollectiveWorkspace
-from stretto.collectives.executor.layout import BlockLayout, find_layout
+from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_layout, find_sizes
 from stretto.collectives.schedule import Schedule
 
-DATA_BYTES = {"LL": 8, "LL128": 15, "Simple": 16}
-"""Of 16 bytes of a mailbox, those that are data."""
 THREADS_STEP = 128
 """Blocks have a multiple of so many threads."""
 MAX_PLANS = 4096
-_ALIGNMENT = 16
 
 
 class _Launches(NamedTuple):
@@ -156,46 +152,3 @@ class FusedScheduleKernel:
             lines = -(-chunk_bytes // 120)
             return -(-lines // 4) * 32  # whole warps of four lines
         return -(-chunk_bytes // DATA_BYTES[self.variant.protocol])
-
-
-def require_runnable(schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant) -> None:
-    """ValueError for a schedule for another number of ranks, or a protocol that these links do not bear."""
-    if schedule.collective.ranks != workspace.world_size:
-        raise ValueError(
-            f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
-            f"{workspace.world_size}"
-        )
-    workspace.require_lines_for(variant.protocol, schedule.name)
-
-
-def find_aligned_layout(
-    collective: Collective, sizes: tuple[int | None, int | None], itemsize: int, *, needs_even: bool
-) -> BlockLayout:
-    """Chunks that begin at multiples of 16 bytes where the collective leaves the choice; sizes: of `find_sizes`."""
-    layout = find_layout(collective, *sizes)
-    per_access = _ALIGNMENT // itemsize
-    rounded = -(-layout.chunk_elements // per_access) * per_access
-    return layout if needs_even else replace(layout, chunk_elements=rounded)
-
-
-def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> tuple[int | None, int | None]:
-    """The elements of a call's input and output buffer; in place of the larger one, which is then `input`."""
-    if output is not None:
-        return input.numel(), output.numel()
-    return (None, input.numel()) if collective.output_chunks > collective.input_chunks else (input.numel(), None)
-
-
-def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
-    """Whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
-
-    They do where a chunk goes to another place of a block, and where the collective promises a part of a block only:
-    the rest, which may hold anything, would be another part of it.
-    """
-    for rank in range(collective.ranks):
-        outputs = [collective.expected(rank, index) for index in range(collective.output_chunks)]
-        for index, terms in enumerate(outputs):
-            if any(given % block_chunks != index % block_chunks for _, given in terms or ()):
-                return True
-            if (terms is None) != (outputs[index - index % block_chunks] is None):
-                return True
-    return False

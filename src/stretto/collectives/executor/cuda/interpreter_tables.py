@@ -1,0 +1,131 @@
+"""What the interpreter kernel reads of a schedule: a table of steps, one of thread blocks, and where its FIFOs lie."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.workspace import MAX_COUNTS
+from stretto.collectives.executor.plan import ExecutionPlan
+from stretto.collectives.executor.value_trace import StepPlace
+from stretto.collectives.schedule import Step, StepType
+
+ConnectionKey = tuple[int, int, int]
+"""A connection: its sender, its receiver and its channel."""
+
+_BUFFERS = {Buffer.IN: 0, Buffer.OUT: 1, Buffer.SCRATCH: 2}
+# As the structs StepRow and BlockRow of interpreter.cu.
+_STEP_ROW = np.dtype([(name, "i4") for name in ("kind", "source", "destination", "size", "block", "step")])
+_BLOCK_ROW = np.dtype(
+    [(name, "i4") for name in ("send_peer", "receive_peer", "send", "receive", "first_step", "steps")]
+    + [(name, "u8") for name in ("send_start", "send_stride", "receive_start", "receive_stride")]
+)
+
+
+class FifoLayout(NamedTuple):
+    """Where FIFOs lie. slots: each connection's first slot in its receiver's memory, and the bytes of one slot;
+    needed: the bytes that the rank with the largest FIFOs needs.
+    """
+
+    slots: Mapping[ConnectionKey, tuple[int, int]]
+    needed: int
+
+
+def lay_out_fifos(plan: ExecutionPlan, tile_slot_bytes: int) -> FifoLayout:
+    """Lay out the slots of all connections, the same on all ranks. tile_slot_bytes: for one chunk's tile.
+
+    Raises ValueError for more connections than there are counters for.
+    """
+    if 2 * len(plan.connections) > MAX_COUNTS:
+        raise ValueError(
+            f"{plan.schedule.name} has {len(plan.connections)} connections: there are counts for {MAX_COUNTS // 2}"
+        )
+    used = [0] * plan.collective.ranks
+    slots = {}
+    for key in sorted(plan.connections):
+        sender, receiver, channel = key
+        sizes = [
+            step.size
+            for block in plan.schedule.ranks[sender].thread_blocks
+            if block.send_peer == receiver and block.channel == channel
+            for step in block.steps
+            if step.type.sends
+        ]
+        slot_bytes = max(sizes) * tile_slot_bytes
+        slots[key] = used[receiver], slot_bytes
+        used[receiver] += plan.slots * slot_bytes
+    return FifoLayout(slots, max(used))
+
+
+def make_tables(
+    plan: ExecutionPlan, rank: int, fifos: FifoLayout, completing: frozenset[StepPlace]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rank's steps and thread blocks, a row each. completing: the steps whose sum an average divides."""
+    numbers = {key: number for number, key in enumerate(sorted(plan.connections))}
+    steps: list[tuple[int, ...]] = []
+    blocks: list[tuple[int, ...]] = []
+    for number, block in enumerate(plan.schedule.ranks[rank].thread_blocks):
+        send = None if block.send_peer is None else (rank, block.send_peer, block.channel)
+        receive = None if block.receive_peer is None else (block.receive_peer, rank, block.channel)
+        send = send if send in fifos.slots else None
+        receive = receive if receive in fifos.slots else None
+        first = len(steps)
+        for at, step in enumerate(block.steps):
+            steps.append(_step_row(plan, rank, step, (rank, number, at) in completing))
+        blocks.append(
+            (
+                -1 if send is None else send[1],
+                -1 if receive is None else receive[0],
+                0 if send is None else numbers[send],
+                0 if receive is None else numbers[receive],
+                first,
+                len(block.steps),
+                *(fifos.slots[send] if send else (0, 0)),
+                *(fifos.slots[receive] if receive else (0, 0)),
+            )
+        )
+    empty = (-1, -1, 0, 0, 0, 0, 0, 0, 0, 0)
+    return np.array(steps or [(0,) * 6], dtype=_STEP_ROW), np.array(blocks or [empty], dtype=_BLOCK_ROW)
+
+
+def _step_row(plan: ExecutionPlan, rank: int, step: Step, completes: bool) -> tuple[int, ...]:
+    kind = step.type
+    # In the order of the bits SENDS, RECEIVES, ... of interpreter.cu.
+    flags = (
+        kind.sends,
+        kind.receives,
+        kind.reduces,
+        kind.reads_source,
+        kind.writes_destination,
+        completes,
+        step.awaited,
+    )
+    needs_destination = kind.writes_destination or kind is StepType.REDUCE
+    awaited = step.waits_for or (-1, -1)
+    return (
+        sum(1 << bit for bit, is_set in enumerate(flags) if is_set),
+        _pack_place(plan, rank, step.source_buffer, step.source) if kind.reads_source else -1,
+        _pack_place(plan, rank, step.destination_buffer, step.destination) if needs_destination else -1,
+        0 if kind is StepType.NOP else step.size,
+        *awaited,
+    )
+
+
+def _pack_place(plan: ExecutionPlan, rank: int, buffer: Buffer, chunk: int) -> int:
+    """A chunk's place as one number: its buffer above bit 28, its index below."""
+    shared, index = plan.collective.place(rank, buffer, chunk)
+    return _BUFFERS[shared] << 28 | index
+
+
+def find_initial_copies(plan: ExecutionPlan, rank: int) -> Iterator[tuple[int, int, int]]:
+    """The copies before the first step: from an element of the input, to an element of the output, how many."""
+    layout = plan.layout
+    for pair in plan.schedule.ranks[rank].copies:
+        buffers = (Buffer.IN, Buffer.OUT)
+        places = [plan.collective.place(rank, *one) for one in zip(buffers, pair, strict=True)]
+        if places[0] != places[1]:
+            (block, at), (to_block, to) = (divmod(index, layout.block_chunks) for _, index in places)
+            start, end = (part * layout.chunk_elements for part in (at, to))
+            elements = max(min(layout.block_elements - start, layout.chunk_elements), 0)
+            yield block * layout.block_elements + start, to_block * layout.block_elements + end, elements
