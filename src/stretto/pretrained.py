@@ -1,26 +1,27 @@
-"""What `parallelize` takes of Hugging Face's models: rules that it applies to models, and the planner to config.json.
+"""Which Hugging Face models `parallelize` accepts: rules for their tensor-parallel plans and configurations.
 
-Plain data and no imports of torch or transformers: whether a model can be trained is asked before it is there.
+`parallelize` applies them to models, and the planner to a config.json. Plain data, without imports of torch or
+transformers, since whether a model can be trained is asked before the model exists.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# The styles of a tensor-parallel plan, and the roles that they are.
+# The role for each style of a tensor-parallel plan.
 STYLES = {
     "colwise": "colwise",
     "rowwise": "rowwise",
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "head_norm",
 }
-# Linears whose output or input every rank wants whole, and what they are where x and y are 1, so that it is.
+# Styles that gather an output or split a whole input, and their roles where x = y = 1, so that it is whole anyway.
 WHOLE = {"colwise_gather_output": "colwise", "colwise_rep": "colwise", "rowwise_split_input": "rowwise"}
-# The one head that needs no word from the user.
+# The one head that needs no role from the user.
 LANGUAGE_MODEL_HEAD = "lm_head"
 
 
 def refusal_of_style(owner: str, prefix: str, tp_plan: Mapping[str, str]) -> str | None:
-    """Why the tensor-parallel plan of the class `owner` is not taken, and what to do; None if all styles are known.
+    """Why the tensor-parallel plan of the class `owner` is refused, and what to do; None if all styles are known.
 
     prefix: of the patterns' names within the whole model, with a dot.
     """
@@ -34,7 +35,7 @@ def refusal_of_style(owner: str, prefix: str, tp_plan: Mapping[str, str]) -> str
 
 
 def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
-    """The roles that linears of unknown styles have where nothing cuts features; nothing if Stretto cannot say."""
+    """The roles that linears of unknown styles have where no axis cuts features; nothing if Stretto cannot say."""
     roles = {prefix + pattern: WHOLE[style] for pattern, style in tp_plan.items() if style in WHOLE}
     if any(style not in STYLES and style not in WHOLE for style in tp_plan.values()):
         return ""
@@ -42,7 +43,7 @@ def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
 
 
 def refusal_of_attention_dropout(options: Mapping[str, Any]) -> str | None:
-    """Why a configuration whose attention drops weights is not taken; None if it drops none."""
+    """Why a configuration with dropout of attention weights is refused; None if it has none."""
     for option, value in options.items():
         if "att" in option and "drop" in option and isinstance(value, float) and value > 0:
             return (

@@ -1,6 +1,6 @@
-"""The name "stretto" among torch.distributed's backends, without importing torch where nobody else has.
+"""Registers "stretto" as a torch.distributed backend, without importing torch before the program does.
 
-torch imports this by the entry point "torch.backends" when it is imported itself, so that a script that only names the
+When torch is imported, it imports this module by the entry point "torch.backends", so that a script that only names the
 backend finds it. Where Stretto is on the path but not installed, or with TORCH_DEVICE_BACKEND_AUTOLOAD=0, `import
 stretto` registers the name, at once or as soon as torch.distributed has been imported.
 """
@@ -20,9 +20,9 @@ _HOME = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Register the backend now where torch.distributed is there, else right after it has been imported."""
+    """Register the backend now if torch.distributed has been imported, else right after its import."""
     module = sys.modules.get(_HOME)
-    if hasattr(module, "BackendConfig"):  # it has run that far, as far as it matters here
+    if hasattr(module, "BackendConfig"):  # the module has run far enough
         _register(module)
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
@@ -30,25 +30,25 @@ def register() -> None:
 
 def _register(module: Any) -> None:
     if NAME not in module.Backend.backend_list:
-        # Where torch knows no GPUs, frameworks that ask a group for its devices would put their tensors on one.
+        # Without GPUs do not register for cuda: frameworks that ask a group for its devices would put tensors there.
         version = module.torch.version
         devices = ["cpu"] if version.cuda is None and version.hip is None else ["cpu", "cuda"]
         module.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
 
 
 def _create(request: Any, options: object = None) -> "Backend":
-    from stretto.collectives.backend.factory import create_backend  # only now: it compiles and is not small
+    from stretto.collectives.backend.factory import create_backend  # imported late: it is large, and compiles
 
     return create_backend(request, options)
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds torch.distributed's module as Python does, and registers the backend once that has run."""
+    """A meta path finder for torch.distributed's module that registers the backend once the module has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
+        """Find the module as Python does, with a loader that registers the backend afterwards."""
         if fullname != _HOME:
             return None
         sys.meta_path.remove(self)

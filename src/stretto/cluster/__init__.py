@@ -1,4 +1,9 @@
-"""What the machine is: nodes, GPUs, links, with the source of each figure. Imports no GPU library."""
+"""Describes a machine: nodes, GPUs, links, with the source of each figure. Imports no GPU library.
+
+Modules: `cluster` (the class `Cluster`), `model` (its parts), `schema` (checks values, reads and writes TOML), `files`
+(bounded reading of files and presets), `detection` (the machine at hand, datasheets of known GPUs), `description` (a
+table for people).
+"""
 
 from stretto.axes import name_grid
 from stretto.cluster.cluster import Cluster

@@ -1,4 +1,4 @@
-"""A cluster: what a machine is, as far as anyone who plans or simulates work on it has to know."""
+"""`Cluster`: everything that planning or simulating work on a machine needs to know about it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generati
 class Cluster:
     """A machine: nodes of equal GPUs, the links inside a node and those between nodes.
 
-    Bytes, bytes/s in one direction, seconds and FLOP/s throughout. A figure that is not known is `None`; ask
-    for one that must be there with `require`. `sources` says, by dotted key, where a figure comes from.
-    Raises ValueError for a value that breaks its rule.
+    Units are bytes, bytes/s in one direction, seconds and FLOP/s. An unknown figure is `None`; use `require` for one
+    that must be known. `sources` has, by dotted key, where a figure comes from. Raises ValueError for a value that
+    breaks its rule.
     """
 
     name: str = field(metadata=figure(Kind.TEXT))
     description: str | None = field(default=None, metadata=figure(Kind.TEXT))
-    nodes: int | None = field(default=None, metadata=figure(Kind.COUNT))  # None: as many as one buys or rents
+    nodes: int | None = field(default=None, metadata=figure(Kind.COUNT))  # None: not limited
     gpus_per_node: int = field(metadata=figure(Kind.COUNT))
     nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
     in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
@@ -44,59 +44,61 @@ class Cluster:
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:
-        """The names that `preset` knows, sorted."""
+        """The names that `preset` accepts, sorted."""
         return files.preset_names()
 
     @classmethod
     def preset(cls, name: str) -> "Cluster":
-        """A machine whose figures come with Stretto. Raises ValueError for a name not in `presets()`."""
+        """A machine whose figures ship with Stretto. Raises ValueError for a name not in `presets()`."""
         if name not in cls.presets():
             raise ValueError(f"unknown cluster {name!r}; {suggest(name, cls.presets())}")
         return cls._from_toml(files.read_preset(name), f"preset {name}")
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
-        """Read a cluster file (docs/cluster.md says what is in one).
+        """Read a cluster file (docs/cluster.md describes the format).
 
-        Raises ValueError that names the file, the key, the value and the rule: for a path that is no file, a
-        file that is too large or no TOML, a missing or unknown key, and a value that breaks its rule.
+        Raises ValueError that names the file, the key, the value and the rule: for a path that is no file, a file that
+        is too large or not TOML, a missing or unknown key, and a value that breaks its rule.
         """
         return cls._from_toml(files.read(Path(path), cls.presets()), str(path))
 
     @classmethod
     def find(cls, name: str) -> "Cluster":
-        """The preset of that name, or the file: what ends in .toml, or is a file and no preset. Raises ValueError."""
+        """The preset of that name, or the file: a name that ends in .toml, or a file that is no preset. Raises
+        ValueError.
+        """
         is_file = Path(name).suffix == ".toml" or (name not in cls.presets() and Path(name).is_file())
         return cls.load(name) if is_file else cls.preset(name)
 
     @classmethod
     def detect(cls) -> "Cluster":
-        """The machine that this process runs on, as one node: its CUDA or ROCm GPUs, else its CPU.
+        """Detect the machine that this process runs on, as one node: its CUDA or ROCm GPUs, else its CPU.
 
-        A CPU counts as one GPU for each core that the process may use, with an equal share of the memory.
-        Memory is read from the machine, and peak FLOP/s are those of a known GPU's datasheet; links are left
-        unknown, since only a measurement tells them. Starts CUDA in this process, so do not fork after it.
+        A CPU counts as one GPU for each core that the process may use, with an equal share of the memory. Memory is
+        read from the machine, and peak FLOP/s come from a known GPU's datasheet; links stay unknown, since only a
+        measurement finds them. Initializes CUDA in this process, so do not fork after it.
         """
         count, gpu, sources = detection.detect()
         return cls(name="detected", nodes=1, gpus_per_node=count, gpu=gpu, sources=sources)
 
     def save(self, path: str | Path) -> None:
-        """Write a file that `load` turns into an equal cluster. Raises OSError where it cannot be written."""
+        """Write a file that `load` reads back as an equal cluster. Raises OSError where it cannot be written."""
         Path(path).write_text(to_toml(self), encoding="utf-8")
 
     def describe(self) -> str:
-        """A plain-text table for people: every figure with its unit, what is unknown, and the sources."""
+        """A plain-text table for people: every figure with its unit, unknown ones, and the sources."""
         return describe(self)
 
     @property
     def has_nvlink(self) -> bool:
-        """Whether NVLink joins a node's GPUs, as far as their name and bandwidth tell: more than PCI Express has."""
+        """Whether NVLink connects a node's GPUs, judging by name and bandwidth: more than PCI Express has."""
         is_nvidia = self.gpu.name.startswith(("NVIDIA", "Tesla"))
         return is_nvidia and (self.in_node.bandwidth or self.in_node.pair_bandwidth or 0) > _PCI_EXPRESS
 
     @property
     def gpus(self) -> int | None:
-        """GPUs in the whole machine; None where the number of nodes is open."""
+        """The number of GPUs of the whole machine; None where the number of nodes is open."""
         return None if self.nodes is None else self.nodes * self.gpus_per_node
 
     @property
@@ -107,14 +109,14 @@ class Cluster:
         return self.nics_per_node * self.between_nodes.bandwidth
 
     def measured_in_node_bandwidth(self, preceding: int, size: int) -> float | None:
-        """The measured bytes/s of groups of `size` GPUs that lie `preceding` apart; None if not measured."""
+        """The measured bytes/s of groups of `size` GPUs that are `preceding` apart; None if not measured."""
         for row in self.in_node_bandwidths:
             if (row.preceding, row.size) == (preceding, size):
                 return row.bandwidth
         return None
 
     def measured_transfers(self, collective: str, preceding: int, size: int) -> tuple[MeasuredCollective, ...]:
-        """What such groups were measured at, by rising size of message; () if they were not."""
+        """The measured collectives of such groups, by increasing size of message; () if not measured."""
         rows = (
             row for row in self.transfers if (row.collective, row.preceding, row.size) == (collective, preceding, size)
         )
@@ -123,7 +125,7 @@ class Cluster:
     def require(self, key: str) -> float:
         """The figure with a dotted key such as "between_nodes.bandwidth".
 
-        Raises ValueError where the cluster does not know it, or where no figure has this key.
+        Raises ValueError if the cluster does not know it, or if no figure has this key.
         """
         keys = list(dotted_keys(Cluster))
         if key not in keys:

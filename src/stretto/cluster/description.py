@@ -1,4 +1,4 @@
-"""A cluster as plain text for people."""
+"""Formats a cluster as plain text for people."""
 
 from collections.abc import Iterator
 from textwrap import fill
@@ -15,7 +15,7 @@ UNKNOWN = "unknown"
 
 
 def describe(cluster: "Cluster") -> str:
-    """The table behind `Cluster.describe`."""
+    """The table that `Cluster.describe` returns."""
     title = cluster.name + (f": {cluster.description}" if cluster.description else "")
     rows = list(_rows(cluster))
     width = max(len(label) for label, _ in rows)

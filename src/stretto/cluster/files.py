@@ -1,4 +1,4 @@
-"""Reads cluster files and presets. Files are untrusted: their size is bounded before they are parsed."""
+"""Reads cluster files, presets and other untrusted files, whose size is bounded before they are read."""
 
 import tomllib
 from collections.abc import Sequence
@@ -23,8 +23,10 @@ def read_preset(name: str) -> str:
 
 
 def read(path: Path, presets: Sequence[str]) -> str:
-    """The text of a cluster file. Raises ValueError for no file, one too large, and one not UTF-8."""
-    if not path.is_file():  # also says no to pipes and devices, which may never end
+    """The text of a cluster file. Raises ValueError for a missing file, one that is too large, and one that is not
+    UTF-8.
+    """
+    if not path.is_file():  # also refuses pipes and devices, which may never end
         hint = f'; Cluster.preset("{path}") is the preset of that name' if str(path) in presets else ""
         raise ValueError(f"{path}: there is no such file{hint}")
     try:
@@ -38,7 +40,7 @@ def read(path: Path, presets: Sequence[str]) -> str:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError that names the file and, where the parser knows it, the line."""
+    """Parse TOML. Raises ValueError that names the file and, where the parser reports it, the line."""
     try:
         return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, and what int() says of thousands of digits
@@ -48,13 +50,13 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
-    """The content of a file that is not trusted; `what` it is, for people: "a configuration".
+    """Read an untrusted file; `what` describes it for error messages: "a configuration". For all layers above, too.
 
     ValueError, which names the path, for a file of more than max_bytes, before it is read, and for what is no regular
     file. OSError where it cannot be read.
     """
     status = path.stat()
-    if not S_ISREG(status.st_mode):  # a pipe might never end, or never begin
+    if not S_ISREG(status.st_mode):  # reading a pipe might never end, or never begin
         raise ValueError(f"{path}: is not a regular file")
     content = b""
     if status.st_size <= max_bytes:

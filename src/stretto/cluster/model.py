@@ -1,7 +1,7 @@
-"""The parts of a cluster: GPU, links, measured bandwidths. Values only; `cluster.py` puts them together.
+"""The parts of a cluster: GPU, links, measurements. Values only; `cluster.py` combines them.
 
-Bandwidths are bytes a second in one direction, never bits and never both directions added. `None` means that
-the figure is not known.
+Bandwidths are bytes/s in one direction, never bits and never both directions added. `None` means that the figure is
+unknown.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ _FLOP_RATE = figure(Kind.QUANTITY, "FLOP/s")
 
 @dataclass(frozen=True)
 class FlopRates:
-    """Floating-point operations a second of one GPU by dtype, dense (no structured sparsity).
+    """Floating-point operations a second of one GPU by dtype, dense (without structured sparsity).
 
-    For matrix products, on tensor or matrix cores where the dtype has them; `None` where the dtype does not
-    exist on the GPU or its rate is not known.
+    For matrix products, on tensor or matrix cores where the dtype has them; `None` if the GPU does not have the dtype,
+    or its rate is unknown.
     """
 
     fp64: float | None = field(default=None, metadata=_FLOP_RATE)
@@ -42,14 +42,14 @@ class GPU:
     memory_bandwidth: float | None = field(
         default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
     )
-    # What a large copy was measured at, and the seconds that computation loses a second of a collective beside it.
+    # Of a large copy; and the seconds that computation loses for each second of a concurrent collective.
     measured_memory_bandwidth: float | None = field(
         default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
     )
     overlap_slowdown: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds a second"))
-    # Attention forward and backward, causal, counting only the products that its mask leaves; with a fused kernel.
+    # Causal attention forward and backward with a fused kernel, counting only the products that the mask leaves.
     attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
-    # As its vendor says, and the best that a matmul was measured at.
+    # The vendor's figures, and the best measured of a matrix product.
     peak_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
     empirical_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
 
@@ -61,9 +61,8 @@ class GPU:
 class NodeLink:
     """The links between the GPUs of one node.
 
-    `bandwidth` is what one GPU sends to all others of its node at once, all its links together;
-    `pair_bandwidth` what it sends to one peer that it is linked to directly (the slowest such peer). Behind a
-    switch the two are equal.
+    `bandwidth` is what one GPU sends to all others of its node at once, with all its links; `pair_bandwidth` is what it
+    sends to one peer that it is directly connected to (the slowest such peer). Behind a switch the two are equal.
     """
 
     bandwidth: float | None = field(
@@ -94,12 +93,12 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class InNodeBandwidth:
-    """A measured bandwidth of groups of `size` GPUs of one node, all such groups of the node busy at once.
+    """A measured bandwidth of groups of `size` GPUs of one node, with all such groups of the node busy at once.
 
-    `preceding` is the product of the sizes of the grid's axes inside this one: the group's GPUs are that many
-    device numbers apart. `bandwidth` is per GPU: the bytes that a ring algorithm sends from one GPU, over the
-    time that the collective took (what nccl-tests calls bus bandwidth). It is case 1 of section 5.1.2 in
-    Singh, "Optimizing communication in parallel deep learning on exascale-class machines".
+    `preceding` is the product of the sizes of the grid's inner axes: the group's GPUs are that many device numbers
+    apart. `bandwidth` is per GPU: the bytes that a ring algorithm sends from one GPU, divided by the time of the
+    collective (what nccl-tests calls bus bandwidth). It is case 1 of section 5.1.2 in Singh, "Optimizing communication
+    in parallel deep learning on exascale-class machines".
     """
 
     preceding: int = field(metadata=figure(Kind.COUNT))
@@ -114,8 +113,8 @@ class InNodeBandwidth:
 class Matmul:
     """A measured matrix product [m, k] x [k, n] of one GPU.
 
-    `layout` says how the operands lay: "NN", "NT" (the second transposed, as a linear's weight) or "TN" (the first, as
-    in a weight's gradient).
+    `layout` is the layout of the operands: "NN", "NT" (the second transposed, as a linear's weight) or "TN" (the first,
+    as in a weight's gradient).
     """
 
     m: int = field(metadata=figure(Kind.COUNT))
@@ -134,9 +133,10 @@ class Matmul:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A measured collective inside a node: all groups of `size` GPUs that lie `preceding` apart at once.
+    """A measured collective inside a node, of all groups of `size` GPUs that are `preceding` apart at once.
 
-    `bytes` is what a ring algorithm sends from one GPU, `seconds` what the collective took.
+    A row of the key `transfers` of a cluster file. `bytes` is what a ring algorithm sends from one GPU, `seconds` the
+    time of the collective.
     """
 
     collective: str = field(metadata=figure(Kind.TEXT))

@@ -1,7 +1,7 @@
-"""How a cluster file becomes checked, frozen dataclasses, and goes back.
+"""Converts cluster files to checked, frozen dataclasses, and back.
 
-A dataclass says in each field's metadata what kind of value it holds (`figure`); reading, checking and writing
-follow those declarations, so that a new figure is one new line in `model.py`.
+Each field's metadata declares what kind of value it holds (`figure`). Reading, checking and writing follow these
+declarations, so that a new figure is one new line in `model.py`.
 """
 
 import math
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """What a field holds; the value is the rule as an error message says it."""
+    """What a field holds; the value is the rule in words, for error messages."""
 
     COUNT = f"a whole number from 1 to {LARGEST_COUNT}"
     QUANTITY = f"a finite number greater than 0 and at most {LARGEST_QUANTITY:g}"
@@ -39,8 +39,8 @@ def figure(kind: Kind, unit: str = "", *, of: type | None = None) -> dict[str, A
 def build(cls: type[T], table: dict[str, Any], where: str, prefix: str = "") -> T:
     """Make a `cls` from a parsed TOML table.
 
-    `where` (the file) and `prefix` (the dotted keys of the tables around this one) name the place in errors.
-    Raises ValueError for an unknown or missing key and for a value that breaks its field's rule.
+    `where` (the file) and `prefix` (the dotted keys of the enclosing tables) locate errors. Raises ValueError for an
+    unknown or missing key and for a value that breaks its field's rule.
     """
     known = {declared.name: declared for declared in fields(cls)}  # type: ignore[arg-type]
     for key in table:
@@ -55,14 +55,14 @@ def build(cls: type[T], table: dict[str, Any], where: str, prefix: str = "") -> 
             raise ValueError(f"{where}: {prefix + name} is missing; it must be {rule}")
     try:
         return cls(**values)
-    except ValueError as error:  # rules that tie figures to one another, checked in __post_init__, know no file
+    except ValueError as error:  # __post_init__ checks rules between figures, and does not know the file
         raise ValueError(f"{where}: {prefix}{error}") from None
 
 
 def check(instance: Any) -> None:
-    """Raise ValueError unless every value of a dataclass whose fields are `figure`s keeps its rule.
+    """Raise ValueError unless every value of a dataclass whose fields are `figure`s satisfies its rule.
 
-    For `__post_init__`, so that values given from Python are checked as those of a file are.
+    For `__post_init__`, so that values given from Python are checked like those of a file.
     """
     for declared in fields(instance):
         value, kind = getattr(instance, declared.name), declared.metadata["kind"]
@@ -73,7 +73,7 @@ def check(instance: Any) -> None:
 
 
 def check_value(value: object, kind: Kind, where: str) -> None:
-    """Raise ValueError, naming place, value, rule and what would do, unless the value keeps the rule."""
+    """Raise ValueError, which names place, value, rule and a valid value, unless the value satisfies the rule."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     match kind:
         case Kind.COUNT:
@@ -88,14 +88,14 @@ def check_value(value: object, kind: Kind, where: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value for an error message, short whatever the file held."""
+    """A value for an error message, short whatever the file holds."""
     if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest of them
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest ones
     return reprlib.repr(value)
 
 
 def _remedy(value: object, kind: Kind) -> str:
-    """What would do instead of a refused value, as the end of an error message."""
+    """The end of an error message: a value that would be valid in place of a refused one."""
     if kind is Kind.TEXT:
         return ""
     if isinstance(value, str):
@@ -111,7 +111,7 @@ def _remedy(value: object, kind: Kind) -> str:
 
 
 def suggest(key: str, known: Any) -> str:
-    """The nearest known key, and all of them, as the end of an error message."""
+    """The end of an error message: the nearest known key, and all of them."""
     nearest = get_close_matches(key, list(known), n=1, cutoff=0.5)
     return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"Known here: {', '.join(known)}"
 
@@ -141,7 +141,7 @@ def _check_shape(is_kept: bool, value: object, kind: Kind, where: str) -> None:
 
 
 def _notes(table: dict[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and texts of a table; TOML reads an unquoted `gpu.memory = "..."` as nested tables."""
+    """Yield dotted keys and texts of a table; TOML reads an unquoted `gpu.memory = "..."` as nested tables."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _notes(value, where, f"{prefix}{key}.")
@@ -151,7 +151,7 @@ def _notes(table: dict[str, Any], where: str, prefix: str = "") -> Iterator[tupl
 
 
 def dotted_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every key of a dataclass's file, tables included: `gpu`, `gpu.name`, `gpu.peak_flops`, ..."""
+    """Yield every key of a dataclass's file, tables included: `gpu`, `gpu.name`, `gpu.peak_flops`, ..."""
     for declared in fields(cls):
         yield prefix + declared.name
         if declared.metadata["kind"] is Kind.TABLE:
@@ -159,7 +159,7 @@ def dotted_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def to_toml(instance: Any, header: str = "") -> str:
-    """TOML that `build` turns into an equal instance; a unit is a comment behind its figure."""
+    """TOML that `build` converts to an equal instance; the unit of a figure is a comment behind it."""
     lines, tables = [], []
     for declared in fields(instance):
         value, kind = getattr(instance, declared.name), declared.metadata["kind"]

@@ -1,8 +1,23 @@
-"""The torch.distributed backend "stretto": schedules where they are installed, gloo and NCCL for all else.
+"""The torch.distributed backend "stretto": runs collectives by schedules where it has one, else by gloo or NCCL.
 
-The parts: `registration` (the name), `factory` (a group's backend), `native` and `extension` (the class that torch
-calls), `dispatcher` (who runs a call), `runner` and `host_runner` (how a schedule runs it), `api` (what users
-call).
+What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
+
+    1. torch, c10d         the group's Backend object, which `factory.py` made when the group was made
+    2. native/backend.hpp  `StrettoBackend::allreduce` (or python_backend.py, without a compiler) asks Python:
+    3. dispatcher.py       `Dispatcher.__call__` decides what runs the call, counts it, and logs it at debug level
+         calls.py            describes the call (`BackendCall`), and tells whether any schedule could run it
+         debug_check.py      with STRETTO_DEBUG=1: compares the call on all ranks first
+    4a. a schedule: installed by the user, or on GPUs the fastest measured one
+         runner.py           the interface `Runner`, one for each device type
+         host_runner.py      CPU: a worker thread of the group (agreement.py: all ranks call the same), shared memory
+         cuda_runner.py      GPU: kernels on the current stream
+         calls.py            `run_staged`: strided tensors and lists to the flat buffers of the executor, and back
+         nccl_warmup.py      has NCCL connect too, for messages that may follow
+    4b. no schedule: the dispatcher returns None, and `StrettoBackend` calls gloo or NCCL
+         host_fallback.py    only where ranks share GPUs, in tests: stages NCCL's calls on the host
+    5. native.py           makes the Work object of a schedule (native/work.hpp); gloo or NCCL make their own
+
+`api.py` is what users call: `install`, `uninstall`, `call_counts`. `stretto.registration` registers the backend's name.
 """
 
 from stretto.collectives.backend.api import call_counts, install, uninstall

@@ -1,10 +1,10 @@
-"""Before a call runs, every rank sees what every other rank calls.
+"""Checks, before a schedule runs a call on CPU tensors, that all ranks make the same call.
 
-Who writes: a rank writes its call's description into its own buffer, then counts signal BEGUN up at all peers. Who
-waits: everyone, for everyone's BEGUN to reach this call's number; then it reads all descriptions. Why the buffer may be
-reused: descriptions alternate between two halves, and a rank writes the half of call n again for call n + 2, when all
-peers have begun call n + 1, and so have read those of call n. Since a rank begins a call only when it is done with the
-one before, the slots of a schedule's FIFOs are free once all have met here.
+Who writes: a rank writes its call's description into its own buffer, then increments signal BEGUN at all peers. Who
+waits: every rank waits for every peer's BEGUN to reach this call's number, then reads all descriptions. Why the buffer
+may be reused: descriptions alternate between two halves, and a rank writes the half of call n again for call n + 2,
+when all peers have begun call n + 1 and so have read those of call n. Since a rank begins a call only when it has
+finished the previous one, the slots of a schedule's FIFOs are free once all ranks have met here.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stretto.memory import Backoff, HostMemory, PeerError, allocate
 
 _BYTES = 4096
-_REASON = 2 * _BYTES  # where a rank writes why it gave up
+_REASON = 2 * _BYTES  # offset of the reason why a rank gave up
 _SECONDS_BETWEEN_LOOKS = 0.1
 _BEGUN, _GAVE_UP = 0, 1
 _MAX_TEXT = 1000
@@ -23,11 +23,11 @@ _GIVING_UP = " gave up: "
 
 
 class DisagreementError(ValueError):
-    """Ranks that do not call the same, or one that cannot do its part. All ranks raise it, and none has begun."""
+    """Ranks make different calls, or one of them cannot run its part. All ranks raise it, and none has started."""
 
 
 class Agreement:
-    """The meeting place of a group's ranks; one thread uses it. All ranks make it together."""
+    """Meeting place of a group's ranks, used by one thread. All ranks construct it together."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         memory = allocate(3 * _BYTES, group, signals=2, timeout=timeout)
@@ -36,10 +36,10 @@ class Agreement:
         self._calls = 0
 
     def meet(self, what: str, description: dict[str, object], timeout: float) -> None:
-        """Wait for all ranks to come with the same description; `what`: the call, for people.
+        """Wait until all ranks have arrived with the same description; `what`: the call, for error messages.
 
-        DisagreementError where descriptions differ, or one is refused (its key "refused"); the next call may go on.
-        PeerError for a rank that does not come within `timeout` seconds, has died, or gave up before.
+        DisagreementError where descriptions differ, or one has the key "refused"; the next call may go on. PeerError
+        for a rank that does not arrive within `timeout` seconds, has died, or gave up before.
         """
         memory = self._memory
         self._calls += 1
@@ -52,19 +52,19 @@ class Agreement:
         _compare(what, memory.rank, theirs)
 
     def give_up(self, why: str) -> None:
-        """Tell all ranks that this one runs nothing any more, and why."""
+        """Tell all ranks that this one runs no schedule any more, and why."""
         memory = self._memory
         _write(memory.buffer()[_REASON:], {"why": why})
         for peer in range(memory.world_size):
             memory.signal(peer, _GAVE_UP)
 
     def find_losses(self) -> list[str]:
-        """Who has died, and who gave up and why, for people."""
+        """Lines for people: which ranks have died, and which gave up and why."""
         memory, peers = self._memory, range(self._memory.world_size)
         others = [peer for peer in peers if peer != memory.rank]
         found = [f"the process of rank {peer} has ended" for peer in others if memory.has_ended(peer)]
         heard = {peer: str(_read(memory.buffer(peer)[_REASON:])["why"]) for peer in others if self._gave_up(peer)}
-        # Most give up because another did, and only repeat what that one said.
+        # Most ranks give up because another one did, and only repeat its reason.
         first = {peer: why for peer, why in heard.items() if _GIVING_UP not in why}
         return found + [f"rank {peer}{_GIVING_UP}{why}" for peer, why in (first or heard).items()]
 
@@ -89,7 +89,7 @@ class Agreement:
                 continue
             looked = waited
             losses = self.find_losses()
-            # Whoever has died or given up had perhaps come before.
+            # A rank that has died or given up may have begun the call before.
             missing = [peer for peer in missing if not memory.has_reached(peer, _BEGUN, self._calls)]
             if missing and (losses or waited > timeout):
                 names = ", ".join(map(str, missing))
@@ -104,9 +104,9 @@ def _compare(what: str, rank: int, theirs: list[dict[str, object]]) -> None:
         if "refused" in description:
             raise DisagreementError(f"rank {peer} cannot run its part of {what}: {description['refused']}")
     own = theirs[rank]
-    # All ranks name the same pair, whoever reads it: the first rank, and the first one that differs from it.
+    # All ranks name the same pair: rank 0, and the first rank that differs from it.
     for peer, description in enumerate(theirs):
-        # Another operation differs in much else, which would tell less.
+        # Compare the operation first: other operations differ in much else, which says less.
         for key in sorted(theirs[0].keys() | description.keys(), key=lambda key: (key != "operation", key)):
             one, other = theirs[0].get(key), description.get(key)
             if one != other:

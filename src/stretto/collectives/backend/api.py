@@ -1,4 +1,4 @@
-"""`install`, `uninstall` and `call_counts`: what users call."""
+"""What users call: `install`, `uninstall` and `call_counts`."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -31,18 +31,19 @@ def install(
     waive: Collection[str] = (),
     timeout: float | None = None,
 ) -> InstalledSchedule:
-    """Have a group run calls of a collective by a schedule of one's own. All ranks of the group call it.
+    """Install a schedule in a group, which then runs matching calls of its collective by it. All ranks call it.
 
     schedule: a Schedule, or the path of an MSCCL XML file; group: of the backend stretto, None for all ranks.
-    min_bytes, max_bytes: the calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: as the
-    schedule says; max_bytes 0: any); dtypes: None for all that its executor has; even_sizes: promises
-    that an all-to-all which is given sizes is given equal ones on all ranks, so that a schedule can run it too (one
-    that is not raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait here for the other
-    ranks (None: the group's own limit). Of several schedules that would do, the last one installed runs.
+    min_bytes, max_bytes: which calls it is for, by the bytes of a rank's larger buffer, both inclusive (None: the
+    schedule's own limits; max_bytes 0: no upper limit); dtypes: None for all that its executor supports; even_sizes:
+    promises that all-to-alls with explicit sizes have equal sizes on all ranks, so that a schedule can run them too
+    (one with unequal sizes raises ValueError on all ranks); waive: as in `verify`; timeout: seconds to wait here for
+    the other ranks (None: the group's own limit). If several schedules match a call, the one that was installed last
+    runs.
 
-    ValueError, on all ranks, for a schedule that is not verified, that is for another number of ranks, that no
-    operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for a file that
-    is none. PeerError for ranks that do not come.
+    ValueError, on all ranks, for a schedule that fails verification, that is for another number of ranks, that no
+    operation can use or no executor can run, and where ranks install different ones; ScheduleFileError for an invalid
+    file. PeerError for ranks that do not arrive.
     """
     dispatcher = find_dispatcher(group)
 
@@ -75,10 +76,10 @@ def install(
 def uninstall(
     installed: InstalledSchedule | None = None, group: dist.ProcessGroup | None = None, *, timeout: float | None = None
 ) -> None:
-    """Take a schedule that `install` returned out of its group, or all (None). All ranks of the group call it.
+    """Remove a schedule that `install` returned from its group, or all of them (None). All ranks of the group call it.
 
-    Calls that were made before are run by it yet. ValueError for one that is not installed in this group, or where
-    ranks name different ones; PeerError for ranks that do not come.
+    Calls that were made before still run by it. ValueError for one that is not installed in this group, or where ranks
+    name different ones; PeerError for ranks that do not arrive.
     """
     dispatcher = find_dispatcher(group)
 
@@ -99,16 +100,16 @@ def uninstall(
 
 
 def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
-    """How often this rank's calls in a group (None: the default group) ran as what, since the group was made.
+    """Count this rank's calls in a group (None: the default group) by what ran them, since the group was made.
 
-    Keys are (c10d's operation, "schedule NAME" or the backend inside: "gloo" or "nccl"). ValueError for a group of
+    Keys are (c10d's operation, "schedule NAME" or the inner backend: "gloo" or "nccl"). ValueError for a group of
     another backend.
     """
     return find_dispatcher(group).counter.read()
 
 
 def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, timeout: float) -> T:
-    """What this rank's check returned, once all ranks' checks have ended well and said the same."""
+    """Run this rank's check; return its result once all ranks' checks have succeeded with equal descriptions."""
     error: Exception | None = None
     found: T | None = None
     try:
@@ -129,7 +130,7 @@ def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, 
 
 
 def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedule:
-    """The schedule with the conditions that its collective's operation has. ValueError where it does not meet them."""
+    """The schedule with the conditions of its collective's operation. ValueError where it does not meet them."""
     collective = schedule.collective
     if collective.name not in COLLECTIVES.values():
         known = ", ".join(sorted(set(COLLECTIVES.values())))
@@ -152,6 +153,7 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
 
 
 def _check_options(made: InstalledSchedule, dispatcher: Dispatcher) -> None:
+    """ValueError for byte limits out of order, and for dtypes that no executor here supports."""
     if made.min_bytes < 0 or made.max_bytes < 0 or 0 < made.max_bytes < made.min_bytes:
         raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {made.min_bytes} to {made.max_bytes}")
     runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]

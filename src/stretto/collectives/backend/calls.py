@@ -1,4 +1,10 @@
-"""A call of the backend, as torch.distributed made it, and what a schedule can make of it."""
+"""A call of the backend: as torch.distributed made it, whether schedules can run it, and its tensors as flat buffers.
+
+`run_staged` converts tensors. An executor takes flat contiguous tensors: in place one, with the collective's larger
+buffer; out of place two that share no memory. A call may have tensors of any strides, lists of them, and an input that
+is a part of the output. Tensors that already have the executor's layout are used where they are; the rest is copied.
+The input of a call never changes, unless it is the output.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -24,8 +30,8 @@ COLLECTIVES = {
     "alltoall": "alltoall",
 }
 """The operations of c10d that a schedule can run, each with its collective's name in schedules."""
-OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
-"""What not all ranks of the group call, or not alike."""
+NON_COLLECTIVE = {"send", "recv", "recv_anysource", "monitored_barrier"}
+"""The operations that not all ranks of the group call, or not alike."""
 _TITLES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -35,27 +41,27 @@ _TITLES = {
     "alltoall_base": "all_to_all",
     "alltoall": "all_to_all",
 }
-"""What c10d's backends call operations in profiles, where it is another name."""
+"""The names of operations in profiles of c10d's backends, where they differ."""
 _PAIRWISE = {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
-# Several tensors are those of a rank's devices to c10d: an all-reduce adds them up too, a broadcast fills all alike.
+# c10d takes several tensors as those of a rank's devices: an all-reduce adds them too, a broadcast fills them all.
 _OF_ONE_TENSOR = {"allreduce", "broadcast", "reduce"}
 
 
 @dataclass(frozen=True)
 class CollectiveTensors:
-    """One collective: its input and its output, each the row of these tensors' elements, in this order."""
+    """One collective: input and output are each the concatenation of these tensors' elements, in this order."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
     @property
     def input_elements(self) -> int:
-        """The elements of the input."""
+        """The number of elements of the input."""
         return sum(tensor.numel() for tensor in self.inputs)
 
     @property
     def output_elements(self) -> int:
-        """The elements of the output."""
+        """The number of elements of the output."""
         return sum(tensor.numel() for tensor in self.outputs)
 
 
@@ -63,11 +69,11 @@ class CollectiveTensors:
 class BackendCall:
     """One call of an operation on this rank.
 
-    operation: c10d's name; outputs, inputs: its tensors, the same ones where it works in place; reduction: "sum",
-    "avg", "prod", "min", "max", "another", or "" for an operation that adds nothing; root: a rank of the group;
-    timeout: in seconds; note: "coalescing" (it is one of several that NCCL is to begin at once), "even sizes" or
-    "uneven sizes" (of an all-to-all that is given the sizes of its parts, or a list of them), "cuda" (where no tensor
-    shows it), "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
+    operation: c10d's name; outputs, inputs: its tensors, the same ones for an operation in place; reduction: "sum",
+    "avg", "prod", "min", "max", "another", or "" for an operation without one; root: a rank of the group; timeout: in
+    seconds; note: "coalescing" (one of several that NCCL is to start at once), "even sizes" or "uneven sizes" (an
+    all-to-all with explicit sizes of its parts, or with lists), "cuda" (where no tensor shows it), "root tensor" (a
+    broadcast or a reduce whose root's tensor is not the first of its list), or "".
     """
 
     operation: str
@@ -80,34 +86,34 @@ class BackendCall:
 
     @property
     def collective(self) -> str | None:
-        """The collective's name in schedules; None for what no schedule does."""
+        """The collective's name in schedules; None for an operation that no schedule runs."""
         return COLLECTIVES.get(self.operation)
 
     @property
     def title(self) -> str:
-        """The operation as c10d's backends show it in profiles."""
+        """The operation's name in profiles, as c10d's backends show it."""
         return _TITLES.get(self.operation, self.operation)
 
     @property
     def device_type(self) -> str:
-        """Where its tensors are: "cpu" where there are none and no note says else."""
+        """The device type of its tensors; "cpu" if it has none and the note does not say otherwise."""
         for tensor in (*self.inputs, *self.outputs):
             return tensor.device.type
         return "cuda" if self.note == "cuda" else "cpu"
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of its tensors; None where they differ, or there are none."""
+        """The dtype of its tensors; None if they differ, or if there are none."""
         found = {tensor.dtype for tensor in (*self.inputs, *self.outputs)}
         return found.pop() if len(found) == 1 else None
 
     @property
     def bytes(self) -> int:
-        """Of the larger one of input and output, all tensors together."""
+        """The bytes of the larger one of input and output, all tensors together."""
         return max(sum(map(_bytes_of, side)) for side in (self.inputs, self.outputs))
 
     def collectives(self) -> Iterator[CollectiveTensors]:
-        """The collectives that it consists of."""
+        """The collectives that it consists of: several for a coalesced call."""
         if self.operation in _PAIRWISE:
             for given, taken in zip(self.inputs, self.outputs, strict=True):
                 yield CollectiveTensors((given,), (taken,))
@@ -115,13 +121,13 @@ class BackendCall:
             yield CollectiveTensors(self.inputs, self.outputs)
 
     def describe(self) -> str:
-        """The call for people, on one line."""
+        """One line for people."""
         dtype = "elements" if not self.inputs else "several dtypes" if self.dtype is None else str(self.dtype)[6:]
         reduction = f" {self.reduction}" if self.reduction else ""
         return f"{self.operation}{reduction} of {self._sizes()} {dtype} ({self.bytes} bytes) on {self.device_type}"
 
     def describe_sizes(self) -> str:
-        """The elements of each input tensor, short, and not the same where any differs."""
+        """The elements of each input tensor, shortened; differs between calls if any tensor's does."""
         sizes = str([tensor.numel() for tensor in self.inputs]).encode()
         return f"{self._sizes()} ({len(self.inputs)} tensors, {hashlib.sha256(sizes).hexdigest()[:8]})"
 
@@ -131,7 +137,7 @@ class BackendCall:
 
 
 def find_obstacle(call: BackendCall, ranks: int) -> str | None:
-    """Why no schedule can run this call, whichever is installed; None where one can. The same on all ranks."""
+    """Why no schedule can run this call, whichever is installed; None if one could. The same on all ranks."""
     if call.collective is None:
         return "no schedule does this operation"
     if call.note == "coalescing":
@@ -154,7 +160,7 @@ def find_obstacle(call: BackendCall, ranks: int) -> str | None:
     if (of_lists := _find_obstacle_in_lists(call, ranks)) is not None:
         return of_lists
     if call.note == "uneven sizes":
-        return None  # this rank's alone decide nothing: who has promised even ones is told, on all ranks
+        return None  # other ranks cannot know: `even_sizes` promised otherwise, so all ranks raise later
     factors = {"allgather": (ranks, 1), "reducescatter": (1, ranks)}
     of_input, of_output = factors.get(call.collective, (1, 1))
     if any(part.input_elements * of_input != part.output_elements * of_output for part in call.collectives()):
@@ -163,7 +169,7 @@ def find_obstacle(call: BackendCall, ranks: int) -> str | None:
 
 
 def _find_obstacle_in_lists(call: BackendCall, ranks: int) -> str | None:
-    """Why its lists are not those of one collective: c10d has other meanings for such, or refuses them."""
+    """Why its lists are not those of one collective: c10d gives such lists another meaning, or refuses them."""
     if call.operation in _OF_ONE_TENSOR:
         return "it has several tensors" if len(call.inputs) > 1 else None
     match call.operation:
@@ -186,23 +192,23 @@ def _find_obstacle_in_lists(call: BackendCall, ranks: int) -> str | None:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Of all its elements; of a sparse tensor, those of the dense one."""
+    """The bytes of all its elements; for a sparse tensor, of the dense one."""
     return tensor.numel() * tensor.element_size()
 
 
-Run = Callable[[Tensor, Tensor | None], Tensor]
+RunCollective = Callable[[Tensor, Tensor | None], Tensor]
 """Runs a schedule on (input, None) in place, or on (input, output); returns the output, flat."""
 
 
 def runs_in_place(schedule: Schedule) -> bool:
-    """In place where that saves a copy: a reduce-scatter's, a reduce's and an all-to-all's input is to be kept."""
+    """Whether to run in place, which saves a copy. A reduce-scatter, reduce and all-to-all must keep their input."""
     if schedule.in_place and schedule.out_of_place:
         return schedule.collective.name not in ("reducescatter", "reduce", "alltoall")
     return schedule.in_place
 
 
 def require_room(call: BackendCall) -> None:
-    """ValueError for an output whose elements share memory (an expanded tensor): torch writes into none."""
+    """ValueError for an output whose elements share memory (an expanded tensor), which torch does not write either."""
     for output in call.outputs:
         if any(size > 1 and stride == 0 for size, stride in zip(output.shape, output.stride(), strict=True)):
             raise ValueError(
@@ -212,30 +218,30 @@ def require_room(call: BackendCall) -> None:
 
 
 def run_staged(
-    part: CollectiveTensors, collective: str, in_place: bool, rank: int, root: int, average: int, run: Run
+    part: CollectiveTensors, collective: str, in_place: bool, rank: int, root: int, average: int, run: RunCollective
 ) -> None:
-    """Run one collective of a call and leave its output in the part's tensors.
+    """Run one collective of a call, and copy its output into the call's tensors where it is not there yet.
 
-    collective: its name in schedules; rank, root: in the group; average: what sums are divided by, 1 for nothing.
+    collective: its name in schedules; rank, root: in the group; average: the divisor of sums, 1 for none.
     """
-    inputs = tuple(tensor.data for tensor in part.inputs)  # behind autograd's back, as gloo and NCCL write
+    inputs = tuple(tensor.data for tensor in part.inputs)  # hidden from autograd, as gloo's and NCCL's writes are
     outputs = tuple(tensor.data for tensor in part.outputs)
     if in_place:
         result = _run_in_place(inputs, outputs, collective, rank, run)
     else:
         result = _run_out_of_place(inputs, outputs, collective == "reduce" and rank != root, run)
     if collective == "reduce" and rank != root:
-        return  # only the root gets it
+        return  # only the root has the result
     if average > 1:
         result.div_(average) if result.is_floating_point() else result.div_(average, rounding_mode="trunc")
     _write(result, outputs)
 
 
 def _run_in_place(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], collective: str, rank: int, run: Run
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], collective: str, rank: int, run: RunCollective
 ) -> Tensor:
     match collective:
-        case "reducescatter" | "reduce":  # the input is not to be changed
+        case "reducescatter" | "reduce":  # the input must not change
             return run(_join(inputs).clone(), None)
         case "allgather":
             whole = _as_flat(outputs)
@@ -251,28 +257,30 @@ def _run_in_place(
             return run(whole, None)
 
 
-def _run_out_of_place(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], keeps_output: bool, run: Run) -> Tensor:
+def _run_out_of_place(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], keeps_output: bool, run: RunCollective
+) -> Tensor:
     given = _join(inputs)
     taken = torch.empty_like(given) if keeps_output else _as_flat(outputs)
     return run(given.clone() if _overlap(given, taken) else given, taken)
 
 
 def _join(tensors: tuple[Tensor, ...]) -> Tensor:
-    """The tensors' elements in a row: a view where there is one contiguous tensor."""
+    """The tensors' elements, concatenated: a view of a single contiguous tensor."""
     if len(tensors) == 1:
         return tensors[0].contiguous().view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _as_flat(tensors: tuple[Tensor, ...]) -> Tensor:
-    """A flat tensor to write all of these into: a view where there is one contiguous tensor, else a new one."""
+    """A flat tensor for the contents of all of these: a view of a single contiguous one, else a new tensor."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].view(-1)
     return tensors[0].new_empty(sum(map(torch.numel, tensors)))
 
 
 def _write(result: Tensor, outputs: tuple[Tensor, ...]) -> None:
-    """Copy the result where it is not yet."""
+    """Copy the result into the outputs, unless it is there already."""
     if len(outputs) == 1 and outputs[0].is_contiguous() and outputs[0].data_ptr() == result.data_ptr():
         return
     start = 0

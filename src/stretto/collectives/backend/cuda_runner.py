@@ -1,4 +1,4 @@
-"""Schedules on CUDA tensors: kernels on the caller's stream, and a Work that a stream waits for, not the host."""
+"""Runs schedules on CUDA tensors: kernels on the caller's stream, and a Work that streams wait for, not the host."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ logger = logging.getLogger("stretto.collectives")
 
 
 class CudaRunner:
-    """See `Runner`. The group's ranks have a GPU each, of one machine, that reach each other's memory."""
+    """Runner for CUDA tensors. Each rank has a GPU, all in one machine, and all access each other's memory."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -34,28 +34,28 @@ class CudaRunner:
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
         self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
-        self._of_graphs: dict[int, object] = {}  # kernels that replays run, though their schedules be discarded
+        self._of_graphs: dict[int, object] = {}  # kernels that graphs replay, even of discarded schedules
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """See `Runner`."""
+        """The dtypes of the CUDA executor."""
         return frozenset(getattr(torch, name) for name in ELEMENTS)
 
     @property
     def reductions(self) -> frozenset[str]:
-        """See `Runner`."""
+        """The reductions of the CUDA executor."""
         return frozenset(OPERATIONS)
 
     def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
-        """See `Runner`."""
-        communicator = self._meet()
+        """Check that the group's GPUs can run the schedule. Its kernel is compiled at the first call."""
+        communicator = self._communicator_or_none()
         if communicator is None:
             raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
         communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
         self._schedules[id(schedule)] = schedule
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """See `Runner`. Everything is enqueued on the current stream before it returns."""
+        """Enqueue the schedule's kernels and all copies on the current stream."""
         if call.note == "uneven sizes":
             raise ValueError(f"{call.describe()}: its sizes are not equal, as even_sizes=True had promised")
         require_room(call)
@@ -74,41 +74,43 @@ class CudaRunner:
         return make_enqueued_work(self._member.rank, call.title, call.outputs)
 
     def start_fastest(self, call: BackendCall) -> FastestRun:
-        """See `Runner`."""
+        """Enqueue the fastest known kernel for a call on single contiguous tensors; no Work if NCCL is to run it."""
         if call.note:
-            return _left("the sizes of its parts are given" if call.note.endswith("sizes") else f"it is {call.note}")
+            return _left_to_nccl(
+                "the sizes of its parts are given" if call.note.endswith("sizes") else f"it is {call.note}"
+            )
         if len(call.inputs) != 1 or len(call.outputs) != 1:
-            return _left("it has several tensors")
+            return _left_to_nccl("it has several tensors")
         (given,), (taken,) = call.inputs, call.outputs
         if not given.is_contiguous() or not taken.is_contiguous():
-            return _left("its tensors are not contiguous")
+            return _left_to_nccl("its tensors are not contiguous")
         if self._communicator is None and torch.cuda.is_current_stream_capturing():
-            return _left("the group's first call cannot be set up while a graph is captured")
-        communicator = self._meet()
+            return _left_to_nccl("the group's first call cannot be set up while a graph is captured")
+        communicator = self._communicator_or_none()
         if communicator is None:
-            return _left(self._obstacle or "")
+            return _left_to_nccl(self._obstacle or "")
         assert call.collective is not None
         buffers = _find_buffers(call.collective, given, taken, self._member.rank)
         if buffers is None:
-            return _left("its output overlaps its input")
+            return _left_to_nccl("its output overlaps its input")
         kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
         if kernel is None or name is None:
-            return _left(why)
+            return _left_to_nccl(why)
         with profiled(call.title, call.inputs):
             kernel(*buffers)
         return FastestRun(make_enqueued_work(self._member.rank, call.title, call.outputs), name, why)
 
     def after_schedules(self, barrier: "Work") -> "Work":
-        """See `Runner`. The stream keeps the order."""
+        """The barrier itself: the stream keeps the order."""
         return barrier
 
     def discard(self, schedule: Schedule) -> None:
-        """See `Runner`."""
+        """Drop the schedule and its kernels, except those that captured graphs replay."""
         self._schedules.pop(id(schedule))
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
 
     def close(self, seconds: float) -> None:
-        """See `Runner`."""
+        """Wait for the GPU, save a failure that was never raised, and free everything."""
         self._kernels.clear()
         self._of_graphs.clear()
         self._schedules.clear()
@@ -119,8 +121,8 @@ class CudaRunner:
             self._communicator = None
         self._obstacle = "the group was destroyed"
 
-    def _meet(self) -> CudaCommunicator | None:
-        """The communicator, made at the first use by all ranks together; None where the GPUs are too far apart."""
+    def _communicator_or_none(self) -> CudaCommunicator | None:
+        """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together."""
         if self._communicator is None and self._obstacle is None:
             group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
             self._obstacle = find_obstacle(
@@ -154,15 +156,15 @@ class CudaRunner:
         return self._kernels[key]
 
 
-def _left(why: str) -> FastestRun:
-    """A call that NCCL is to run."""
+def _left_to_nccl(why: str) -> FastestRun:
+    """The result for a call that NCCL is to run."""
     return FastestRun(None, "", why)
 
 
 def _own_output(kernel: FusedScheduleKernel | InterpretedSchedule, rank: int, whole: Tensor) -> Tensor:
-    """The part of a buffer that holds both, in place, which is the output."""
+    """The rank's output within a buffer that holds input and output, in place."""
     collective = kernel.collective
-    chunks = whole.numel() // collective.chunks_per_loop  # the blocks of such a collective are even
+    chunks = whole.numel() // collective.chunks_per_loop  # such a collective has blocks of equal size
     start = collective.starts(rank)[1] * chunks
     if collective.output_chunks == collective.chunks_per_loop:
         return whole
@@ -170,11 +172,11 @@ def _own_output(kernel: FusedScheduleKernel | InterpretedSchedule, rank: int, wh
 
 
 def _find_buffers(collective: str, given: Tensor, taken: Tensor, rank: int) -> tuple[Tensor, Tensor | None] | None:
-    """What a kernel is called with: (input, output), or (both, None) in place; None for tensors that overlap else."""
+    """The kernel's arguments: (input, output), or (both, None) in place; None for tensors that overlap otherwise."""
     larger, smaller = (taken, given) if taken.numel() >= given.numel() else (given, taken)
     own = larger.data_ptr() + rank * smaller.nbytes if larger.numel() != smaller.numel() else larger.data_ptr()
     if smaller.data_ptr() == own:
-        # A reduce-scatter in place uses all of its input for its sums, which the caller wants to keep.
+        # In place, a reduce-scatter overwrites all of its input with sums, and the caller wants to keep the input.
         return None if collective in ("reducescatter", "alltoall") else (larger.view(-1), None)
     if given.data_ptr() < taken.data_ptr() + taken.nbytes and taken.data_ptr() < given.data_ptr() + given.nbytes:
         return None

@@ -1,7 +1,7 @@
-"""With STRETTO_DEBUG=1 all ranks of a group say what they call, before any of it has begun.
+"""STRETTO_DEBUG=1: compares each call on all ranks of a group before any part of it starts.
 
-They say it through the group's store, so calls that gloo or NCCL is to run are compared too, and so are calls by
-schedules with calls by none. `agreement` compares what ranks run by one schedule, always.
+Ranks exchange descriptions through the group's store, so this covers calls that gloo or NCCL run, and calls that a
+schedule runs on some ranks only. `agreement` always compares what ranks run by one schedule.
 """
 
 import re
@@ -9,30 +9,28 @@ import re
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from stretto.collectives.backend.agreement import DisagreementError
-from stretto.collectives.backend.calls import BackendCall
+from stretto.collectives.backend.calls import NON_COLLECTIVE, BackendCall
 from stretto.collectives.backend.runner import Member
 from stretto.memory import store_all_gather
 
-# What not all ranks call, and a barrier with a time limit of its own, which names ranks itself.
-_OF_SOME_RANKS = {"send", "recv", "recv_anysource", "monitored_barrier"}
-_WITH_ROOT = {"broadcast", "reduce"}  # c10d does not say it of others
+_WITH_ROOT = {"broadcast", "reduce"}  # c10d passes a root only for these
 _MOST_SHAPES = 4
 
 
 class DebugCheck:
-    """The calls that a group's ranks have compared so far. All ranks have one, or none has."""
+    """Compares the calls of one group. Either all ranks have one, or none has."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self._calls = 0
 
     def require_same(self, call: BackendCall) -> None:
-        """Wait for what all ranks call. Nothing is done on a device.
+        """Wait for the descriptions of all ranks' calls, and compare them. Uses no device.
 
-        DisagreementError, on all ranks, where some call something else, and the next call may go on; PeerError for a
-        rank that calls nothing within the call's time limit.
+        DisagreementError, on all ranks, where they differ; the next call may go on. PeerError for a rank that calls
+        nothing within the call's time limit.
         """
-        if call.operation in _OF_SOME_RANKS:
+        if call.operation in NON_COLLECTIVE:
             return
         self._calls += 1
         group = _resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
@@ -50,7 +48,7 @@ class DebugCheck:
 
 
 def describe(call: BackendCall) -> str:
-    """What must be the same on all ranks, for people, on one line."""
+    """One line for people with everything that must be the same on all ranks."""
     root = f" with root {call.root}" if call.operation in _WITH_ROOT else ""
     reduction = f" {call.reduction}" if call.reduction else ""
     dtype = "" if call.dtype is None else f" {str(call.dtype)[6:]}"
@@ -59,8 +57,8 @@ def describe(call: BackendCall) -> str:
 
 def _describe_shapes(call: BackendCall) -> str:
     if call.operation == "alltoall":
-        return ""  # each pair of ranks has its own
-    # Parts of a list may have several sizes: then the list is what all ranks have alike.
+        return ""  # each pair of ranks has its own sizes
+    # An all-gather's list may have parts of several sizes; all ranks have the same list.
     tensors = (call.outputs if call.operation == "allgather" else call.inputs) or call.outputs
     shapes = [str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES]]
     if call.note.endswith("sizes"):
@@ -71,5 +69,5 @@ def _describe_shapes(call: BackendCall) -> str:
 
 
 def _ignore_given_sizes(heard: list[str]) -> list[str]:
-    """Without first dims, if any rank gives the sizes of an all-to-all's parts: another may leave its own out."""
+    """Drop first dims if any rank gives explicit sizes of an all-to-all's parts: another rank may omit its own."""
     return [re.sub(r" \[\d+", " [*", said) for said in heard] if any(" [*" in said for said in heard) else heard

@@ -1,4 +1,4 @@
-"""What the backend asks at every call: does a schedule run it, or the backend inside?"""
+"""Decides for each call of the backend what runs it: an installed schedule, the fastest one, gloo or NCCL."""
 
 import contextlib
 import threading
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class InstalledSchedule:
-    """A verified schedule in a group, for calls of its collective from min_bytes to max_bytes (both inclusive).
+    """A verified schedule that a user installed in a group, and which calls it is for: min_bytes to max_bytes,
+    inclusive.
 
-    max_bytes: 0 for any; dtypes: None for all that the device's runner has; even_sizes: also for all-to-alls that are
-    given sizes, which somebody has promised to be equal on all ranks.
+    max_bytes: 0 for no limit; dtypes: None for all that the device's runner supports; even_sizes: also for all-to-alls
+    with explicit sizes, which the user has promised to be equal on all ranks.
     """
 
     schedule: Schedule
@@ -39,7 +40,7 @@ class InstalledSchedule:
     def find_obstacle(
         self, call: BackendCall, dtypes: frozenset[torch.dtype], reductions: frozenset[str]
     ) -> str | None:
-        """Why it does not run this call, on a runner of these dtypes and reductions; None where it does."""
+        """Why it cannot run this call, on a runner with these dtypes and reductions; None if it can."""
         schedule = self.schedule
         if schedule.collective.name != call.collective:
             return f"it does {schedule.collective.name}"
@@ -62,7 +63,7 @@ class InstalledSchedule:
 
 
 class CallCounter:
-    """Counts calls by (operation, what ran it); several threads may."""
+    """Counts calls by (operation, what ran it), and logs each distinct one once. Thread-safe."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -71,7 +72,7 @@ class CallCounter:
         self._log = LogOnce()
 
     def count(self, call: BackendCall, ran_as: str, why: str) -> None:
-        """Count a call, and say what ran it at debug level, once for calls that are alike."""
+        """Count a call, and log what ran it at debug level, once for calls that are alike."""
         with self._lock:
             self._counts[call.operation, ran_as] += 1
         if self._log.is_enabled:
@@ -84,9 +85,9 @@ class CallCounter:
 
 
 class Dispatcher:
-    """One group's choices on this rank. The backend holds it, and it holds neither the backend nor the group.
+    """Decides what runs the calls of one group, on this rank. The backend holds it; it holds neither backend nor group.
 
-    inner: the name of the backend inside by device type ("gloo", "nccl"). connection: NCCL's, where there are GPUs.
+    inner: the name of the inner backend by device type ("gloo", "nccl"). nccl_warmup: NCCL's, where there are GPUs.
     """
 
     def __init__(self, member: Member, inner: dict[str, str], nccl_warmup: NcclWarmup | None = None) -> None:
@@ -110,11 +111,11 @@ class Dispatcher:
         milliseconds: int,
         note: str,
     ) -> "Work | None":
-        """Start a schedule for this call and return its Work; None: the backend inside is to run it.
+        """Start a schedule for this call and return its Work; None: the inner backend is to run it.
 
         RuntimeError once the group has been destroyed or aborted; PeerError if a wait of this process has failed. If
-        STRETTO_DEBUG was set when the group was made, DisagreementError where ranks call different things, and
-        PeerError for a rank that does not come.
+        STRETTO_DEBUG was set when the group was made, DisagreementError where ranks make different calls, and PeerError
+        for a rank that does not arrive.
         """
         if self.is_closed:
             raise RuntimeError(f"{operation}: the process group {self.member.name} was destroyed or aborted")
@@ -143,12 +144,12 @@ class Dispatcher:
         return work
 
     def after_schedules(self, barrier: "Work") -> "Work":
-        """A Work that ends with this barrier of the CPU's backend, and after the schedules that were begun before."""
+        """A Work that ends when this barrier of the CPU's backend has, and all schedules that were started before."""
         runner = self._runners.get("cpu")
         return barrier if runner is None or self._is_bypassed else runner.after_schedules(barrier)
 
     def warm_up_nccl_if_ready(self) -> None:
-        """At a barrier of the CPU's backend, which its caller awaits: have NCCL connect where all ranks use GPUs."""
+        """At a synchronous barrier of the CPU's backend: have NCCL connect if all ranks use GPUs."""
         if self._nccl_warmup is not None and not self._is_bypassed and not self.is_closed:
             with self.bypassed():
                 self._nccl_warmup.warm_up_if_ready()
@@ -161,7 +162,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """A context in which the backend inside runs everything, uncounted: Stretto's own messages."""
+        """A context in which the inner backends run everything, uncounted: Stretto's own messages."""
         self._is_bypassed = True
         try:
             yield
@@ -169,9 +170,9 @@ class Dispatcher:
             self._is_bypassed = False
 
     def close(self, seconds: float) -> None:
-        """The group ends, and calls that have begun may still take so long. The counts stay.
+        """End the group; calls that have started may take `seconds` more. The counts stay.
 
-        PeerError, once all is closed, if a wait of this process has failed and nobody has been told.
+        PeerError, once everything is closed, if a wait of this process has failed and the failure was never raised.
         """
         self.is_closed = True
         self.installed = ()
@@ -181,20 +182,20 @@ class Dispatcher:
         failures.raise_unseen()
 
     def _warm_up_nccl(self, call: BackendCall) -> None:
-        """A schedule runs the call, to which all ranks come: have NCCL connect, too, if it is on GPUs."""
+        """Have NCCL connect too when a schedule runs a call on GPUs, in which all ranks take part."""
         if self._nccl_warmup is not None and call.device_type == "cuda":
             self._nccl_warmup.warm_up(call.inputs[0].device)
 
     def _start_fastest(self, call: BackendCall) -> FastestRun | None:
-        """Have the device's runner choose, where nothing that was installed is for this call."""
+        """Let the device's runner choose, for a call that no installed schedule matches."""
         runner = self.runner(call.device_type)
         if runner is None:
             return None
-        with self.bypassed():  # at its first call it meets the other ranks, over this very group
+        with self.bypassed():  # its first call exchanges messages over this very group
             return runner.start_fastest(call)
 
     def _choose(self, call: BackendCall) -> tuple[InstalledSchedule | None, str]:
-        """The schedule for a call and why; the one that was installed last, where several would do."""
+        """The installed schedule for a call, and the reason; the last installed one, if several match."""
         if not self.installed:
             return None, "no schedule is installed"
         runner = self.runner(call.device_type)

@@ -1,4 +1,4 @@
-"""Making the backend of one group: the inner backends, the dispatcher, and the c10d object over them."""
+"""Makes the backend of one group: the inner backends gloo and NCCL, the dispatcher, and the c10d object over them."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
 _dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
-"""By their groups' names, which are unique in a process at any time."""
+"""By the names of their groups, which are unique in a process at any time."""
 
 
 def create_backend(request: Any, options: object = None) -> "Backend":
-    """What torch.distributed calls for a new group: request is its _DistributedBackendOptions.
+    """Make the backend of a new group, as torch.distributed asks for it; request: its _DistributedBackendOptions.
 
     options: `pg_options` of the caller, for NCCL. CompilerError where the C++ part cannot be compiled.
     """
@@ -45,7 +45,7 @@ def find_dispatcher(group: dist.ProcessGroup | None) -> Dispatcher:
     known = dist.group.WORLD if group is None else group
     if not isinstance(known, dist.ProcessGroup):
         raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
-    # By name: torch may put a wrapper around a backend (TORCH_DISTRIBUTED_DEBUG=DETAIL), or forget its Python object.
+    # By name: torch may wrap a backend (TORCH_DISTRIBUTED_DEBUG=DETAIL), or drop its Python object.
     found = _dispatchers.get(known.group_name)
     if found is not None and not found.is_closed:
         return found
@@ -88,7 +88,7 @@ def _has_gpus() -> bool:
 def _create_nccl(
     store: "Store", rank: int, size: int, timeout: timedelta, name: str, ranks: list[int], options: object
 ) -> Any:
-    """NCCL's backend, which connects at its first call."""
+    """Make NCCL's backend, which connects at its first call."""
     if not isinstance(options, dist.ProcessGroupNCCL.Options):
         options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -100,7 +100,7 @@ def _create_nccl(
 
 
 def _split(store: "Store", rank: int, ranks: Sequence[int], name: str, milliseconds: int) -> "Backend | None":
-    """The backend of a part of a group; ranks: of the group that is split. None on a rank outside of it."""
+    """Make the backend of a part of a group; ranks: of the group that is split. None on a rank outside of it."""
     if rank not in ranks:
         return None
     members = list(ranks)

@@ -1,4 +1,4 @@
-"""Runs by way of the host what no schedule runs on GPUs that ranks share (stretto.memory.shared_gpus), for tests."""
+"""Where ranks share GPUs (stretto.memory.shared_gpus), for tests: stages calls that no schedule runs on the host."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,9 @@ _REDUCTIONS = {
 
 
 class HostFallback:
-    """Asks the dispatcher at every call, and runs what is left to a backend inside through gloo, in NCCL's place.
+    """Asks the dispatcher first; what it leaves to the inner backend runs through gloo, in NCCL's place.
 
-    The backend holds it as its dispatcher. gloo: the backend inside for CPU tensors. device_type: whose calls it runs.
+    The backend holds it as its dispatcher. gloo: the inner backend for CPU tensors. device_type: whose calls it runs.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HostFallback:
     ) -> None:
         self._dispatcher = dispatcher
         self._device_type = device_type
-        # A group of gloo alone, whose calls the kernels of shared_gpus take to the host.
+        # A group with gloo alone, whose calls the kernels of shared_gpus stage on the host.
         self._group: Any = dist.ProcessGroup(store, member.rank, member.size)
         for device in ("cpu", "cuda"):
             self._group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -50,7 +50,7 @@ class HostFallback:
         milliseconds: int,
         note: str,
     ) -> "Work | None":
-        """See `Dispatcher`. RuntimeError for what the backend is not told enough of to run it here."""
+        """As `Dispatcher.__call__`; RuntimeError for calls whose arguments the backend does not pass completely."""
         work = self._dispatcher(operation, outputs, inputs, reduction, root, milliseconds, note)
         if work is not None or not any(tensor.device.type == self._device_type for tensor in (*outputs, *inputs)):
             return work
@@ -101,7 +101,7 @@ class HostFallback:
 
 
 def _reducing(options: Any, reduction: str) -> Any:
-    """The options with the reduction of that name. RuntimeError for another one."""
+    """The options with the reduction of that name. RuntimeError for a reduction that gloo lacks."""
     if reduction not in _REDUCTIONS:
         raise RuntimeError(f"the reduction {reduction!r} cannot go by way of the host, which {SWITCH} asks for")
     options.reduceOp = _REDUCTIONS[reduction]

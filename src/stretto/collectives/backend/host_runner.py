@@ -1,8 +1,9 @@
-"""Schedules on CPU tensors: the host executor on shared memory that is allocated once, in a thread of the group's own.
+"""Runs schedules on CPU tensors: the host executor, on shared memory that is allocated once, in the group's own thread.
 
-A call is a job of the worker. Its ranks meet (`Agreement`), which shows that all call the same and that all slots are
-free; then the schedule runs on the call's tensors. The calling thread goes on and waits for the Work. After an error in
-which a rank may be left in the middle of a schedule the group's memory is not used again: every later call raises.
+A call is a job of the worker thread. Its ranks meet (`Agreement`), which ensures that all make the same call and that
+all FIFO slots are free; then the schedule runs on the call's tensors. The calling thread goes on, and may wait for the
+Work. After an error that may leave a rank in the middle of a schedule, the group's memory is not used again: every
+later call raises.
 """
 
 import threading
@@ -38,7 +39,7 @@ _MAX_PLANS = 256
 
 @dataclass
 class _PreparedSchedule:
-    """A schedule's memory, what its connections have carried there, and the plans of sizes that were called."""
+    """A schedule's memory, its connections' message counts so far, and its execution plans by size."""
 
     schedule: Schedule
     memory: HostMemory
@@ -47,7 +48,7 @@ class _PreparedSchedule:
 
 
 class HostRunner:
-    """See `Runner`. The group's ranks are processes of one machine."""
+    """Runner for CPU tensors. The group's ranks are processes of one machine."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -59,17 +60,17 @@ class HostRunner:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """See `Runner`."""
+        """The dtypes of the host executor."""
         return frozenset(DTYPES)
 
     @property
     def reductions(self) -> frozenset[str]:
-        """See `Runner`."""
+        """The reductions of the host executor, and averages, which `run_staged` divides."""
         return frozenset(REDUCTIONS) | {"avg"}
 
     def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
-        """See `Runner`."""
-        self._worker.drain()  # the group is about to be used from this thread
+        """Allocate shared memory for the schedule's largest plan."""
+        self._worker.drain()  # this thread is about to use the group
         if self._agreement is None:
             self._agreement = Agreement(group, timeout)
         elements = schedule.collective.input_chunks * DEFAULT_TILE_BYTES
@@ -79,14 +80,14 @@ class HostRunner:
         self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """See `Runner`."""
+        """Submit the call to the worker thread, and return its Work."""
         work = make_work(self._member.rank, call.title, call.outputs)
         prepared = self._prepared[id(schedule)]
 
         def job() -> None:
             try:
                 self._run(prepared, call)
-            except BaseException as error:  # noqa: BLE001  (whatever it is, whoever waits for the work must get it)
+            except BaseException as error:  # noqa: BLE001  (whatever it is, `work.wait` must raise it)
                 aborted = RuntimeError(f"the process group was destroyed or aborted during {call.describe()}")
                 work.fail(aborted if self._worker.is_closed else error)
             else:
@@ -96,7 +97,9 @@ class HostRunner:
         return work
 
     def after_schedules(self, barrier: "Work") -> "Work":
-        """See `Runner`. The barrier was begun by the caller, so that gloo's calls keep their order on all ranks."""
+        """A Work that waits for the barrier in the worker. The caller has started it, so gloo's calls stay in order on
+        all ranks.
+        """
         if not self._worker.has_begun:
             return barrier
         work = make_work(self._member.rank, "barrier", ())
@@ -113,15 +116,15 @@ class HostRunner:
         return work
 
     def start_fastest(self, call: BackendCall) -> None:
-        """See `Runner`. On a CPU gloo is faster than any schedule here."""
+        """None: on a CPU gloo is faster than any schedule here."""
 
     def discard(self, schedule: Schedule) -> None:
-        """See `Runner`."""
+        """Free the schedule's memory once the worker has finished earlier calls."""
         self._worker.drain()
         self._prepared.pop(id(schedule)).memory.close()
 
     def close(self, seconds: float) -> None:
-        """See `Runner`."""
+        """End the worker thread, and free all memory."""
         self._worker.close(seconds)
         for prepared in self._prepared.values():
             prepared.memory.close()
@@ -130,7 +133,7 @@ class HostRunner:
             self._agreement.close()
             self._agreement = None
 
-    # What follows runs in the worker's thread.
+    # The methods below run in the worker thread.
 
     def _run(self, prepared: _PreparedSchedule, call: BackendCall) -> None:
         if self._broken is not None:
@@ -139,7 +142,7 @@ class HostRunner:
         try:
             self._run_parts(prepared, call)
         except DisagreementError:
-            raise  # of all ranks, none of which has begun
+            raise  # raised on all ranks, none of which has started
         except BaseException as error:
             self._break(prepared, error)
             raise
@@ -173,7 +176,7 @@ class HostRunner:
             "call": self._calls,
             "asks for": call.reduction,
         }
-        if call.operation == "allreduce_coalesced":  # lists of other tensors may have as many elements altogether
+        if call.operation == "allreduce_coalesced":  # other lists may have the same total
             ours["its tensors' elements"] = call.describe_sizes()
         plan = None
         try:
@@ -183,7 +186,7 @@ class HostRunner:
         except ValueError as error:
             description = ours | {"refused": str(error)}
         self._meet(call, description)
-        assert plan is not None  # or the meeting has raised
+        assert plan is not None  # otherwise `_meet` has raised
         return self._execute(prepared, plan, input, output, call.timeout)
 
     def _meet(self, call: BackendCall, description: dict[str, object]) -> None:
@@ -215,7 +218,7 @@ class HostRunner:
         return prepared.plans[key]
 
     def _break(self, prepared: _PreparedSchedule, error: BaseException) -> None:
-        """Run nothing any more, tell the others why, and tell in the error what the others told."""
+        """Run nothing any more, tell the other ranks why, and add what they report to the error."""
         self._broken = str(error)
         if self._agreement is None:  # closed meanwhile
             return
@@ -232,7 +235,7 @@ class HostRunner:
 def _make_plan(
     schedule: Schedule, elements: int, dtype: torch.dtype, reduction: str | None, in_place: bool
 ) -> ExecutionPlan:
-    """The plan for an input of so many elements on each rank."""
+    """The execution plan for an input of that many elements on each rank."""
     return make_plan(
         schedule,
         elements,
@@ -246,11 +249,14 @@ def _make_plan(
 
 
 Job = Callable[[], None]
-_GRACE = 5.0  # seconds for a job to end when nobody has closed the worker
+_GRACE = 5.0  # seconds for the last job, if nothing has closed the worker
 
 
 class Worker:
-    """Starts with its first job; ends with `close`, when nobody holds it any more, or when the interpreter ends."""
+    """A thread that runs jobs one after another, in the order in which they were submitted.
+
+    It starts with its first job, and ends with `close`, when the object is collected, or with the interpreter.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -261,11 +267,11 @@ class Worker:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was any job yet."""
+        """Whether any job has been submitted."""
         return self._thread is not None
 
     def submit(self, job: Job) -> None:
-        """Have a job done, which must not raise. RuntimeError once the worker is closed."""
+        """Queue a job, which must not raise. RuntimeError once the worker is closed."""
         with self._lock:
             if self.is_closed:
                 raise RuntimeError(f"{self._name} is closed: its process group was destroyed or aborted")
@@ -276,14 +282,14 @@ class Worker:
             self._jobs.put(job)
 
     def drain(self) -> None:
-        """Wait until all jobs so far are done."""
+        """Wait until all jobs that were submitted so far have run."""
         if self._thread is not None and not self.is_closed:
             done = threading.Event()
             self.submit(done.set)
             done.wait()
 
     def close(self, seconds: float) -> None:
-        """Take no more jobs, and wait up to so many seconds for those so far."""
+        """Accept no more jobs, and wait up to `seconds` for those so far."""
         with self._lock:
             self.is_closed = True
         if self._thread is not None:
@@ -291,10 +297,10 @@ class Worker:
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
-    with torch.inference_mode():  # of this thread: elsewhere nothing may be written into a caller's inference tensors
+    with torch.inference_mode():  # or this thread could not write to inference tensors
         while (job := jobs.get()) is not None:
             job()
-            del job  # or it would keep its tensors until the next one
+            del job  # or it would keep its tensors until the next job
 
 
 def _end(jobs: SimpleQueue[Job | None], thread: threading.Thread, seconds: float) -> None:

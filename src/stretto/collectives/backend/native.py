@@ -1,4 +1,11 @@
-"""The classes that torch's C++ calls, for the torch at hand: compiled ones, or Python's where there is no compiler."""
+"""The classes that torch's C++ calls: compiled at first use and cached in a file, or Python's where there is no
+compiler.
+
+torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that class has to be C++; later
+versions have one, with gaps (`python_backend`). It is compiled against the headers that torch ships, by the compiler
+that torch.utils.cpp_extension would take ($CXX, or c++), into $STRETTO_CACHE (or ~/.cache/stretto). One process of a
+machine compiles, and the others wait for its lock, which the kernel releases when a process ends in any way.
+"""
 
 import contextlib
 import fcntl
@@ -44,7 +51,7 @@ def make_backend(
     split: Callable[..., "Backend | None"],
     milliseconds: int,
 ) -> "Backend":
-    """The c10d backend over these inner ones. See `StrettoBackend` in native/backend.hpp.
+    """Make the c10d backend over these inner ones: `StrettoBackend` in native/backend.hpp, with its arguments.
 
     CompilerError where it cannot be compiled and this torch allows no backend in Python.
     """
@@ -57,7 +64,7 @@ def make_backend(
 
 
 def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
-    """A Work to be ended by `succeed()` or `fail(error)`; operation: as profiles are to show it."""
+    """Make a Work, to be ended by `succeed()` or `fail(error)`; operation: its name in profiles."""
     module = _find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonWork
@@ -67,7 +74,7 @@ def make_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
 
 
 def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> Any:
-    """A Work of kernels that were enqueued on the current stream: a stream waits for it, and the host may ask."""
+    """Make a Work of kernels that were enqueued on the current stream: streams wait for it, the host may query it."""
     module = _find_extension()
     if module is None:
         from stretto.collectives.backend.python_backend import PythonEnqueuedWork
@@ -77,7 +84,7 @@ def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor]) -> 
 
 
 def profiled(operation: str, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
-    """A context that profiles show as a range `stretto:operation` with these tensors' shapes, as c10d shows its own."""
+    """A context that profiles show as a range `stretto:operation` with these tensors' shapes, as c10d's ranges."""
     if not torch.autograd._profiler_enabled():
         return _NO_RANGE
     module = _find_extension()
@@ -90,7 +97,7 @@ _NO_RANGE = contextlib.nullcontext()
 
 @functools.cache
 def _find_extension() -> ModuleType | None:
-    """The compiled classes; None where there is no compiler and torch can do without."""
+    """The compiled classes; None if there is no compiler and this torch can do without."""
     try:
         module = load_extension()
         failures.when_table_exists(lambda summary: module.set_failure_check(summary, failures.check))
@@ -119,7 +126,7 @@ class CompilerError(RuntimeError):
 
 
 def load_extension() -> ModuleType:
-    """The compiled module; compiles it if no process has yet, in about a minute. CompilerError where it cannot be."""
+    """Load the compiled module; compiles it first, in about a minute, if none has. CompilerError if that fails."""
     global _loaded
     with _lock:
         if _loaded is None:
@@ -136,7 +143,7 @@ def _find_or_build() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():  # another process may have made it meanwhile
+            if not library.exists():  # another process may have compiled it meanwhile
                 _build(compiler, library)
     except OSError as error:
         raise CompilerError(
@@ -159,7 +166,7 @@ def _find_compiler() -> str:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile into a new file and give it its name once it is whole."""
+    """Compile into a temporary file, and rename it once it is complete."""
     started = time.monotonic()
     logger.info("compiling the backend's C++ part with %s, which takes about a minute, once", compiler)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{MODULE}-") as folder:
@@ -189,7 +196,7 @@ def _definitions() -> list[str]:
 
 
 def _key() -> str:
-    """What the compiled file depends on: torch, Python, and the sources."""
+    """Hash of what the compiled file depends on: torch, Python, and the sources."""
     parts = [torch.__version__, sys.implementation.cache_tag or "", sysconfig.get_platform(), *_FLAGS]
     parts += [path.read_text(encoding="utf-8") for path in sorted(_SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""NCCL's communicator of a group, made while all ranks of it are there."""
+"""Has NCCL connect a group's ranks while all of them are in one call."""
 
 import socket
 from typing import Any
@@ -11,11 +11,11 @@ from stretto.collectives.backend.runner import Member
 
 
 class NcclWarmup:
-    """Has NCCL connect a group's ranks when they first come together.
+    """Makes NCCL's communicator of a group when its ranks first make a call together.
 
-    NCCL connects in the first call that it is given, to which all ranks have to come; from then on some of them may
-    exchange messages among themselves (`batch_isend_irecv`). Where schedules run the calls before, those messages would
-    be NCCL's first, and would wait for the other ranks for good.
+    NCCL connects in the first call that it runs, in which all ranks must take part; after that some of them may
+    exchange messages (`batch_isend_irecv`). If schedules run the earlier calls, such messages would be NCCL's first
+    call, and would wait for the other ranks forever.
     """
 
     def __init__(self, nccl: Any, member: Member) -> None:
@@ -24,9 +24,9 @@ class NcclWarmup:
         self._is_warm = False
 
     def warm_up(self, device: torch.device) -> None:
-        """Connect this GPU with the other ranks'. All ranks are here; at once but for the first time.
+        """Connect this GPU with the other ranks', all of which call it. Does nothing after the first time.
 
-        While a CUDA graph is captured nothing can be connected, and the next call does.
+        Nothing can be connected while a CUDA graph is captured; the next call does it then.
         """
         if self._is_warm or torch.cuda.is_current_stream_capturing():
             return
@@ -34,7 +34,7 @@ class NcclWarmup:
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
 
     def warm_up_if_ready(self) -> None:
-        """As `warm_up`, if each rank has a GPU of its own that it uses already. All ranks are here, at a barrier."""
+        """As `warm_up`, if each rank already uses a GPU of its own. All ranks call it, at a barrier."""
         if self._is_warm or self._member.size < 2:
             return
         mine = None

@@ -1,7 +1,7 @@
-"""The same backend as native/backend.hpp in Python, for torch 2.15 and later on machines without a C++ compiler.
+"""The backend of native/backend.hpp in Python, for torch 2.15 and later on machines without a C++ compiler.
 
-torch puts a holder around every Work that a Python backend returns, the inner backends' too, and the holder passes on
-`wait` and `get_future` alone: `is_completed` stays False. So the C++ backend is taken wherever it can be compiled.
+torch wraps every Work that a Python backend returns, including the inner backends' ones, and the wrapper forwards only
+`wait` and `get_future`: `is_completed` stays False. So the C++ backend is preferred wherever it can be compiled.
 """
 
 import threading
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Work
 
-from stretto.collectives.backend.calls import OF_SOME_RANKS
+from stretto.collectives.backend.calls import NON_COLLECTIVE
 from stretto.memory import failures
 
 _REDUCTIONS = {
@@ -26,8 +26,9 @@ _REDUCTIONS = {
 }
 _SECONDS_TO_END = 5.0
 _alive: set["PythonBackend"] = set()
-"""Until they are shut down: where torch puts a wrapper around one, it keeps no reference to the Python object, without
-which its methods would be gone."""
+"""Backends that are not shut down. Where torch wraps one, it keeps no reference to the Python object, without which its
+methods would be gone.
+"""
 
 
 class PythonWork(Work):
@@ -41,24 +42,24 @@ class PythonWork(Work):
         self._error: BaseException | None = None
 
     def succeed(self) -> None:
-        """The outputs are there."""
+        """End it: the outputs are there."""
         self._ended.set()
-        # From another thread: a callback may wait for a later call.
+        # In another thread: a callback may wait for a later call.
         threading.Thread(target=self._future.set_result, args=(self._outputs,), daemon=True).start()
 
     def fail(self, error: BaseException) -> None:
-        """Have every wait raise this."""
+        """End it with an error, which every wait raises."""
         self._error = error
         self._ended.set()
         threading.Thread(target=self._future.set_exception, args=(error,), daemon=True).start()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the end; raises what the work failed with, or RuntimeError after the timeout (0: none)."""
+        """Wait for the end; raises the work's error, or RuntimeError after the timeout (0: no limit)."""
         if not self._ended.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"the schedule has not ended within {timeout.total_seconds():g} s")
         if self._error is not None:
             raise self._error
-        self._future.wait()  # who has waited for the work may ask the future for its value
+        self._future.wait()  # after `wait`, the future must have its value
         failures.check()
         return True
 
@@ -68,7 +69,7 @@ class PythonWork(Work):
 
 
 class PythonEnqueuedWork(Work):
-    """See `EnqueuedWork` in native/work.hpp."""
+    """A Work of kernels on the current stream, as `EnqueuedWork` in native/work.hpp."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -78,13 +79,13 @@ class PythonEnqueuedWork(Work):
         self._future.set_result(list(outputs))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Have the current stream wait. PeerError if a wait of this process has failed."""
+        """Make the current stream wait. PeerError if a wait of this process has failed."""
         torch.cuda.current_stream(self._device).wait_event(self._end)
         failures.check()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the GPU has come to the end of it. PeerError as `wait`."""
+        """Whether the GPU has finished it. PeerError as `wait`."""
         done = self._end.query()
         failures.check()
         return done
@@ -95,7 +96,7 @@ class PythonEnqueuedWork(Work):
 
 
 class PythonBackend(Backend):
-    """See `StrettoBackend` in native/backend.hpp, argument by argument."""
+    """The backend in Python, with the arguments of `StrettoBackend` in native/backend.hpp. Methods are c10d's."""
 
     def __init__(
         self,
@@ -119,29 +120,31 @@ class PythonBackend(Backend):
         _alive.add(self)
 
     def getBackendName(self) -> str:
-        """See c10d."""
+        """The backend's name."""
         return "stretto"
 
     @property
     def options(self) -> Any:
-        """See c10d."""
+        """The options, with the time limit."""
         return self._options
 
     @property
     def supports_splitting(self) -> bool:
-        """See c10d."""
+        """True: `split` works."""
         return True
 
     @property
     def supports_coalescing(self) -> bool:
-        """See c10d."""
+        """Whether NCCL, the inner backend for GPUs, can coalesce calls."""
         return self._cuda is not None and self._cuda.supports_coalescing
 
     def split(self, store: Any, ranks: list[int], opts: Any) -> Backend:
-        """See c10d; asked for once for each device type, and made once. RuntimeError on a rank outside of it."""
+        """Make the backend of a part of the group. torch asks once for each device type, and gets one backend.
+        RuntimeError on a rank outside.
+        """
         if self._last_split is None or self._last_split[0] != opts.group_name:
             made = self._split(store, self.rank(), ranks, opts.group_name, round(opts._timeout.total_seconds() * 1000))
-            if made is None:  # torch takes no None from Python here: it would crash
+            if made is None:  # torch would crash on None from Python here
                 raise RuntimeError(
                     f"rank {self.rank()} is not in the part {ranks} of the group, and only a compiled backend can be "
                     "split without it: use new_group, or install a C++ compiler"
@@ -150,7 +153,7 @@ class PythonBackend(Backend):
         return self._last_split[1]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See c10d."""
+        """Set the time limit of later calls, of the inner backends too."""
         self._options._timeout = timeout
         for inner in self._inners():
             inner.set_timeout(timeout)
@@ -164,33 +167,33 @@ class PythonBackend(Backend):
         """Numbers start at 0 on all ranks."""
 
     def start_coalescing(self) -> None:
-        """See c10d."""
+        """Begin a group of calls that NCCL starts at once."""
         self._cuda._start_coalescing()
         self._is_coalescing = True
 
     def end_coalescing(self) -> Work:
-        """See c10d."""
+        """Start the group of calls, and return its Work."""
         self._is_coalescing = False
         return self._cuda._end_coalescing()
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """See c10d."""
+        """Have NCCL connect this GPU now."""
         if self._cuda is not None and device is not None and device.type == "cuda":
             self._cuda.bound_device_id = device
             self._cuda.eager_connect_single_device(device)
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Called on ranks outside of a new group, whose members make new communicators and split none."""
+        """Do nothing: called on ranks outside a new group, whose members make new communicators and split none."""
 
     def abort(self) -> None:
-        """See c10d."""
+        """Close the dispatcher at once, and abort the inner backends."""
         _alive.discard(self)
         self.dispatch.close(0.0)  # type: ignore[attr-defined]
         for inner in self._inners():
             inner.abort()
 
     def shutdown(self) -> None:
-        """See c10d."""
+        """Close the dispatcher once its calls have ended, and shut the inner backends down."""
         _alive.discard(self)
         self.dispatch.close(_SECONDS_TO_END)  # type: ignore[attr-defined]
         self._last_split = None
@@ -198,16 +201,16 @@ class PythonBackend(Backend):
             inner.shutdown()
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """See c10d."""
-        self._ask("monitored_barrier", (), ())
+        """Run gloo's monitored barrier."""
+        self._start_schedule("monitored_barrier", (), ())
         self._cpu.monitored_barrier(opts.timeout, wait_all_ranks)
 
     def barrier(self, opts: Any) -> Work:
-        """See c10d."""
+        """Run NCCL's barrier, or gloo's and then wait for the schedules that were started before."""
         on_gpu = self._cuda is not None and (
             opts.device_ids or (opts.device is not None and opts.device.type == "cuda")
         )
-        self._ask("barrier", (), (), note="cuda" if on_gpu else "")
+        self._start_schedule("barrier", (), (), note="cuda" if on_gpu else "")
         if on_gpu:
             return self._cuda.barrier(opts)
         if self._cuda is not None and not opts.asyncOp:
@@ -215,16 +218,16 @@ class PythonBackend(Backend):
         return self.dispatch.after_schedules(self._cpu.barrier(opts))  # type: ignore[attr-defined]
 
     def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:
-        """See c10d."""
+        """Run a schedule or the inner backend's all-to-all of one tensor, with or without explicit sizes."""
         is_even = len(set(taken)) <= 1 and len(set(given)) <= 1
         note = "" if not taken and not given else "even sizes" if is_even else "uneven sizes"
-        work = self._ask("alltoall_base", (output,), (input,), opts, note)
+        work = self._start_schedule("alltoall_base", (output,), (input,), opts, note)
         return work or self._inner((input,)).all_to_all_single(output, input, taken, given, opts)
 
     def alltoall(self, taken: list[Tensor], given: list[Tensor], opts: Any) -> Work:
-        """See c10d."""
+        """Run a schedule or the inner backend's all-to-all of lists."""
         is_even = all(len({tensor.numel() for tensor in tensors}) <= 1 for tensors in (taken, given))
-        work = self._ask("alltoall", taken, given, opts, "even sizes" if is_even else "uneven sizes")
+        work = self._start_schedule("alltoall", taken, given, opts, "even sizes" if is_even else "uneven sizes")
         return work or self._inner(given).alltoall(taken, given, opts)
 
     def _inners(self) -> list[Any]:
@@ -238,7 +241,7 @@ class PythonBackend(Backend):
             raise ValueError(f"this group of the backend stretto has nothing to run a call on {device} tensors")
         return self._cuda
 
-    def _ask(
+    def _start_schedule(
         self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, note: str = ""
     ) -> Work | None:
         reduction = _REDUCTIONS.get(opts.reduceOp.op, "another") if hasattr(opts, "reduceOp") else ""
@@ -247,7 +250,7 @@ class PythonBackend(Backend):
         root = getattr(opts, "rootRank", 0)
         note = note if getattr(opts, "rootTensor", 0) == 0 else "root tensor"
         note = "coalescing" if self._is_coalescing else note
-        self._sequence_number += operation not in OF_SOME_RANKS
+        self._sequence_number += operation not in NON_COLLECTIVE
         return self.dispatch(operation, outputs, inputs, reduction, root, round(limit.total_seconds() * 1000), note)
 
 
@@ -263,27 +266,27 @@ def _one(tensor: Tensor) -> tuple[Tensor]:
     return (tensor,)
 
 
-def _forward(name: str, operation: str, outputs: Callable[..., Any], inputs: Callable[..., Any] | None) -> None:
-    """Give PythonBackend c10d's method `name`: (tensors, opts) where `inputs` is None, else (outputs, inputs, opts)."""
+def _define_method(name: str, operation: str, outputs: Callable[..., Any], inputs: Callable[..., Any] | None) -> None:
+    """Define c10d's method `name` of PythonBackend: (tensors, opts) if not `inputs`, else (outputs, inputs, opts)."""
 
     def call_in_place(self: PythonBackend, tensors: Any, *rest: Any) -> Work:
         flat = outputs(tensors)
         opts = rest[0] if rest and not isinstance(rest[0], int) else None
-        return self._ask(operation, flat, flat, opts) or getattr(self._inner(flat), name)(tensors, *rest)
+        return self._start_schedule(operation, flat, flat, opts) or getattr(self._inner(flat), name)(tensors, *rest)
 
     def call(self: PythonBackend, taken: Any, given: Any, opts: Any) -> Work:
         assert inputs is not None
         flat_taken, flat_given = outputs(taken), inputs(given)
         inner = self._inner(flat_given or flat_taken)
-        return self._ask(operation, flat_taken, flat_given, opts) or getattr(inner, name)(taken, given, opts)
+        return self._start_schedule(operation, flat_taken, flat_given, opts) or getattr(inner, name)(taken, given, opts)
 
     setattr(PythonBackend, name, call_in_place if inputs is None else call)
 
 
 for _name in ("broadcast", "allreduce", "allreduce_coalesced", "allreduce_sparse", "reduce"):
-    _forward(_name, _name, _same, None)
+    _define_method(_name, _name, _same, None)
 for _name in ("send", "recv", "recv_anysource"):
-    _forward(_name, _name, _same, None)
+    _define_method(_name, _name, _same, None)
 for _name, _operation, _outputs, _inputs in (
     ("allgather", "allgather", _first, _same),
     ("all_gather_single", "_allgather_base", _one, _one),
@@ -295,4 +298,4 @@ for _name, _operation, _outputs, _inputs in (
     ("gather", "gather", _first, _same),
     ("scatter", "scatter", _same, _first),
 ):
-    _forward(_name, _operation, _outputs, _inputs)
+    _define_method(_name, _operation, _outputs, _inputs)

@@ -1,4 +1,4 @@
-"""What runs schedules on a kind of device, behind one interface."""
+"""The interface of what runs schedules on one type of device, and where each type's runner is chosen."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -23,7 +23,9 @@ class Member:
 
 
 class FastestRun(NamedTuple):
-    """What the fastest known way made of a call: its Work, or None for what the backend inside is to run; why."""
+    """Result of starting the fastest known implementation: its Work, or None if the inner backend is to run it; its
+    name; why.
+    """
 
     work: "Work | None"
     name: str
@@ -35,46 +37,48 @@ class Runner(Protocol):
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that it can run."""
+        """The dtypes that it supports."""
 
     @property
     def reductions(self) -> frozenset[str]:
-        """The reductions that it can run, of "sum", "avg", "prod", "min" and "max"."""
+        """The reductions that it supports, of "sum", "avg", "prod", "min" and "max"."""
 
     def prepare(self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> None:
-        """Allocate what runs of this schedule need, once. All ranks call it together, with the same schedule.
+        """Allocate what this schedule needs to run, once. All ranks call it together, with the same schedule.
 
-        ValueError where this schedule cannot be run here; PeerError for ranks that do not come in `timeout` seconds.
+        ValueError for a schedule that cannot run here; PeerError for ranks that do not arrive in `timeout` seconds.
         """
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """Begin to run a prepared schedule on a call's tensors, after all calls before it, and return at once.
+        """Start a prepared schedule on a call's tensors, after all earlier calls, and return at once.
 
-        The Work's wait raises what went wrong: ValueError where ranks disagree, with nothing written; PeerError and
-        ExecutionError for ranks that do not come, stop or die within `call.timeout` seconds, after which every later
+        The Work's `wait` raises errors: ValueError where ranks disagree, with nothing written; PeerError and
+        ExecutionError for ranks that do not arrive, stop or die within `call.timeout` seconds, after which every later
         call of this group raises.
         """
 
     def start_fastest(self, call: BackendCall) -> FastestRun | None:
-        """Begin to run a call for which nothing was installed by the fastest way that is known; None: there is none.
+        """Start a call that no installed schedule matches by the fastest known implementation; None: there is none.
 
-        Its work is None where the backend inside is the fastest, or alone can do it.
+        The result's work is None where the inner backend is the fastest, or the only one that can run the call.
         """
 
     def after_schedules(self, barrier: "Work") -> "Work":
-        """A Work that ends when this one has, and all calls before that schedules run."""
+        """A Work that ends when this one has, and all schedules of earlier calls."""
 
     def discard(self, schedule: Schedule) -> None:
-        """Free what `prepare` has allocated, once the calls before have ended."""
+        """Free what `prepare` has allocated, once earlier calls have ended."""
 
     def close(self, seconds: float) -> None:
-        """Start nothing any more, wait so long for what has begun, and free everything. May be called twice."""
+        """Accept no more calls, wait up to `seconds` for those that have started, and free everything. May be called
+        twice.
+        """
 
 
 def runner_for(device_type: str, member: Member) -> Runner | None:
-    """A new runner for this group's tensors on devices of this type; None where Stretto has none.
+    """Make the runner for this group's tensors on devices of this type; None where Stretto has none.
 
-    The one place where a device's executor is plugged in.
+    This is the one place to plug in a device's executor.
     """
     match device_type:
         case "cpu":

@@ -1,5 +1,5 @@
-// The c10d::Backend named "stretto": it asks a Python callable whether a schedule runs a call, and else hands the call
-// to the backend inside: one for CPU tensors (gloo), and one for CUDA tensors where the machine has GPUs (NCCL).
+// The c10d::Backend "stretto": asks a Python callable (dispatcher.py) whether a schedule runs a call, and otherwise
+// calls an inner backend: gloo for CPU tensors, and NCCL for CUDA tensors if the machine has GPUs.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using c10::intrusive_ptr;
 using c10d::Backend;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
-// What calls that have begun may still take when the group is destroyed.
+// How long calls that have started may still take when the group is destroyed.
 constexpr double kSecondsToEnd = 5;
 
 using Milliseconds = std::chrono::milliseconds;
@@ -50,7 +50,7 @@ class StrettoBackend : public Backend {
   // dispatch(operation, outputs, inputs, reduction, root, milliseconds, note) -> Work or None; note: "coalescing",
   // "even sizes", "uneven sizes" (of an all-to-all that is given sizes or lists), "cuda" (where no tensor shows it),
   // "root tensor" (of a broadcast or a reduce whose root's tensor is not the first of its list), or "".
-  // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None where this is none.
+  // split(store, rank, ranks, name, milliseconds) -> a StrettoBackend of those ranks, or None on a rank outside.
   StrettoBackend(
       int rank,
       int size,
@@ -176,7 +176,7 @@ class StrettoBackend : public Backend {
     return work ? work : inner_of(inputs)->alltoall(outputs, inputs, opts);
   }
 
-  // ------------------------------------------------------------------------ calls that are handed on and counted
+  // ------------------------------------------------------------------------ calls that inner backends run, counted here
 
   intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     tell("allreduce_sparse", tensors);
@@ -231,7 +231,7 @@ class StrettoBackend : public Backend {
     cpu_->monitoredBarrier(opts, wait_for_all);
   }
 
-  // ------------------------------------------------------------------------ what NCCL has and gloo has not
+  // ------------------------------------------------------------------------ what NCCL has and gloo lacks
 
   bool supportsCoalescing() const override {
     return cuda_ && cuda_->supportsCoalescing();
@@ -292,7 +292,7 @@ class StrettoBackend : public Backend {
     return true;
   }
 
-  // torch splits once for each device type of the group, which this one backend serves together.
+  // torch splits once for each device type of the group; this one backend serves all of them.
   intrusive_ptr<Backend> split(
       const intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
@@ -327,8 +327,8 @@ class StrettoBackend : public Backend {
     each([](Backend& backend) { backend.setSequenceNumberForGroup(); });
   }
 
-  // Of collectives alone, whatever runs them. torch's detailed checks compare it between ranks, and gloo also counts
-  // what only some ranks send, of a monitored barrier too, in which rank 0 sends more than others.
+  // Counts only collectives, whatever runs them. torch's detailed checks compare it between ranks; gloo's own number
+  // also counts messages that only some ranks send, as in a monitored barrier, where rank 0 sends more than others.
   uint64_t getSequenceNumberForGroup() override {
     return sequence_number_;
   }
@@ -406,18 +406,18 @@ class StrettoBackend : public Backend {
     ask(operation, tensors, tensors, "", 0, Milliseconds(0));
   }
 
-  // What not all ranks of the group call.
+  // For operations that not all ranks of the group call.
   void tell_of_some(const char* operation, const Tensors& tensors) {
     consult(operation, tensors, tensors, "", 0, Milliseconds(0), "");
   }
 
-  // gloo's barrier ends when the calls that it was given before have ended, and knows nothing of schedules.
+  // gloo's barrier waits for gloo's earlier calls; this also waits for earlier schedules, which gloo does not know.
   intrusive_ptr<Work> after_schedules(const intrusive_ptr<Work>& barrier) {
     py::gil_scoped_acquire gil;
     return dispatch_.get().attr("after_schedules")(barrier).cast<intrusive_ptr<Work>>();
   }
 
-  // Whoever awaits a barrier awaits all ranks, so NCCL may connect.
+  // A synchronous barrier waits for all ranks, so NCCL can connect here.
   void warm_up_nccl_if_ready() {
     py::gil_scoped_acquire gil;
     dispatch_.get().attr("warm_up_nccl_if_ready")();

@@ -68,12 +68,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("options"))
       .def_property_readonly("dispatch", &stretto::StrettoBackend::dispatch)
       .def_property_readonly("options", &stretto::StrettoBackend::options)
-      // As gloo and NCCL have it, under the name of theirs.
+      // Under the name that gloo and NCCL use for it.
       .def(
           "_set_default_timeout",
           &stretto::StrettoBackend::setTimeout,
           py::arg("timeout"),
           py::call_guard<py::gil_scoped_release>())
-      // new_group calls it on ranks outside of the group; members make new communicators, and split none.
+      // new_group calls it on ranks outside the group; members make new communicators and split none.
       .def("perform_nocolor_split", [](stretto::StrettoBackend&, const py::object&) {}, py::arg("device"));
 }

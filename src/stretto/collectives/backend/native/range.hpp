@@ -1,4 +1,4 @@
-// A call's range in profiles, as c10d's own backends show theirs: "stretto:all_reduce".
+// A call's range in profiles, like those of c10d's own backends: "stretto:all_reduce".
 #pragma once
 
 #include <string>
@@ -16,7 +16,7 @@ class Range {
     if (!function_.isActive()) {
       return;
     }
-    function_._setAsync();  // streams run on after it has ended, as they do after c10d's
+    function_._setAsync();  // streams go on after its end, as after c10d's ranges
     if (function_.needsInputs()) {
       inputs_.assign(tensors.begin(), tensors.end());
       function_.before(name_.c_str(), c10::ArrayRef<const c10::IValue>(inputs_.data(), inputs_.size()));

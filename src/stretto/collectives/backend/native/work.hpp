@@ -1,4 +1,4 @@
-// The Works of calls that schedules run: on the host, finished by whoever runs the schedule; on a GPU, by its stream.
+// The Works of calls that schedules run: a worker thread ends those on the host, a stream those on a GPU.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ namespace stretto {
 
 namespace py = pybind11;
 
-// A Python object that may be dropped by any thread, and after the interpreter has gone.
+// A Python object that any thread may drop, even after the interpreter has ended.
 class Kept {
  public:
   explicit Kept(py::object object = py::none()) : object_(std::move(object)) {}
@@ -64,13 +64,13 @@ class ScheduledWork : public c10d::Work {
         operation_(operation),
         outputs_(std::move(outputs)) {}
 
-  // By whoever runs the schedule, once, without the GIL.
+  // Called once by the thread that ran the schedule, without the GIL.
   void succeed() {
     finish();
     complete_future();
   }
 
-  // As `succeed`, with the Python exception that every `wait` raises. The GIL is held on entry.
+  // Like `succeed`, with the Python exception that every `wait` raises. The GIL is held on entry.
   void fail(py::object error) {
     auto text = py::str(py::type::of(error).attr("__name__")).cast<std::string>() + ": " +
         py::str(error).cast<std::string>();
@@ -115,7 +115,7 @@ class ScheduledWork : public c10d::Work {
     return outputs_;
   }
 
-  // Completed from a thread of its own: a callback may wait for a later call, which the running thread runs.
+  // A thread of its own completes the future: a callback may wait for a later call, which the worker thread runs.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::unique_lock<std::mutex> lock(future_mutex_);
     if (!future_) {
@@ -128,7 +128,7 @@ class ScheduledWork : public c10d::Work {
   }
 
  private:
-  // Who has waited for the work may ask the future for its value, as with gloo. In a callback of the future it has one.
+  // After `wait` the future has its value, as with gloo. Within a callback of the future it has one already.
   void await_future() {
     std::unique_lock<std::mutex> lock(future_mutex_);
     if (auto future = future_) {
@@ -167,8 +167,8 @@ class ScheduledWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Of a call whose kernels have been enqueued on the current stream. As NCCL's: `wait` makes the caller's stream wait, not
-// the host, and it is completed once the GPU has come there.
+// A call whose kernels have been enqueued on the current stream. As with NCCL, `wait` makes the caller's stream wait, not
+// the host, and the Work is completed once the GPU has run the kernels.
 class EnqueuedWork : public c10d::Work {
  public:
   EnqueuedWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
