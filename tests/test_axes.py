@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -102,22 +103,31 @@ def with_made_up_axis(program: str, ranks: int = 1) -> list[dict]:
     """What `program`, which leaves a dict `found`, finds on every rank where AXES has one line more."""
     source = Path(axes.__file__).read_text()
     assert source.count('    Axis("data"') == 1
-    first = source.index('    Axis("data"')
-    after = source.index("\n", first) + 1
+    after = source.index("\n", source.index('    Axis("data"')) + 1
     changed = source[:after] + MADE_UP + source[after:]
     head = (
         "import json, sys, types\n"
         "module = types.ModuleType('stretto.axes')\n"
         "sys.modules['stretto.axes'] = module\n"
         f"exec(compile({changed!r}, 'axes.py', 'exec'), module.__dict__)\n"
-        "import stretto\n"
-        "stretto.axes = module\n"
     )
-    whole = head + program + "\nprint('FOUND ' + json.dumps(found))\n"
-    command = [sys.executable, "-c", whole]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert output.returncode == 0, output.stderr
-    return [json.loads(line.removeprefix("FOUND ")) for line in output.stdout.splitlines() if line.startswith("FOUND ")]
+    command = [sys.executable, "-c", head + program + "\nprint('FOUND ' + json.dumps(found))\n"]
+    launched = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    processes = [
+        subprocess.Popen(
+            command, env=os.environ | (of_rank if ranks > 1 else {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for of_rank in launched
+    ]
+    results = []
+    for process in processes:
+        try:
+            output, errors = process.communicate(timeout=240)
+        finally:
+            process.kill()
+        assert process.returncode == 0, errors.decode()
+        results += [json.loads(line[6:]) for line in output.decode().splitlines() if line.startswith("FOUND ")]
+    return results
 
 
 def test_an_axis_that_is_added_in_one_place_has_its_place_among_axes_and_groups():
@@ -161,3 +171,128 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
     for each in found["plans"]:
         assert set(each["bandwidth"]) == set(each["exposed"]) == {"data", "sheaf", "x", "y", "z"}
     assert found["sums"] == [True, True]
+
+
+def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
+    (found,) = with_made_up_axis(
+        "import pydantic\n"
+        "from stretto.train.config.gpt import nearest_grid\n"
+        "from stretto.train.config.options import GridConfig\n"
+        "from stretto.train.observe.timeline import ROWS, read_timeline\n"
+        "from stretto.train.config.reference import reference\n"
+        "grid = GridConfig(sheaf=2, z=3)\n"
+        "span = {'cat': 'kernel', 'tid': 1}\n"
+        "trace = {'stretto': {'groups': {'7': 'sheaf'}, 'rank': 0, 'grid': {'sheaf': 2}}, 'traceEvents': [\n"
+        "    {'name': 'stretto step 1', 'cat': 'user_annotation', 'ts': 0, 'dur': 10},\n"
+        "    {'name': 'ncclKernel', 'ts': 2, 'dur': 4, 'args': {'Process Group Name': '7'}, **span}]}\n"
+        "timeline = read_timeline(trace)\n"
+        "found = {'sizes': grid.sizes(), 'ranks': grid.ranks, 'parts': grid.batch_parts, 'text': str(grid),\n"
+        "         'nearest': nearest_grid(grid, 2).sizes(), 'rows': ROWS,\n"
+        "         'documented': 'sheaf' in reference() and 'made up by a test' in reference(),\n"
+        "         'drawn': timeline.rows, 'time': timeline.communication}\n"
+    )
+    assert found.pop("time") == {"x": 0, "y": 0, "z": 0, "sheaf": pytest.approx(4e-6), "data": 0}
+    assert found == {
+        "sizes": {"data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 3},
+        "ranks": 6,
+        "parts": 3,
+        "text": "data=1 sheaf=2 x=1 y=1 z=3",
+        "nearest": {"data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
+        "rows": ["compute", "x", "y", "z", "sheaf", "data", "other"],
+        "documented": True,
+        "drawn": ["compute", "sheaf"],
+    }
+
+
+TRAINING = """
+import os, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + FOLDER + "/store", rank=int(os.environ["RANK"]), world_size=4)
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, clip_grad_norm_, count_collectives, gather, layout_of, parallelize, validate
+from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.config.gpt import RunConfig
+from stretto.train.optimizer import build_optimizer
+from pathlib import Path
+
+config = GPTConfig(layers=2, hidden=16, heads=2, vocab=32, max_seq_len=8)
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return GPT(config).double()
+
+tokens = torch.arange(32).view(4, 8) * 7 % 32
+plain = make()
+plain(tokens, tokens).backward()
+wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+grid = Grid(z=2, sheaf=2)
+at = {axis: grid.coordinate(axis) for axis in (*grid.sizes, "batch", "loss", "replicas")}
+model = parallelize(make(), grid)
+part = tokens.chunk(2)[grid.coordinate("batch")]
+with count_collectives(grid) as counts:
+    model(part, part).backward()
+grads = {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
+norm = float(clip_grad_norm_(model.parameters(), 1e9, grid))
+
+optimizer = build_optimizer(model, RunConfig(steps=1, batch=4, seq_len=8, dtype="fp64", lr=1e-2))
+optimizer.step(lr=1e-2)
+path = save_checkpoint(Path(FOLDER), 1, model, optimizer, model_config=config, run={}, data={}, keep=1)
+again = make(seed=1)
+load_checkpoint(path, again)
+whole = {name: gather(parameter) for name, parameter in model.named_parameters()}
+
+def refusal(function):
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+def other_weights():
+    parallelize(make(seed=grid.coordinate("sheaf")), grid)
+
+def other_gradients():
+    model = parallelize(make(), grid)
+    if grid.coordinate("sheaf"):
+        for parameter in list(model.parameters())[-2:]:
+            parameter.requires_grad_(False)
+    model(part, part).backward()
+
+found = {
+    "at": at, "ranks": grid.mesh.mesh.flatten().tolist(), "parameters": grid.parameter_axes,
+    "mesh": next(iter(model.parameters())).device_mesh.mesh_dim_names,
+    "distance": max(float((grads[name] - grad).abs().max()) for name, grad in wanted.items()),
+    "norm": norm / float(torch.stack([grad.norm() for grad in wanted.values()]).norm()),
+    "summed over": sorted(counts.bytes_by_axis()),
+    "checkpoint": all(torch.equal(whole[name], parameter) for name, parameter in again.named_parameters()),
+    "other weights": refusal(other_weights),
+}
+found["other gradients"] = refusal(other_gradients)
+sizes_refused = refusal(lambda: validate(make(), {"leaf": 2}))
+found["sizes"] = sizes_refused
+"""
+
+
+def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_one_place(tmp_path):
+    results = with_made_up_axis(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING, ranks=4)
+    for rank, found in enumerate(results):
+        sheaf, z = divmod(rank, 2)
+        assert found["at"] == {
+            "data": 0,
+            "sheaf": sheaf,
+            "x": 0,
+            "y": 0,
+            "z": z,
+            "batch": z,
+            "loss": rank,
+            "replicas": sheaf,
+        }
+        assert found["ranks"] == [0, 1, 2, 3]
+        assert found["parameters"] == found["mesh"] == ["sheaf", "z"]
+        assert found["distance"] < 1e-12
+        assert found["norm"] == pytest.approx(1)
+        assert {"replicas", "z", "loss"} <= set(found["summed over"])
+        assert found["checkpoint"]
+        assert "ranks hold different values of" in found["other weights"]
+        assert "ranks have gradients of different parameters" in found["other gradients"]
+        assert found["sizes"] == "'leaf' is not an axis of a grid; the axes are data, sheaf, x, y, z"

@@ -36,18 +36,28 @@ class Axis:
 
 
 AXES = (
-    Axis("data", "copies of the model, each on its part of the batch", splits_batch=True, sums_gradients=True),
+    Axis(
+        "data",
+        "replicas of the model, each of which trains on its part of the batch",
+        splits_batch=True,
+        sums_gradients=True,
+    ),
     Axis(
         "z",
-        "cuts each weight that is left, to be gathered before use; cuts the batch too",
+        "shards what x and y leave of each weight, which is all-gathered before use; shards the batch too",
         splits_batch=True,
         sums_gradients=True,
         splits_weights=True,
         cuts_last=True,
     ),
-    Axis("y", "cuts linears' inputs (every second one's outputs) and the hidden size", splits_weights=True),
     Axis(
-        "x", "cuts linears' outputs (every second one's inputs), heads and vocabulary; innermost", splits_weights=True
+        "y", "shards the inputs of linears (the outputs of every second one) and the hidden size", splits_weights=True
+    ),
+    Axis(
+        "x",
+        "shards the outputs of linears (the inputs of every second one), the attention heads and the vocabulary; "
+        "the innermost axis",
+        splits_weights=True,
     ),
 )
 """All axes, from the outermost to the innermost: the order of ranks."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.axes import LOSS
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
@@ -185,12 +186,12 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
     if huggingface.is_pretrained_model(model):
         loss = huggingface.install_loss(model, loss)
         is_sharded = is_sharded and huggingface.calls_loss_function(model)
-        if grid.size("batch") > 1:
+        if grid.size(LOSS) > 1:
             _refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         _replace(model, names[0], loss)
     else:  # what the model returns, if that is no loss, is whole
-        if grid.size("batch") > 1:
+        if grid.size(LOSS) > 1:
             model.register_forward_hook(_refuse_means_of_one_rank)
         return
     signature = inspect.signature(model.forward)
@@ -263,8 +264,9 @@ def _check_ranks_agree(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None
     flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
     highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
     lowest = highest.clone()
-    all_reduce(highest, grid.group("world"), dist.ReduceOp.MAX)
-    all_reduce(lowest, grid.group("world"), dist.ReduceOp.MIN)
+    group = grid.group_of_mesh(grid.parameter_mesh)
+    all_reduce(highest, group, dist.ReduceOp.MAX)
+    all_reduce(lowest, group, dist.ReduceOp.MIN)
     spread = (highest - lowest).tolist()
     for index, (name, _) in enumerate(named):
         scale = 1.0 + abs(flat[2 * index + 1])

@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from stretto.axes import (
+    DERIVED_GROUPS,
+    MESH_ORDER,
+    NAMES,
+    OUTER_TO_INNER,
+    check_sizes,
+    parameter_axes,
+)
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
 
-AXES = ("data", "x", "y", "z")
-# The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left: with z
-# last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
-MESH_AXES = ("data", "y", "x", "z")
+AXES = NAMES
 
 
 class Grid:
@@ -45,25 +50,33 @@ class Grid:
         *,
         device: torch.device | str | None = None,
         timeout: timedelta | float | None = None,
+        **others: int,
     ) -> None:
-        self.sizes: Mapping[str, int] = check_sizes({"data": data, "x": x, "y": y, "z": z})
-        ranks = prod(self.sizes.values())
+        sizes = check_sizes({"data": data, "x": x, "y": y, "z": z} | others)
+        self.sizes: Mapping[str, int] = sizes.sizes()
+        ranks = sizes.ranks
         limit = None if timeout is None else check_timeout(timeout)
         self.device = _initialize(ranks, None if device is None else torch.device(device), limit)
         if dist.get_world_size() != ranks:
             raise ValueError(mismatch(self.sizes, dist.get_world_size()))
+        # The mesh's order is not the ranks' order. x and y may each split dim 0 of a weight, and z splits what is left:
+        # with z last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
+        places = torch.arange(ranks).view([sizes[axis] for axis in OUTER_TO_INNER])
+        order = places.permute([OUTER_TO_INNER.index(axis) for axis in MESH_ORDER])
         # Flattened and shaped anew: torch 2.11 reads the mesh's order off its strides, those of dims of size 1 too.
-        order = torch.arange(ranks).view(data, z, y, x).permute(0, 2, 3, 1).reshape(-1).view(data, y, x, z)
-        self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_AXES)
+        order = order.reshape(-1).view([sizes[axis] for axis in MESH_ORDER])
+        self.mesh = DeviceMesh(self.device.type, order, mesh_dim_names=MESH_ORDER)
         # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
         # operator's first use), so parameters live on the part of the mesh that does split something.
-        self.parameter_axes = tuple(axis for axis in MESH_AXES if self.sizes[axis] > 1) or ("z",)
+        self.parameter_axes = parameter_axes(sizes)
         self.parameter_mesh = self.mesh[self.parameter_axes]
-        self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in AXES}
-        self._groups["batch"] = self.mesh["data", "z"]._flatten("batch").get_group()
+        self._groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in NAMES}
+        for name, over in DERIVED_GROUPS.items():
+            self._groups[name] = self.mesh[over]._flatten(name).get_group()
         world = dist.group.WORLD
         assert world is not None
         self._groups["world"] = world
+        self._mesh_groups = {self.parameter_mesh: world}
         self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit
         for each in self._groups.values():  # DeviceMesh makes groups with torch's default limit
             if group_timeout(each) != self.timeout.total_seconds():
@@ -72,11 +85,17 @@ class Grid:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `axis` only (in data and z for "batch", in any for "world").
 
+        axis: one of `stretto.axes.NAMES`, of its `DERIVED_GROUPS`, or "world".
+
         Raises ValueError for an unknown axis; so do `size` and `coordinate`.
         """
         if axis not in self._groups:
             raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._groups)}")
         return self._groups[axis]
+
+    def group_of_mesh(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """All ranks of a mesh that parameters live on: those that must agree on these parameters' gradients."""
+        return self._mesh_groups[mesh]
 
     def size(self, axis: str) -> int:
         """How many ranks `axis` has: data, x, y, z, "batch" (data x z) or "world"."""
@@ -88,16 +107,6 @@ class Grid:
 
     def __repr__(self) -> str:
         return "Grid(" + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items()) + ")"
-
-
-def check_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The four sizes, 1 where one is absent. Raises ValueError for an unknown axis or a size that is not positive."""
-    for axis, size in sizes.items():
-        if axis not in AXES:
-            raise ValueError(f"{axis!r} is not an axis of a grid; the axes are {', '.join(AXES)}")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"grid.{axis} is {size!r}, but must be a whole number, at least 1")
-    return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
 def mismatch(sizes: Mapping[str, int], ranks: int) -> str:

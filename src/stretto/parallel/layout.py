@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.parallel.grid import AXES, Grid
+from stretto.axes import NAMES
+from stretto.parallel.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     sizes, coordinates = _place(mesh)
     whole = local.new_zeros(layout.shape)
     cut = {split.axis for split in layout.splits}
-    if all(coordinates[axis] == 0 for axis in AXES if axis not in cut):  # one replica of each number
+    if all(coordinates[axis] == 0 for axis in NAMES if axis not in cut):  # one replica of each number
         for box in layout.boxes(sizes, coordinates):
             _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
     for axis in axes:
@@ -215,8 +216,8 @@ def shard_like(whole: Tensor, parameter: Tensor) -> DTensor:
 def _place(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
     """The sizes of all axes of a mesh of parameters, and this rank's coordinates on them."""
     axes = mesh.mesh_dim_names or ()
-    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
-    return sizes, dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
+    sizes = dict.fromkeys(NAMES, 1) | {axis: mesh.get_group(axis).size() for axis in axes}
+    return sizes, dict.fromkeys(NAMES, 0) | {axis: mesh.get_local_rank(axis) for axis in axes}
 
 
 def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:

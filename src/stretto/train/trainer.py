@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.axes import NAMES
 from stretto.memory import allocated_bytes, failures
-from stretto.parallel import AXES, Grid, count_collectives
+from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint, newest_checkpoint, prepare_folder
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
@@ -168,7 +169,7 @@ def _train_steps(
         with tracer.step(step), counting as counts:
             loss, grad_norm = task.step(step, lr)
         if counts is not None:
-            bytes_sent = dict.fromkeys(AXES, 0) | counts.bytes_by_axis()
+            bytes_sent = dict.fromkeys(NAMES, 0) | counts.bytes_by_axis()
         recorder.add(step, lr, loss, grad_norm, task.evaluation(step))
         tracer.end(step)
         is_stopping = stop.is_agreed()

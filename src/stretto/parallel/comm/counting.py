@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.parallel.grid import AXES, Grid
+from stretto.axes import DERIVED_GROUPS, NAMES
+from stretto.parallel.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def axes_of_groups(grid: Grid) -> dict[str, str]:
 
     Groups of one rank send nothing, so that their names need not be told apart.
     """
-    return {grid.group(axis).group_name: axis for axis in ("world", "batch", *AXES)}
+    return {grid.group(axis).group_name: axis for axis in ("world", *DERIVED_GROUPS, *NAMES)}
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -223,19 +224,27 @@ class GradientReducer:
         self.at_end()
 
     def _check_ranks_agree(self, arrived: Sequence[nn.Parameter]) -> None:
-        """Raise RuntimeError unless all ranks sum the same gradients in the same order. Once, in the first pass.
+        """Raise RuntimeError unless the ranks of each mesh sum the same gradients in the same order.
+
+        Once, in the first pass; each mesh that watched parameters live on is compared by itself.
 
         Buckets do not say what is in them: where ranks of data went through different layers of one size, sums of one
         layer's gradient and another's would come out.
         """
         places = {parameter: place for place, parameter in enumerate(self._groups)}
-        digest = zlib.crc32(repr([places[parameter] for parameter in arrived]).encode())
-        total = all_reduce(torch.tensor(digest, dtype=torch.float64, device=self.grid.device), self.grid.group("world"))
-        if float(total) != digest * self.grid.size("world"):
-            raise RuntimeError(
-                "ranks have gradients of different parameters, or in another order: every rank must go through the "
-                "same submodules in the same order, and freeze the same parameters"
-            )
+        for mesh in dict.fromkeys(map(self._mesh_of, self._groups)):
+            group = self.grid.group_of_mesh(mesh)
+            order = [places[parameter] for parameter in arrived if self._mesh_of(parameter) == mesh]
+            digest = zlib.crc32(repr(order).encode())
+            total = all_reduce(torch.tensor(digest, dtype=torch.float64, device=self.grid.device), group)
+            if float(total) != digest * group.size():
+                raise RuntimeError(
+                    "ranks have gradients of different parameters, or in another order: every rank must go through the "
+                    "same submodules in the same order, and freeze the same parameters"
+                )
+
+    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        return parameter.device_mesh if isinstance(parameter, DTensor) else self.grid.parameter_mesh
 
 
 @dataclass

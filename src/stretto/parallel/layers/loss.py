@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stretto.axes import LOSS
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.grid import Grid
@@ -165,7 +166,7 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`.
     """
     counts = torch.as_tensor(count, device=total.device).clone()
-    return _SumOverBatch.apply(total / all_reduce(counts, grid.group("batch")), grid.group("batch"))
+    return _SumOverBatch.apply(total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS))
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
@@ -204,7 +205,7 @@ class ParallelLoss(nn.Module):
                 "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
                 "would miss: call parallelize(..., sharded_loss=False)"
             )
-        batch = head.grid.group("batch")
+        batch = head.grid.group(LOSS)
         check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)
         tokens = logits.shape[:-1].numel()
         if hidden is not None and head.plan.tokens is not None:

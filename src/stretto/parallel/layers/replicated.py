@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.axes import LOSS
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import check_features, whole_as_shards
@@ -16,7 +17,7 @@ from stretto.parallel.options import Precision
 from stretto.parallel.roles.plan import Cut, Replicated
 
 # Ranks along x see the same activations, and so make the same gradients; those along data and z see other rows.
-CUT = Cut((), ("batch",))
+CUT = Cut((), (LOSS,))
 
 
 def keep_whole(

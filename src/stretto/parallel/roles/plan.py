@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from stretto.axes import LOSS, REPLICAS, group_sizes
 from stretto.parallel.layout import Split
 from stretto.parallel.roles import huggingface
 
@@ -200,8 +201,7 @@ class Cut:
 
     def on(self, sizes: Mapping[str, int]) -> "Cut":
         """The same without axes of one rank, which cut nothing."""
-        data, z = sizes["data"], sizes["z"]
-        ranks = {**sizes, "batch": data * z}
+        ranks = group_sizes(sizes)
         return Cut(
             tuple(split for split in self.splits if sizes[split.axis] > 1),
             tuple(axis for axis in self.sum_axes if ranks[axis] > 1),
@@ -220,17 +220,17 @@ def cut_of(role: Role, part: str, *, is_transposed: bool = False) -> Cut:
         case "colwise" | "rowwise" | "head":
             output_axis, input_axis = linear_axes(role)
             if part == "bias":
-                return Cut((Split(0, output_axis, role.segments),), ("batch",))
+                return Cut((Split(0, output_axis, role.segments),), (LOSS,))
             dim = 1 if is_transposed else 0
             splits = (Split(dim, output_axis, role.segments), Split(1 - dim, input_axis), Split(0, "z"))
-            return Cut(splits, ("data",), is_weight=True)
+            return Cut(splits, (REPLICAS,), is_weight=True)
         case "embedding":
-            return Cut((Split(0, "x"), Split(1, "y"), Split(0, "z")), ("data",), is_weight=True)
+            return Cut((Split(0, "x"), Split(1, "y"), Split(0, "z")), (REPLICAS,), is_weight=True)
         case "positions":
-            return Cut((Split(1, "y"),), ("batch",))
+            return Cut((Split(1, "y"),), (LOSS,))
         case "norm":
-            return Cut((Split(0, "y"),), ("batch",))
+            return Cut((Split(0, "y"),), (LOSS,))
         case "head_norm":  # it sees only the heads of its x rank
-            return Cut((), ("batch", "x"))
+            return Cut((), (LOSS, "x"))
         case _:
             raise AssertionError(f"a {role.role} has no parameters")

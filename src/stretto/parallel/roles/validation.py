@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from stretto.parallel.grid import check_sizes
+from stretto.axes import LOSS, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import check_loss, norm_kind
 from stretto.parallel.roles.plan import Role, ShardingPlan, cut_of
@@ -138,7 +138,7 @@ def _check_replicated(
             if (other := of_cut.get(id(model.get_parameter(name)))) is not None:
                 raise ValueError(f"{name} and {other} are one parameter, and only the first is replicated")
         batch_norms = [m for m in modules[part.whose].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        if batch_norms and part.is_module and sizes["data"] * sizes["z"] > 1:
+        if batch_norms and part.is_module and group_sizes(sizes)[LOSS] > 1:
             raise ValueError(
                 f"{part.whose} has a {type(batch_norms[0]).__name__}, which would take its statistics from one rank's "
                 "rows: choose data=1 and z=1, or another norm"

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.axes import NAMES
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
-from stretto.parallel.grid import AXES
 from stretto.parallel.layout import layout_of
 from stretto.train.checkpoint.folders import checkpoint_path, checkpoints_by_step
 from stretto.train.checkpoint.metadata import (
@@ -195,8 +195,8 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
         return ShardedState(shape, (LocalBox((0,) * len(shape), shard),))
     mesh = parameter.device_mesh
     assert mesh.mesh_dim_names is not None
-    sizes = dict.fromkeys(AXES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
-    coordinates = dict.fromkeys(AXES, 0) | {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+    sizes = dict.fromkeys(NAMES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
+    coordinates = dict.fromkeys(NAMES, 0) | {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
     pieces = []
     for box in layout_of(parameter).boxes(sizes, coordinates):
         values = shard

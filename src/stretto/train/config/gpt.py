@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo, model_validator
 
-from stretto.planner.grids import divisors
+from stretto.axes import OUTER_TO_INNER, GridSizes
+from stretto.planner.grids import divisors, every_grid
 from stretto.train.config.options import (
     MAX_LAYERS,
     MAX_LENGTH,
@@ -273,15 +274,9 @@ def _contradictions_of_copies(config: TrainConfig) -> list[str]:
 def nearest_grid(grid: GridConfig, ranks: int) -> GridConfig:
     """Find the grid of `ranks` that changes the fewest axes of `grid`, and these by the smallest ratios."""
 
-    def distance(sizes: tuple[int, int, int, int]) -> tuple[int, float]:
-        ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, grid.sizes().values(), strict=True)]
-        return sum(ratio > 0 for ratio in ratios), sum(ratios)
+    def distance(sizes: GridSizes) -> tuple[float, ...]:
+        ratios = [abs(math.log2(sizes[axis] / old)) for axis, old in grid.sizes().items()]
+        # Of grids that are equally close, the one with the smallest sizes inside data.
+        return sum(ratio > 0 for ratio in ratios), sum(ratios), *(sizes[axis] for axis in OUTER_TO_INNER[1:])
 
-    grids = [
-        (ranks // (x * y * z), x, y, z)
-        for z in divisors(ranks)
-        for y in divisors(ranks // z)
-        for x in divisors(ranks // (z * y))
-    ]
-    data, x, y, z = min(grids, key=distance)
-    return GridConfig(data=data, x=x, y=y, z=z)
+    return GridConfig(**min(every_grid(ranks), key=distance))

@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from stretto.axes import AXES, NAMES, GridSizes
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
 MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
@@ -56,40 +58,48 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class GridConfig(Section):
+class _GridSection(Section):
     """How the ranks are laid out. The number of ranks is the product of the sizes."""
-
-    data: int = option(
-        1, "replicas of the model, each of which trains on its part of the batch", unit="ranks", ge=1, le=MAX_RANKS
-    )
-    x: int = option(
-        1, "shards the outputs of linears (the inputs of every second one), the attention heads and the vocabulary; "
-        "the innermost axis", unit="ranks", ge=1, le=MAX_RANKS,
-    )  # fmt: skip
-    y: int = option(
-        1, "shards the inputs of linears (the outputs of every second one) and the hidden size", unit="ranks",
-        ge=1, le=MAX_RANKS,
-    )  # fmt: skip
-    z: int = option(
-        1, "shards what x and y leave of each weight, which is all-gathered before use; shards the batch too",
-        unit="ranks", ge=1, le=MAX_RANKS,
-    )  # fmt: skip
 
     @property
     def ranks(self) -> int:
-        return self.data * self.x * self.y * self.z
+        return GridSizes(**self.sizes()).ranks
 
     @property
     def batch_parts(self) -> int:
         """The number of shards of the global batch: data and z both split it."""
-        return self.data * self.z
+        return GridSizes(**self.sizes()).batch_parts
+
+    @property
+    def weight_parts(self) -> int:
+        """The number of shards of a weight: x, y and z all split it."""
+        return GridSizes(**self.sizes()).weight_parts
 
     def __str__(self) -> str:
         return " ".join(f"{axis}={size}" for axis, size in self.sizes().items())
 
     def sizes(self) -> dict[str, int]:
         """The sizes by axis, as `stretto.parallel.validate` takes them."""
-        return {"data": self.data, "x": self.x, "y": self.y, "z": self.z}
+        return {axis: getattr(self, axis) for axis in NAMES}
+
+
+if TYPE_CHECKING:
+
+    class GridConfig(_GridSection):
+        data: int = 1
+        x: int = 1
+        y: int = 1
+        z: int = 1
+
+else:
+    _DESCRIPTIONS = {axis.name: axis.description for axis in AXES}
+    GridConfig = create_model(
+        "GridConfig",
+        __base__=_GridSection,
+        __doc__=_GridSection.__doc__,
+        __module__=__name__,
+        **{axis: (int, option(1, _DESCRIPTIONS[axis], unit="ranks", ge=1, le=MAX_RANKS)) for axis in NAMES},
+    )
 
 
 class RunOptions(Section):

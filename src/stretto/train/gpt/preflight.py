@@ -96,7 +96,7 @@ def _check_fits_machine(config: TrainConfig, model: GPTConfig) -> None:
     grid, run = config.grid, config.train
     tensors = 2 + (2 if run.optimizer == "adamw" else bool(run.momentum))  # of a parameter's size
     numbers = read_architecture(model, run.seq_len).parameters
-    state = numbers * tensors * _ITEMSIZE[run.dtype] // (grid.x * grid.y * grid.z)
+    state = numbers * tensors * _ITEMSIZE[run.dtype] // grid.weight_parts
     tokens = run.batch // grid.batch_parts * run.seq_len * 8
     kind, what = (
         ("model", f"a model of {numbers:,} parameters")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.axes import BATCH
 from stretto.models import GPT
 from stretto.parallel import Grid, Overlap, checkpoint_activations, clip_scale, gradient_norm, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
@@ -111,7 +112,7 @@ class GPTTask(TrainTask):
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len]."""
-        rows = rank_rows(self.config.train.batch, self.grid.coordinate("batch"), self.grid.size("batch"))
+        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
         sequences = np.stack([self.dataset[index] for index in self.sampler.indices(step - 1)[rows]])
         batch = torch.from_numpy(sequences)
         if self.grid.device.type == "cuda":

@@ -17,14 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stretto.axes import INNER_TO_OUTER, NAMES
+
 Interval = tuple[float, float]  # from, to; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
 
 TRACE_FILE = "trace.json"
 COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
-AXES = ("x", "y", "z", "data")
-ROWS = (COMPUTE, *AXES, OTHER)
+ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER)
 # Copy engines push over z alone; these kernels begin that, wait for it, and add up what has come.
 PUSHED_AXIS = "z"
 PUSHING_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
@@ -119,7 +120,7 @@ class Timeline:
 
     @property
     def _communication_rows(self) -> tuple[str, ...]:
-        return (*AXES, OTHER) if OTHER in self.rows else AXES
+        return (*INNER_TO_OUTER, OTHER) if OTHER in self.rows else INNER_TO_OUTER
 
     @cached_property
     def _busy(self) -> dict[str, Intervals]:
@@ -224,7 +225,7 @@ def is_pushed(event: Mapping[str, Any], copying: Collection[Any]) -> bool:
 def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
     described = str(about.get("Process Group Description", "")).removeprefix("mesh_")
     axis = groups.get(str(about.get("Process Group Name")), described)
-    return axis if axis in AXES else OTHER
+    return axis if axis in NAMES else OTHER
 
 
 def _cpu_spans(events: list[Mapping[str, Any]]) -> list[Span]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stretto.parallel import AXES, Grid
+from stretto.axes import NAMES
+from stretto.parallel import Grid
 from stretto.parallel.comm.counting import axes_of_groups
 from stretto.train.observe.progress import ProgressReporter
 from stretto.train.observe.recorder import StepRecorder
@@ -120,7 +121,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
 
 def _show_threads(grid: Grid) -> None:
     """Let each axis communicate alone, under a mark: gloo has threads for each group, and the trace only their ids."""
-    for axis in AXES:
+    for axis in NAMES:
         if grid.size(axis) > 1:
             with record_function(GROUP_MARK + axis):
                 nothing = [torch.zeros(1) for _ in range(SIGNS_OF_LIFE)]
