@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces
 
-from stretto.bench.ablations.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
-from stretto.bench.ablations.run import (
+from stretto.bench.collectives.ablations import (
     AblationsSetting,
     compile_for,
     composition_row,
@@ -17,6 +16,7 @@ from stretto.bench.ablations.run import (
     pipelining_row,
     write_ablations,
 )
+from stretto.bench.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.verifier import verify

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.bench.workloads import start_on_pool
 
-from stretto.bench import dlrm
-from stretto.bench.dlrm import DlrmSetting, bench_dlrm
+from stretto.bench.training import dlrm
+from stretto.bench.training.dlrm import DlrmSetting, bench_dlrm
 from stretto.models import DLRMConfig
 from stretto.parallel.recsys import pooled_exchange
 

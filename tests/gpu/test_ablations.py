@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.bench.ablations.run import COMPOSED, PIPELINED, AblationsSetting, bench_ablations
+from stretto.bench.collectives.ablations import COMPOSED, PIPELINED, AblationsSetting, bench_ablations
 
 
 @pytest.mark.own_gpus("it measures times, NCCL's too")

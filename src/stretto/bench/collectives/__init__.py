@@ -1,1 +1,1 @@
-"""`stretto bench collectives`: Stretto's collectives beside NCCL and torch's symmetric-memory operators."""
+"""`stretto bench collectives`, `ablations` and `compile`: Stretto's collectives beside NCCL's and torch's."""

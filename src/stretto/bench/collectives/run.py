@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.collectives.handwritten import HandwrittenAllReduce
+from stretto.bench.collectives.peers import HandwrittenAllReduce
 from stretto.bench.collectives.plot import plot_collectives
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved

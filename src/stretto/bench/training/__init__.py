@@ -1,1 +1,1 @@
-"""`stretto bench train`, `peers`, `overlap` and `parity`: whole training steps of a GPT on every grid."""
+"""`stretto bench train`, `peers`, `overlap`, `parity` and `dlrm`: whole training steps beside their peers."""

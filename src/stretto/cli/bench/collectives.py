@@ -16,7 +16,7 @@ def compile_(
 ) -> None:
     """Seconds and memory to compile and verify collectives of up to 512 ranks (needs no GPU)."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.compile import bench_compile
+        from stretto.bench.collectives.compile import bench_compile
 
         rows = bench_compile(out, largest)
         if as_json:
@@ -79,7 +79,7 @@ def ablations(
 ) -> None:
     """MSCCLang's ablations: pipelining over tiles on and off; one kernel against the algorithm made of NCCL calls."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.ablations.run import AblationsSetting, bench_ablations
+        from stretto.bench.collectives.ablations import AblationsSetting, bench_ablations
 
         setting = AblationsSetting(
             sizes=tuple(_list_sizes(smallest, largest, step)),

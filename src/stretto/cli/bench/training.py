@@ -239,7 +239,7 @@ def dlrm(
 ) -> None:
     """A DLRM's training step with its look-up and exchange fused, beside PyTorch's functions, in one job."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.dlrm import DlrmSetting, bench_dlrm
+        from stretto.bench.training.dlrm import DlrmSetting, bench_dlrm
         from stretto.models import DLRMConfig
 
         config = DLRMConfig.preset(model)

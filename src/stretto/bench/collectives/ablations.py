@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.ablations.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
-from stretto.bench.ablations.plot import plot_composition, plot_pipelining
+from stretto.bench.collectives.ablations_plot import plot_composition, plot_pipelining
+from stretto.bench.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
