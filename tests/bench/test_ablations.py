@@ -8,7 +8,6 @@ import torch.distributed as dist
 from tests.collectives.executor.cuda.emulated import COMPILER, make_workspaces
 
 from stretto.bench.collectives.ablations import (
-    AblationsSetting,
     compile_for,
     composition_row,
     fifo_bytes,
@@ -17,6 +16,7 @@ from stretto.bench.collectives.ablations import (
     write_ablations,
 )
 from stretto.bench.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
+from stretto.bench.collectives.settings import AblationsSetting
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.verifier import verify
@@ -83,7 +83,7 @@ def test_results_are_written_with_tables_and_pictures(tmp_path):
         measured("composition", "ring-all-reduce", "graph", 1 << 20, kernel=10.0),
         measured("composition", "ring-all-reduce", "eager", 1 << 20, composed=20.0, kernel=10.0, library=9.0),
     ]
-    setting = AblationsSetting(sizes=(1 << 20, 1 << 22), tiles=(16384, 65536))
+    setting = AblationsSetting(smallest=1 << 20, largest=1 << 22, tiles=(16384, 65536))
     made = write_ablations(rows, 4, tmp_path, setting)
     assert {name: len(found) for name, found in made.items()} == {"pipelining": 3, "composition": 2}
     for name in made:
@@ -97,7 +97,7 @@ def test_results_are_written_with_tables_and_pictures(tmp_path):
     )
     assert table[5] == "| ring-all-reduce | graph | 4 MB | 90.0 | 40.0 | 45.0 | 16 KB | 2.25 |"
     assert "| ring-all-reduce | graph | 1 MB | - | 10.0 | - | - | - |" in (tmp_path / "composition.md").read_text()
-    only = AblationsSetting(sizes=(1 << 20,), ablations=("composition",))
+    only = AblationsSetting(smallest=1 << 20, largest=1 << 20, ablations=("composition",))
     assert list(write_ablations(rows, 4, tmp_path / "only", only)) == ["composition"]
     assert not (tmp_path / "only" / "pipelining.json").exists()
 
@@ -109,13 +109,13 @@ def test_results_are_written_with_tables_and_pictures(tmp_path):
         ({"ablations": ("heart",)}, "there is no ablation 'heart'"),
         ({"protocol": "LL64"}, "there is no protocol 'LL64'"),
         ({"tiles": (100,)}, "tiles of at least 480 bytes"),
-        ({"sizes": ()}, "one size or more"),
+        ({"smallest": 1024, "largest": 512}, "sizes go from 1024 .at least 64. to 512"),
         ({"instances": 0}, "at least 1 instance"),
     ],
 )
 def test_what_there_is_not_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        AblationsSetting(**({"sizes": (1024,)} | options))
+        AblationsSetting(**options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])

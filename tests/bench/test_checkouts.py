@@ -16,9 +16,11 @@ import stretto
 from stretto import ops
 from stretto.bench.checkouts import ranks as checkouts_ranks
 from stretto.bench.checkouts import run as checkouts
+from stretto.bench.checkouts import settings as checkouts_settings
 from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
 from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
-from stretto.bench.checkouts.run import CheckoutsSetting, bench_checkouts, find_interval, judge
+from stretto.bench.checkouts.run import bench_checkouts, find_interval, judge
+from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.mps import mps_daemon
 from stretto.cli import app
 from stretto.collectives.selection import CHOICES, AlgorithmChoice
@@ -70,7 +72,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, cases: list[CheckoutCase], **options: object) -> dict[str, object]:
-    monkeypatch.setattr(checkouts, "CPU_CASES", cases)
+    monkeypatch.setattr(checkouts_settings, "CPU_CASES", cases)
     settings = {"ranks": 2, "rounds": 8, "most_rounds": 8, "seconds": 60.0, "on_cpu": True} | options
     return bench_checkouts(CheckoutsSetting(SOURCE, **settings), out)  # type: ignore[arg-type]
 

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stretto.bench.collectives import peers
 from stretto.bench.collectives import run as collectives
-from stretto.bench.collectives.run import CollectivesSetting, bench_collectives
+from stretto.bench.collectives.run import bench_collectives
+from stretto.bench.collectives.settings import CollectivesSetting
 from stretto.bench.interleaved import Timed
 from stretto.collectives.selection import LIBRARY, Table
 from stretto.tuning import TuningStore
@@ -26,11 +28,11 @@ def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, monke
     file = tmp_path / "notes.txt"
     file.write_text("dear diary")
     with pytest.raises(ValueError, match=r"notes\.txt is no file of measured times"):
-        bench_collectives(2, tmp_path, CollectivesSetting((1024,), tunes=tunes, table=file))
+        bench_collectives(2, tmp_path, CollectivesSetting(smallest=1024, largest=1024, tunes=tunes, table=file))
     assert file.read_text() == "dear diary"
     absent = tmp_path / "absent.json"
     with pytest.raises(Started if tunes else ValueError):
-        bench_collectives(2, tmp_path, CollectivesSetting((1024,), tunes=tunes, table=absent))
+        bench_collectives(2, tmp_path, CollectivesSetting(smallest=1024, largest=1024, tunes=tunes, table=absent))
 
 
 @pytest.mark.parametrize("has_nvlink", [True, False])
@@ -44,6 +46,7 @@ def test_what_was_tuned_is_read_again_and_has_no_ll128_without_nvlink(tmp_path, 
 
     ranks = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: 0, barrier=lambda: None)
     monkeypatch.setattr(collectives, "dist", ranks)
+    monkeypatch.setattr(peers, "dist", ranks)
     monkeypatch.setattr(collectives, "time_interleaved", time_all)
     monkeypatch.setattr(collectives, "machine_name", lambda has_nvlink: "a machine")
     communicator = SimpleNamespace(

@@ -9,11 +9,11 @@ import pytest
 from tests.bench.workloads import start_on_pool
 
 from stretto.bench.training import dlrm
-from stretto.bench.training.dlrm import DlrmSetting, bench_dlrm
+from stretto.bench.training.dlrm import DlrmWorkload, bench_dlrm
 from stretto.models import DLRMConfig
 from stretto.parallel.recsys import pooled_exchange
 
-TINY = DlrmSetting(DLRMConfig.preset("small").capped(50), batch=64, warm_up=1, repeats=2, rounds=2)
+TINY = DlrmWorkload(DLRMConfig.preset("small").capped(50), batch=64, warm_up=1, repeats=2, rounds=2)
 
 
 def test_both_implementations_are_rows_and_a_missing_kernel_says_why(
@@ -42,4 +42,4 @@ def test_a_batch_that_cannot_be_cut_and_an_unknown_implementation_are_refused(tm
     with pytest.raises(ValueError, match="a batch of 64 cannot be cut into 3 parts"):
         bench_dlrm(TINY, 3, tmp_path)
     with pytest.raises(ValueError, match="there is no implementation 'auto' to measure"):
-        DlrmSetting(TINY.model, 64, ("auto",))
+        DlrmWorkload(TINY.model, 64, ("auto",))

@@ -11,14 +11,15 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is for Linux alone", allow_module_level=True)
 
-from stretto.bench.embedding.run import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape, place_tables
+from stretto.bench.embedding.run import place_tables
+from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape
 
 
 def test_cases_are_read_as_they_are_written():
     assert LookupShape.parse("1024x64x256x70") == LookupShape(1024, 64, 256, 70)
     assert LookupShape.parse("mlperf").batch == 65536
     for name in ("8x2x8x3", "mlperf", "mlperf:512"):
-        assert LookupShape.parse(name).name == name
+        assert str(LookupShape.parse(name)) == name
     for text, words in (("8x2x8", "BATCHxTABLESxDIMxPOOLING or mlperf"), ("8x2x6x1", "a multiple of 4")):
         with pytest.raises(ValueError, match=words):
             LookupShape.parse(text)

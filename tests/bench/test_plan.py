@@ -8,7 +8,8 @@ from tests.bench.workloads import TINY, WORKLOAD, start_on_pool
 
 from stretto.bench.plan import run as plan
 from stretto.bench.plan.comparison import compare, rank_correlation, summarize
-from stretto.bench.plan.run import Planned, bench_plan, write_predictions
+from stretto.bench.plan.run import bench_plan, write_predictions
+from stretto.bench.plan.settings import Planned
 from stretto.cluster import Cluster
 
 PLANNED = Planned("tiny", WORKLOAD, 2)

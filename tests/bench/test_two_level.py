@@ -16,7 +16,8 @@ from stretto.bench.two_level import namespaces
 from stretto.bench.two_level import run as two_level
 from stretto.bench.two_level.delayed import DelayedTransport
 from stretto.bench.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
-from stretto.bench.two_level.run import TwoLevelSetting, bench_two_level
+from stretto.bench.two_level.run import bench_two_level
+from stretto.bench.two_level.settings import TwoLevelSetting
 from stretto.cli import app
 from stretto.collectives.two_level import GroupTransport, Message, predict
 

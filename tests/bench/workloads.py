@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stretto.bench.training.runs import TrainingWorkload
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPTConfig
 
 TINY = GPTConfig(

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from stretto.bench.collectives.ablations import COMPOSED, PIPELINED, AblationsSetting, bench_ablations
+from stretto.bench.collectives.ablations import COMPOSED, PIPELINED, bench_ablations
+from stretto.bench.collectives.settings import AblationsSetting
 
 
 @pytest.mark.own_gpus("it measures times, NCCL's too")
 @pytest.mark.exhaustive
 def test_both_ablations_are_measured(tmp_path: Path, world: int) -> None:
-    setting = AblationsSetting(sizes=(1 << 20,), tiles=(480 * 8,), protocol="Simple", instances=2)
+    setting = AblationsSetting(smallest=1 << 20, largest=1 << 20, tiles=(480 * 8,), protocol="Simple", instances=2)
     rows = bench_ablations(world, tmp_path, setting)
     assert [(row["algorithm"], row["mode"]) for row in rows["pipelining"]] == [
         (name, mode) for name in PIPELINED for mode in ("graph", "eager")

@@ -442,7 +442,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
     module = importlib.import_module(
         "stretto.bench.operators.ablations" if ablations else "stretto.bench.operators.run"
     )
-    shapes = importlib.import_module("stretto.bench.operators.run")
+    shapes = importlib.import_module("stretto.bench.operators.settings")
 
     def time_nothing(runs, size, **options):
         for name, run in runs.items():

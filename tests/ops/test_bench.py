@@ -4,7 +4,7 @@ import pytest
 
 from stretto.bench.operators.ablations import vary
 from stretto.bench.operators.plot import plot_ablations, plot_operators
-from stretto.bench.operators.run import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
+from stretto.bench.operators.settings import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, KernelConfig
 
 

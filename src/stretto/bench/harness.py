@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,20 +38,6 @@ class Column:
     key: str
     heading: str
     form: str = "{}"
-
-
-def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """ValueError for a name that is not known."""
-    for name in given:
-        if name not in known:
-            raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
-
-
-def require_least(least: int, **numbers: float) -> None:
-    """ValueError for a number that is smaller, with its name."""
-    for name, number in numbers.items():
-        if number < least:
-            raise ValueError(f"{name} is {number}, but must be at least {least}")
 
 
 def machine_kind() -> dict[str, str]:

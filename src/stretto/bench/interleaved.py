@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.harness import require_least
+from stretto.bench.settings import require_least
 
 
 @dataclass(frozen=True)

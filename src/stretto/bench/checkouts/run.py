@@ -21,17 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import stretto
-from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
+from stretto.bench.checkouts.cases import CheckoutCase
 from stretto.bench.checkouts.plot import plot_checkouts
 from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
-from stretto.bench.harness import Column, print_table, require_least, write_result
-from stretto.bench.mps import mps_daemon, share_for
+from stretto.bench.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
+from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.mps import mps_daemon
 
 BOUND = 0.02
 """Ratios of medians nearer to 1 than this count as equal."""
 
-_BEFORE, _AFTER = "before", "after"
 _MOST_STARTS = 4
 _PREPARATION = 0.6  # of the time, after which no further case is prepared
 _START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device gives up after 30
@@ -52,60 +51,6 @@ COLUMNS = (
     Column("host_before", "host before (us)", "{:.1f}"),
     Column("host_after", "host after (us)", "{:.1f}"),
 )
-
-
-@dataclass(frozen=True)
-class CheckoutsSetting:
-    """What is compared, and for how long.
-
-    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
-    rounds: of every case; then more of those whose confidence interval still holds a bound, up to most_rounds, until
-    `seconds` have passed since the start of the command. only: parts of names, of which a case has one (none: all).
-    percentage: of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of ranks works at a time).
-    At 100 / (2 ranks) or less, both sets have multiprocessors of their own, and prepare cases at the same time. on_cpu:
-    a few cases by interpreted kernels, to try the command. ValueError for a setting that cannot be.
-    """
-
-    before: Path
-    after: Path = field(default_factory=lambda: Path(stretto.__file__).parents[1])
-    ranks: int = 4
-    rounds: int = 30
-    most_rounds: int = 300
-    seconds: float = 270.0
-    only: tuple[str, ...] = ()
-    percentage: int | None = None
-    seed: int = 0
-    on_cpu: bool = False
-
-    def __post_init__(self) -> None:
-        require_least(2, ranks=self.ranks, rounds=self.rounds)
-        require_least(self.rounds, most_rounds=self.most_rounds)
-        require_least(1, seconds=self.seconds)
-        if self.share * self.ranks > 100 or self.share < 1:
-            least = 100 // self.ranks
-            raise ValueError(
-                f"{self.ranks} ranks with {self.share}% of the multiprocessors each: up to {least}% will do, since "
-                "ranks that wait for each other run at once"
-            )
-        for name, path in ((_BEFORE, self.before), (_AFTER, self.after)):
-            find_source(name, path)
-        if not self.cases():
-            raise ValueError(f"no case has {' or '.join(self.only)} in its name; one is {list_cases()[0].name!r}")
-
-    @property
-    def share(self) -> int:
-        """Percent of the multiprocessors that a rank gets."""
-        return share_for(self.ranks) if self.percentage is None else self.percentage
-
-    @property
-    def sources(self) -> dict[str, Path]:
-        """The folder to import from, of each checkout."""
-        return {name: find_source(name, path) for name, path in ((_BEFORE, self.before), (_AFTER, self.after))}
-
-    def cases(self) -> list[CheckoutCase]:
-        """The cases to measure."""
-        every = CPU_CASES if self.on_cpu else list_cases()
-        return [case for case in every if not self.only or any(part in case.name for part in self.only)]
 
 
 @dataclass
@@ -132,14 +77,6 @@ class _Comparison:
     refused: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
     processors: int = 0
-
-
-def find_source(name: str, path: Path) -> Path:
-    """The folder of a checkout that holds the package. ValueError where there is none."""
-    for folder in (path, path / "src"):
-        if (folder / "stretto" / "__init__.py").is_file():
-            return folder.resolve()
-    raise ValueError(f"--{name} is {str(path)!r}, which holds no package stretto: give a checkout, or its src")
 
 
 def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
@@ -292,7 +229,7 @@ def _measure(
     chosen = random.Random(setting.seed)
     cases = [case for case in setting.cases() if case.name in times]
     began = time.monotonic()
-    for number in range(setting.most_rounds):
+    for number in range(setting.round_limit):
         if number >= setting.rounds:
             cases = [case for case in cases if not outcome.measured[case.name].is_decided()]
         if not cases:
@@ -307,8 +244,8 @@ def _measure(
             for each in chosen.sample(sets, len(sets)):
                 pair[each.name] = _time(each, case, times[case.name])
             found = outcome.measured.setdefault(case.name, _Measured())
-            found.device.append((pair[_BEFORE][0], pair[_AFTER][0]))
-            found.host.append((pair[_BEFORE][1], pair[_AFTER][1]))
+            found.device.append((pair[BEFORE][0], pair[AFTER][0]))
+            found.host.append((pair[BEFORE][1], pair[AFTER][1]))
 
 
 def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, float]:

@@ -5,7 +5,6 @@ algorithm is one kernel, where a composition of library calls waits for each of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ from torch import Tensor
 
 from stretto.bench.collectives.ablations_plot import plot_composition, plot_pipelining
 from stretto.bench.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
-from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
+from stretto.bench.collectives.settings import AblationsSetting
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.nvrtc import LaunchError
-from stretto.collectives.executor.cuda.variant import DATA_BYTES, PROTOCOLS, Variant
+from stretto.collectives.executor.cuda.variant import DATA_BYTES, Variant
 from stretto.collectives.executor.cuda.workspace import DEFAULT_REGIONS, CollectiveWorkspace
 from stretto.collectives.executor.plan import make_plan
 from stretto.collectives.schedule import Schedule
 from stretto.parallel import Grid
 
-ABLATIONS = ("pipelining", "composition")
-MODES = ("graph", "eager")
 PIPELINED = ("ring-all-reduce", "hierarchical-all-reduce")
 COMPOSED = ("ring-all-reduce", "two-shot-all-reduce", "two-step-all-to-all")
 WHOLE = "whole"
@@ -37,30 +35,6 @@ _DTYPE = torch.bfloat16
 _SLACK = 1 << 20  # bytes, for what tiles are rounded up to
 
 TimedCall = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class AblationsSetting:
-    """What is measured: bytes of whole arrays, of tiles, the protocol, and the interpreter's instances.
-
-    ValueError for what there is not.
-    """
-
-    sizes: tuple[int, ...]
-    tiles: tuple[int, ...] = (16 << 10, 64 << 10, 256 << 10)
-    protocol: str = "LL128"
-    instances: int = 16
-    modes: tuple[str, ...] = MODES
-    ablations: tuple[str, ...] = ABLATIONS
-
-    def __post_init__(self) -> None:
-        require_known("mode", self.modes, MODES)
-        require_known("ablation", self.ablations, ABLATIONS)
-        require_known("protocol", (self.protocol,), PROTOCOLS)
-        if not self.sizes or not self.tiles or min(self.tiles) < 480:
-            raise ValueError("ablations take one size or more, and tiles of at least 480 bytes")
-        if self.instances < 1:
-            raise ValueError(f"a schedule has at least 1 instance, not {self.instances}")
 
 
 def bench_ablations(ranks: int, out: Path, setting: AblationsSetting) -> dict[str, list[dict[str, Any]]]:

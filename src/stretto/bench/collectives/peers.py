@@ -3,8 +3,14 @@
 They have neither time limits nor reports, and take sizes that divide evenly: what a kernel author would try first.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
@@ -49,3 +55,69 @@ class HandwrittenAllReduce:
         self._function.set("count", count)
         threads = 128 if lanes <= 128 * 128 else 512
         self._function.launch(max(1, min(-(-lanes // threads), 128)), threads)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A collective's ordinary tensors."""
+
+    input: Tensor
+    output: Tensor
+
+    @classmethod
+    def make(cls, collective: str, size: int, dtype: torch.dtype, device: torch.device) -> "Buffers":
+        world = dist.get_world_size()
+        count = max(size // dtype.itemsize // world, 1) * world
+        part = count // world
+        of_input, of_output = {
+            "allreduce": (count, count),
+            "allgather": (part, count),
+            "reducescatter": (count, part),
+            "alltoall": (count, count),
+        }[collective]
+        return cls(torch.randn(of_input, device=device).to(dtype), torch.empty(of_output, dtype=dtype, device=device))
+
+
+def nccl_run(collective: str, buffers: Buffers) -> Callable[[], Any]:
+    x, y = buffers.input, buffers.output
+    match collective:
+        case "allreduce":
+            return lambda: dist.all_reduce(y)
+        case "allgather":
+            return lambda: dist.all_gather_into_tensor(y, x)
+        case "reducescatter":
+            return lambda: dist.reduce_scatter_tensor(y, x)
+        case _:
+            return lambda: dist.all_to_all_single(y, x)
+
+
+class TorchPeers:
+    """torch's own operators on symmetric memory, for all-reduce."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._storage = symmetric.empty(1 << 30, dtype=torch.uint8, device=device)
+        assert dist.group.WORLD is not None
+        self._group = dist.group.WORLD.group_name
+        symmetric.rendezvous(self._storage, dist.group.WORLD)
+
+    def runs(self, collective: str, buffers: Buffers) -> dict[str, Callable[[], Any]]:
+        """What there is for this call, by name."""
+        x = buffers.input
+        if collective != "allreduce" or x.numel() * x.itemsize > self._storage.numel() or x.itemsize * x.numel() < 64:
+            return {}
+        part = self._storage[: x.numel() * x.itemsize].view(x.dtype)
+        part.zero_()
+        one = partial(torch.ops.symm_mem.one_shot_all_reduce, part, "sum", self._group)
+        two = partial(torch.ops.symm_mem.two_shot_all_reduce_, part, "sum", self._group)
+        return {"torch one-shot": one, "torch two-shot": two}
+
+
+def handwritten_runs(workspace: CollectiveWorkspace, buffers: Buffers) -> dict[str, Callable[[], Any]]:
+    runs: dict[str, Callable[[], Any]] = {}
+    for shots in (1, 2):
+        kernel = HandwrittenAllReduce(workspace, shots)
+        if kernel.fits(buffers.input.numel() * buffers.input.itemsize):
+            runs[f"hand-written {shots}-shot"] = partial(kernel, buffers.input, buffers.output)
+    return runs

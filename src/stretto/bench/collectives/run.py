@@ -1,22 +1,22 @@
 """Collectives by Stretto's kernels beside NCCL and torch's symmetric-memory operators, interleaved, size by size."""
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from matplotlib.figure import Figure
 
-from stretto.bench.collectives.peers import HandwrittenAllReduce
-from stretto.bench.collectives.plot import plot_collectives
-from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
+from stretto.bench.collectives.peers import Buffers, TorchPeers, handwritten_runs, nccl_run
+from stretto.bench.collectives.settings import CollectivesSetting
+from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
+from stretto.bench.plots import OTHER_PEER, OURS, PEER, describe_origin
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
 from stretto.collectives.selection import (
-    ALGORITHMS_OF,
     COPY_ENGINE_MIN_BYTES,
     LIBRARY,
     AlgorithmChoice,
@@ -26,11 +26,10 @@ from stretto.collectives.selection import (
 )
 from stretto.memory import empty
 from stretto.parallel import Grid
-from stretto.tuning import TuningStore, read_times
+from stretto.tuning import TuningStore
 
-MODES = ("graph", "eager")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-COLLECTIVES = tuple(ALGORITHMS_OF)
+# What one H200 of four linked ones can send to its peers by plain stores, and by a copy engine, in GB/s.
+LIMITS = {"stores to all peers": 351, "copy engine, one peer": 391}
 COLUMNS = (
     Column("collective", "collective"),
     Column("dtype", "dtype"),
@@ -49,29 +48,6 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class CollectivesSetting:
-    """What is measured: every collective, dtype and size (bytes of the whole array), as a CUDA graph and as calls.
-
-    tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
-    times choose (None: the store's). ValueError for what there is not.
-    """
-
-    sizes: tuple[int, ...]
-    collectives: tuple[str, ...] = COLLECTIVES
-    dtypes: tuple[str, ...] = tuple(DTYPES)
-    modes: tuple[str, ...] = MODES
-    tunes: bool = False
-    table: Path | None = None
-
-    def __post_init__(self) -> None:
-        require_known("collective", self.collectives, COLLECTIVES)
-        require_known("dtype", self.dtypes, DTYPES)
-        require_known("mode", self.modes, MODES)
-        if self.table is not None and (self.table.exists() or not self.tunes):
-            read_times(self.table)  # what is no such file is neither used nor overwritten
-
-
 def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> list[dict[str, Any]]:
     """Measure on that many GPUs; print the table, write JSON and a picture; returns the rows."""
     rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
@@ -88,7 +64,7 @@ def _measure_all(ranks: int, setting: CollectivesSetting) -> list[dict[str, Any]
         _tune(communicator, setting.collectives, setting.dtypes, setting.sizes, device, TuningStore(setting.table))
         communicator.close()
     communicator = CudaCommunicator(table=setting.table)
-    peers = _TorchPeers(device)
+    peers = TorchPeers(device)
     rows = []
     for collective in setting.collectives:
         for dtype in setting.dtypes:
@@ -102,74 +78,17 @@ def _measure_all(ranks: int, setting: CollectivesSetting) -> list[dict[str, Any]
     return rows
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """A collective's ordinary tensors."""
-
-    input: Tensor
-    output: Tensor
-
-    @classmethod
-    def make(cls, collective: str, size: int, dtype: torch.dtype, device: torch.device) -> "_Buffers":
-        world = dist.get_world_size()
-        count = max(size // dtype.itemsize // world, 1) * world
-        part = count // world
-        of_input, of_output = {
-            "allreduce": (count, count),
-            "allgather": (part, count),
-            "reducescatter": (count, part),
-            "alltoall": (count, count),
-        }[collective]
-        return cls(torch.randn(of_input, device=device).to(dtype), torch.empty(of_output, dtype=dtype, device=device))
-
-
-def _nccl(collective: str, buffers: _Buffers) -> Callable[[], Any]:
-    x, y = buffers.input, buffers.output
-    match collective:
-        case "allreduce":
-            return lambda: dist.all_reduce(y)
-        case "allgather":
-            return lambda: dist.all_gather_into_tensor(y, x)
-        case "reducescatter":
-            return lambda: dist.reduce_scatter_tensor(y, x)
-        case _:
-            return lambda: dist.all_to_all_single(y, x)
-
-
-class _TorchPeers:
-    """torch's own operators on symmetric memory, for all-reduce."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
-        self._storage = symmetric.empty(1 << 30, dtype=torch.uint8, device=device)
-        assert dist.group.WORLD is not None
-        self._group = dist.group.WORLD.group_name
-        symmetric.rendezvous(self._storage, dist.group.WORLD)
-
-    def runs(self, collective: str, buffers: _Buffers) -> dict[str, Callable[[], Any]]:
-        """What there is for this call, by name."""
-        x = buffers.input
-        if collective != "allreduce" or x.numel() * x.itemsize > self._storage.numel() or x.itemsize * x.numel() < 64:
-            return {}
-        part = self._storage[: x.numel() * x.itemsize].view(x.dtype)
-        part.zero_()
-        one = partial(torch.ops.symm_mem.one_shot_all_reduce, part, "sum", self._group)
-        two = partial(torch.ops.symm_mem.two_shot_all_reduce_, part, "sum", self._group)
-        return {"torch one-shot": one, "torch two-shot": two}
-
-
 def _measure(
     communicator: CudaCommunicator,
-    peers: _TorchPeers,
+    peers: TorchPeers,
     collective: str,
     dtype: str,
     size: int,
     mode: str,
     device: torch.device,
 ) -> dict[str, Any]:
-    buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
-    library = _nccl(collective, buffers)
+    buffers = Buffers.make(collective, size, TORCH_DTYPES[dtype], device)
+    library = nccl_run(collective, buffers)
     way = communicator.run(collective, buffers.input, buffers.output)
     ours = library if way is None else partial(communicator.run, collective, buffers.input, buffers.output)
     runs: dict[str, Callable[[], Any]] = {"nccl": library, **peers.runs(collective, buffers)}
@@ -180,7 +99,7 @@ def _measure(
         communicator.run(collective, given, taken)
         runs["symmetric"] = partial(communicator.run, collective, given, taken)
     if collective == "allreduce" and dtype == "bf16" and size <= 4 << 20:
-        runs |= _handwritten(communicator, buffers)
+        runs |= handwritten_runs(communicator.workspace, buffers)
     found = time_interleaved(runs, size, is_graph=mode == "graph")
     seconds = {name: one.seconds * 1e6 for name, one in found.items()}
     stretto = seconds.get("stretto", seconds["nccl"])
@@ -206,15 +125,6 @@ def _measure(
     }
 
 
-def _handwritten(communicator: CudaCommunicator, buffers: _Buffers) -> dict[str, Callable[[], Any]]:
-    runs: dict[str, Callable[[], Any]] = {}
-    for shots in (1, 2):
-        kernel = HandwrittenAllReduce(communicator.workspace, shots)
-        if kernel.fits(buffers.input.numel() * buffers.input.itemsize):
-            runs[f"hand-written {shots}-shot"] = partial(kernel, buffers.input, buffers.output)
-    return runs
-
-
 def _tune(
     communicator: CudaCommunicator,
     collectives: Sequence[str],
@@ -228,12 +138,12 @@ def _tune(
     has_nvlink = communicator.workspace.has_nvlink
     for collective in collectives:
         for dtype in dtypes:
-            name = str(DTYPES[dtype]).removeprefix("torch.")
+            name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             ways = find_choices(collective, has_nvlink=has_nvlink)
             kernels = {way: communicator.kernel(way, name, in_place=False) for way in ways if way != LIBRARY}
             for size in sizes:
-                buffers = _Buffers.make(collective, size, DTYPES[dtype], device)
-                runs: dict[str, Callable[[], Any]] = {LIBRARY.name: _nccl(collective, buffers)}
+                buffers = Buffers.make(collective, size, TORCH_DTYPES[dtype], device)
+                runs: dict[str, Callable[[], Any]] = {LIBRARY.name: nccl_run(collective, buffers)}
                 for way, kernel in kernels.items():
                     if not _is_hopeless(way, size):
                         runs[way.name] = partial(kernel, buffers.input, buffers.output)
@@ -256,3 +166,40 @@ def _is_hopeless(way: AlgorithmChoice, size: int) -> bool:
     if way.protocol == "Copy":
         return size < COPY_ENGINE_MIN_BYTES
     return way.algorithm == "one-shot-all-reduce" and size > 8 << 20
+
+
+def plot_collectives(result: Path, picture: Path) -> None:
+    """A row a collective (bf16 where it is there, in graphs): microseconds, GB/s with the machine's limits, ratio."""
+    data = json.loads(result.read_text())
+    mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
+    dtype = "bf16" if any(row["dtype"] == "bf16" for row in data["rows"]) else data["rows"][0]["dtype"]
+    shown = [row for row in data["rows"] if row["mode"] == mode and row["dtype"] == dtype]
+    names = list(dict.fromkeys(row["collective"] for row in shown))
+    figure = Figure(figsize=(12, 2.8 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 3, squeeze=False)
+    for (latency, bandwidth, ratio), name in zip(panels, names, strict=True):
+        rows = sorted((row for row in shown if row["collective"] == name), key=lambda row: row["bytes"])
+        sizes = [row["bytes"] for row in rows]
+        latency.plot(sizes, [row["nccl"] for row in rows], color=PEER, marker=".", label="NCCL")
+        if any(row["torch"] for row in rows):
+            latency.plot(sizes, [row["torch"] for row in rows], color=OTHER_PEER, marker=".", label="torch's best")
+        latency.plot(sizes, [row["stretto"] for row in rows], color=OURS, marker=".", label="Stretto")
+        latency.set_yscale("log")
+        latency.set_ylabel(f"{name}\nmicroseconds")
+        scale = [row["busbw"] * row["stretto"] for row in rows]
+        bandwidth.plot(sizes, [s / row["nccl"] for s, row in zip(scale, rows, strict=True)], color=PEER, marker=".")
+        bandwidth.plot(sizes, [row["busbw"] for row in rows], color=OURS, marker=".")
+        for limit, value in LIMITS.items():
+            bandwidth.axhline(value, color="black", linewidth=0.6, linestyle=":")
+            bandwidth.annotate(limit, (sizes[0], value), fontsize=6, va="bottom")
+        bandwidth.set_ylabel("busbw (GB/s)")
+        ratio.plot(sizes, [row["ratio"] for row in rows], color=OURS, marker=".")
+        ratio.axhline(1, color=PEER, linewidth=1)
+        ratio.set_ylabel("NCCL / Stretto")
+        for panel in (latency, bandwidth, ratio):
+            panel.set_xscale("log", base=2)
+        latency.legend(fontsize=7)
+    for panel in panels[-1]:
+        panel.set_xlabel("bytes of the whole array")
+    figure.suptitle(f"{data['ranks']} ranks, {dtype}, {mode}, {describe_origin(data)}", fontsize=10)
+    figure.savefig(picture, dpi=110)

@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from torch import Tensor
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
 from stretto.bench.embedding.plot import plot_embedding
-from stretto.bench.harness import Column, print_table, require_known, require_least, run_ranks, time_steps, write_result
+from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape
+from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
@@ -24,13 +24,6 @@ from stretto.ops.embedding.table_set import find_tables
 from stretto.parallel import Grid
 
 # Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
-MLPERF_ROWS = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
-    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-MLPERF_POOLINGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-MLPERF = "mlperf"
-STUDIES = ("peers", "orders", "slices", "occupancy", "timeline")
 HBM, NVLINK = 4.16e12, 351e9  # bytes a second that one H200 of four reads or writes, and stores to its peers
 SHOWN_PROGRAMS = 32
 
@@ -52,57 +45,6 @@ COLUMNS = (
     Column("skew", "skew", "{:.1%}"),
     Column("error", "error"),
 )
-
-
-@dataclass(frozen=True)
-class LookupShape:
-    """Global batch, tables of each rank, dim, and average indices a bag; tables 0: MLPerf's 26 over all ranks."""
-
-    batch: int
-    tables: int
-    dim: int
-    pooling: int
-
-    @classmethod
-    def parse(cls, text: str) -> "LookupShape":
-        """ "1024x64x256x70", or "mlperf", or "mlperf:8192" with another batch. ValueError for others."""
-        name, _, batch = text.partition(":")
-        parts = [batch or "65536", "0", "128", "8"] if name == MLPERF else text.split("x")
-        if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"a case is BATCHxTABLESxDIMxPOOLING or {MLPERF}, not {text!r}")
-        case = cls(*(int(part) for part in parts))
-        if min(case.batch, case.pooling) < 1 or (name != MLPERF and case.tables < 1):
-            raise ValueError(f"a case has at least 1 sample, table and row a bag, not {text!r}")
-        if case.dim % 4 or case.dim < 4:
-            raise ValueError(f"a case has a dim that is a multiple of 4, not {text!r}")
-        return case
-
-    @property
-    def name(self) -> str:
-        """As it is written."""
-        if self.tables == 0:
-            return MLPERF if self.batch == 65536 else f"{MLPERF}:{self.batch}"
-        return f"{self.batch}x{self.tables}x{self.dim}x{self.pooling}"
-
-
-@dataclass(frozen=True)
-class EmbeddingSetting:
-    """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. ValueError for what there is not."""
-
-    cases: tuple[LookupShape, ...]
-    studies: tuple[str, ...] = ("peers",)
-    rows: int = 100_000
-    dtype: str = "float32"
-    is_graph: bool = False
-    has_backward: bool = True
-    is_fixed: bool = True
-    skip: tuple[str, ...] = ()
-    effort: TimingEffort = field(default_factory=lambda: TimingEffort(2, 5))
-
-    def __post_init__(self) -> None:
-        require_known("study", self.studies, STUDIES)
-        require_known("peer", self.skip, ("bags", "batched", "chunked"))
-        require_least(1, rows=self.rows)
 
 
 def bench_embedding(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
@@ -127,7 +69,7 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
         for study in setting.studies:
             measure = partial(studies.get(study, trace_programs), study=study)
             for row in measure(case, batch, setting):
-                rows.append({"case": case.name, "study": study} | row)
+                rows.append({"case": str(case), "study": study} | row)
                 if dist.get_rank() == 0:
                     said = {key: value for key, value in rows[-1].items() if key != "timeline"}
                     print(" ".join(f"{key}={value}" for key, value in said.items() if value is not None), flush=True)
@@ -155,11 +97,11 @@ def make_batch(case: LookupShape, setting: EmbeddingSetting, device: torch.devic
     rows, poolings = [rows for rows, _ in owned[rank]], [pooling for _, pooling in owned[rank]]
     tables = [torch.empty(count, case.dim, dtype=dtype, device=device).uniform_(-1, 1) for count in rows]
     count = -(-case.batch // world) * world
-    indices, offsets = draw_lookups(poolings, rows, count, device, 17 + rank, is_fixed=setting.is_fixed)
+    indices, offsets = draw_lookups(poolings, rows, count, device, 17 + rank, is_fixed=not setting.is_jagged)
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     dims = tuple(case.dim for _ in rows)
-    placement = find_placement(name, device, case.name, dims, dtype, count, needs_grad=False)
+    placement = find_placement(name, device, str(case), dims, dtype, count, needs_grad=False)
     return LookupBatch(placement, tables, indices, offsets)
 
 
@@ -206,7 +148,7 @@ def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetti
 
 def _look_up(batch: LookupBatch, case: LookupShape) -> Tensor:
     count = batch.placement.batch
-    return ops.embedding_all_to_all(batch.indices, batch.offsets, batch.tables, batch=count, name=case.name)
+    return ops.embedding_all_to_all(batch.indices, batch.offsets, batch.tables, batch=count, name=str(case))
 
 
 def _update(batch: LookupBatch, case: LookupShape, grad: Tensor, settings: Tensor) -> None:
@@ -218,7 +160,7 @@ def _update(batch: LookupBatch, case: LookupShape, grad: Tensor, settings: Tenso
         optimizer="sgd",
         settings=settings,
         batch=batch.placement.batch,
-        name=case.name,
+        name=str(case),
     )
 
 
@@ -239,7 +181,9 @@ def _time(runs: dict[str, Callable[[], Any]], batch: LookupBatch, setting: Embed
     if batch.offsets.device.type == "cpu":
         return {name: 1e3 * time_steps(run, warm_up=1, repeats=1) for name, run in runs.items()}
     bytes_moved = batch.indices.numel() * max(batch.dims, default=0) * placement.dtype.itemsize
-    found = time_interleaved(runs, bytes_moved // 16, is_graph=setting.is_graph, effort=setting.effort)
+    found = time_interleaved(
+        runs, bytes_moved // 16, is_graph=setting.is_graph, effort=TimingEffort(setting.rounds, setting.replays)
+    )
     return {name: 1e3 * timed.seconds for name, timed in found.items()}
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.plot import plot_ablations
-from stretto.bench.operators.run import OPERATORS, OperatorsSetting, local_shape
+from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, KernelConfig
 from stretto.ops.dispatch import choose_config, describe_problem
 from stretto.ops.tuning import RotatingOperands
@@ -86,7 +86,7 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
     assert dist.group.WORLD is not None
     world, rows = dist.group.WORLD.group_name, []
     for name in setting.operators:
-        for case in setting.cases:
+        for case in setting.models:
             for m in setting.ms or ROWS[name]:
                 m, n, k = local_shape(name, case, m, dist.get_world_size())
                 operands = RotatingOperands.make(OPERATORS[name], m, n, k, None, torch.bfloat16, device)

@@ -7,7 +7,6 @@ that, divided by that of GEMM and NCCL one after the other (equation 2).
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.harness import Column, print_table, require_known, run_ranks, write_result
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.plot import plot_operators
+from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops.dispatch import choose_config, describe_problem
 from stretto.ops.gemm.tile import FP8
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 
-OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
-MODES = ("graph", "eager")
-DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
-CASES: Mapping[str, tuple[int, int]] = {
-    "flux": (49152, 12288),
-    "llama-7b": (11008, 4096),
-    "llama-3.1-8b": (14336, 4096),
-    "llama-3.1-70b": (28672, 8192),
-    "llama-3.1-405b": (53248, 16384),
-    "qwen2-72b": (29568, 8192),
-    "attention-4096": (4096, 4096),
-    "attention-8192": (8192, 8192),
-}
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
 """(intermediate, hidden) of an MLP, or of an attention's output: a gather's n is the first, the others' k."""
 
-FLUX_ROWS = (64, 512, 1024, 2048, 4096, 8192)
-MANY_ROWS = (8192,)
-FEW_ROWS = (1, 8, 16, 64)
 _KEYS = ("operator", "case", "m", "mode")
 COLUMNS = (
     Column("operator", "operator"),
@@ -66,45 +51,6 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class OperatorsSetting:
-    """What is measured; ms: rows of the whole, none for each case's own. ValueError for what there is not.
-
-    tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls. dtype: of
-    operands; fp8 is scaled by rows and columns, its results are bf16, and its rows have a file of their own.
-    """
-
-    operators: tuple[str, ...] = tuple(OPERATORS)
-    cases: tuple[str, ...] = tuple(CASES)
-    ms: tuple[int, ...] = ()
-    modes: tuple[str, ...] = MODES
-    tunes: bool = False
-    implementation: str = "auto"
-    dtype: str = "bf16"
-
-    def __post_init__(self) -> None:
-        require_known("operator", self.operators, OPERATORS)
-        require_known("case", self.cases, CASES)
-        require_known("mode", self.modes, MODES)
-        require_known("implementation", (self.implementation,), ("auto", "kernel", "library"))
-        require_known("dtype", (self.dtype,), DTYPES)
-
-    @property
-    def file_name(self) -> str:
-        """Of the results, without an extension."""
-        return "operators" if self.dtype == "bf16" else f"operators-{self.dtype}"
-
-    def rows_of(self, operator: str, case: str) -> tuple[int, ...]:
-        """The numbers of rows to measure."""
-        if self.ms:
-            return self.ms
-        if operator == "reduce":
-            return FEW_ROWS
-        if case.startswith("attention"):
-            return ()
-        return FLUX_ROWS if case == "flux" else MANY_ROWS
-
-
 def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
     """Measure; print the table, write JSON and a picture. Rows are written as they come, beside those of earlier runs.
 
@@ -123,9 +69,9 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
     device = Grid(data=ranks).device
     measured: list[dict[str, Any]] = []
     for name in setting.operators:
-        for case in setting.cases:
+        for case in setting.models:
             for m in setting.rows_of(name, case):
-                shape, dtype = local_shape(name, case, m, dist.get_world_size()), DTYPES[setting.dtype]
+                shape, dtype = local_shape(name, case, m, dist.get_world_size()), _TORCH_DTYPES[setting.dtype]
                 operands = RotatingOperands.make(OPERATORS[name], *shape, None, dtype, device)
                 if setting.tunes:
                     ops.tune(OPERATORS[name], *shape, dtype=dtype, device=device)
@@ -139,13 +85,6 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
                         write_result(out, setting.file_name, COLUMNS, rows, **about)
                 del operands
                 torch.cuda.empty_cache()
-
-
-def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
-    """(m, n, k): rows of the whole, and a rank's weight; what is sharded is rounded down to what TMA takes."""
-    sharded, whole = CASES[case]
-    part = sharded // world // 16 * 16
-    return (m, part, whole) if name == "gather" else (m, whole, part)
 
 
 def _merge(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
-from stretto.bench.plan.comparison import compare, summarize
-from stretto.bench.plots import plot_plan
-from stretto.bench.training.runs import TrainingWorkload, grids_of, make_grid, measure, stretto_run
+from stretto.bench.plan.comparison import compare, plot_plan, summarize
+from stretto.bench.plan.settings import Planned
+from stretto.bench.training.runs import grids_of, make_grid, measure, stretto_run
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import Cluster, name_grid
 from stretto.parallel import Grid
 from stretto.planner import predict
 
 ASSUMED: dict[str, Any] = {"cost": "full", "checkpoint_activations": False, "keep_gathered": True}
-DTYPES = ("bf16", "fp32")
 COLUMNS = (
     Column("grid", "grid"),
     Column("predicted_milliseconds", "predicted (ms)", "{:.1f}"),
@@ -67,24 +67,6 @@ def list_variants(ranks: int, *, shards_sequence: bool = True) -> list[GridVaria
         for sizes in grids_of(ranks)
         for shards in (shardings if sizes["x"] > 1 else (False,))
     ]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A workload under a name: what predictions and measurements are joined by, together with the model's numbers."""
-
-    model_name: str
-    workload: TrainingWorkload
-    ranks: int
-
-    @property
-    def key(self) -> str:
-        work = self.workload
-        dtype = "" if work.dtype == "bf16" else f", {work.dtype}"
-        return (
-            f"{self.model_name}, {work.model.layers} layers, batch {work.batch} x {work.seq_len} tokens, "
-            f"{self.ranks} ranks{dtype}"
-        )
 
 
 def write_predictions(

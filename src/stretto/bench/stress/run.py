@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.harness import require_least
 from stretto.bench.mps import has_mps, mps_daemon, share_for
+from stretto.bench.settings import require_least
 from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
 from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger

@@ -8,7 +8,7 @@ updates the tables in the fused backward pass.
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ from stretto.bench.harness import (
     in_one_line,
     peak_memory_gib,
     print_table,
-    require_least,
     run_ranks,
     time_steps,
     write_result,
 )
-from stretto.bench.plots import plot_dlrm
-from stretto.models import DLRM, DLRMConfig
+from stretto.bench.training.plot import plot_dlrm
+from stretto.bench.training.settings import DlrmWorkload
+from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.recsys.pooled_exchange import Implementation
 from stretto.train.data import rank_rows
@@ -51,27 +51,6 @@ BATCHES = 4  # in turn: one alone would stay in the caches
 
 
 @dataclass(frozen=True)
-class DlrmSetting:
-    """What is trained, and how it is timed. `batch` is the global one. ValueError for what cannot be."""
-
-    model: DLRMConfig
-    batch: int
-    implementations: tuple[Implementation, ...] = ("library", "kernel")
-    is_jagged: bool = False
-    warm_up: int = 3
-    repeats: int = 10
-    rounds: int = 3
-
-    def __post_init__(self) -> None:
-        require_least(1, batch=self.batch, repeats=self.repeats, rounds=self.rounds)
-        require_least(0, warm_up=self.warm_up)
-        known = get_args(Implementation)
-        for name in self.implementations:
-            if name not in known or name == "auto":
-                raise ValueError(f"there is no implementation {name!r} to measure: there are library and kernel")
-
-
-@dataclass(frozen=True)
 class _ClicksBatch:
     dense: Tensor
     indices: Tensor
@@ -79,47 +58,47 @@ class _ClicksBatch:
     labels: Tensor
 
 
-def bench_dlrm(setting: DlrmSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
+def bench_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, Any]]:
     """Measure, print the table, and write dlrm.json and dlrm.png to `out`; the JSON after every run of every round."""
-    if setting.batch % ranks:
-        raise ValueError(f"a batch of {setting.batch} cannot be cut into {ranks} parts")
-    rows = run_ranks(ranks, measure_dlrm, setting, ranks, out)
-    tables = setting.model.tables
-    print_table(f"DLRM of {tables} tables, global batch {setting.batch}, {ranks} ranks", _columns(rows), rows)
-    plot_dlrm(_write(setting, ranks, out, rows), out / "dlrm.png")
+    if workload.batch % ranks:
+        raise ValueError(f"a batch of {workload.batch} cannot be cut into {ranks} parts")
+    rows = run_ranks(ranks, measure_dlrm, workload, ranks, out)
+    tables = workload.model.tables
+    print_table(f"DLRM of {tables} tables, global batch {workload.batch}, {ranks} ranks", _columns(rows), rows)
+    plot_dlrm(_write(workload, ranks, out, rows), out / "dlrm.png")
     return rows
 
 
-def measure_dlrm(setting: DlrmSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
+def measure_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, Any]]:
     """What each rank of the job does; returns a row an implementation."""
     grid = Grid(data=ranks)
-    batches = _make_batches(setting, grid)
-    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in setting.implementations}
-    for _ in range(setting.rounds):
-        for name in setting.implementations:
+    batches = _make_batches(workload, grid)
+    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in workload.implementations}
+    for _ in range(workload.rounds):
+        for name in workload.implementations:
             row = rows[name]
             if "error" not in row:
                 try:
-                    _measure_once(row, name, setting, grid, batches)
+                    _measure_once(row, name, workload, grid, batches)
                 except FAILURES as error:
                     rows[name] = {"name": name, "error": in_one_line(error)}
             _compare(rows)
             if grid.coordinate("world") == 0:
                 print(_said(rows[name]), flush=True)
-                _write(setting, ranks, out, list(rows.values()))
+                _write(workload, ranks, out, list(rows.values()))
     return list(rows.values())
 
 
 def _measure_once(
-    row: dict[str, Any], name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
+    row: dict[str, Any], name: Implementation, workload: DlrmWorkload, grid: Grid, batches: list[_ClicksBatch]
 ) -> None:
     """One round of one implementation: the model is built, timed and dropped."""
     empty_memory()
-    step, tables = _build(name, setting, grid, batches)
+    step, tables = _build(name, workload, grid, batches)
     losses = [step()]
-    seconds = time_steps(lambda: losses.append(step()), warm_up=setting.warm_up, repeats=setting.repeats)
+    seconds = time_steps(lambda: losses.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
     row.setdefault("seconds", []).append(seconds)
-    times = {"warm_up": setting.warm_up, "repeats": setting.repeats}
+    times = {"warm_up": workload.warm_up, "repeats": workload.repeats}
     with torch.no_grad():
         exchange = time_steps(lambda: tables.exchange(batches[0].indices, batches[0].offsets), **times)
         lookups = tables.exchange(batches[0].indices, batches[0].offsets)
@@ -127,7 +106,7 @@ def _measure_once(
     if seconds == min(row["seconds"]):
         row |= {
             "step_milliseconds": seconds * 1e3,
-            "samples_per_second": setting.batch / seconds,
+            "samples_per_second": workload.batch / seconds,
             "forward_milliseconds": forward * 1e3,
             "indices_milliseconds": exchange * 1e3,
             "peak_memory_gib": peak_memory_gib(grid.device),
@@ -137,10 +116,10 @@ def _measure_once(
 
 
 def _build(
-    name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
+    name: Implementation, workload: DlrmWorkload, grid: Grid, batches: list[_ClicksBatch]
 ) -> tuple[Callable[[], Tensor], ShardedTables]:
     """A training step, which returns this rank's part of the loss, and the tables in it."""
-    config = setting.model
+    config = workload.model
     with torch.device("meta"):
         model = DLRM(config)
     distribute_tables(model, grid, pooling=config.pooling, implementation=name)
@@ -156,7 +135,7 @@ def _build(
         nonlocal turn
         batch = batches[turn % len(batches)]
         turn += 1
-        loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=setting.batch)
+        loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=workload.batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -166,21 +145,21 @@ def _build(
     return step, model.tables
 
 
-def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
+def _make_batches(workload: DlrmWorkload, grid: Grid) -> list[_ClicksBatch]:
     """This rank's parts of a few global batches, on its device."""
-    config = setting.model
+    config = workload.model
     clicks = SyntheticClicks(
-        BATCHES * setting.batch,
+        BATCHES * workload.batch,
         config.rows,
         config.pooling,
         dense=config.dense,
         seed=0,
-        is_jagged=setting.is_jagged,
+        is_jagged=workload.is_jagged,
     )
-    rows = rank_rows(setting.batch, grid.coordinate("data"), grid.size("data"))
+    rows = rank_rows(workload.batch, grid.coordinate("data"), grid.size("data"))
     batches = []
     for number in range(BATCHES):
-        read = clicks.read(number * setting.batch + np.arange(rows.start, rows.stop))
+        read = clicks.read(number * workload.batch + np.arange(rows.start, rows.stop))
         dense, indices, labels = (
             torch.from_numpy(array).to(grid.device) for array in (read.dense, read.indices, read.labels)
         )
@@ -200,8 +179,8 @@ def _columns(rows: list[dict[str, Any]]) -> tuple[Column, ...]:
     return COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
 
 
-def _write(setting: DlrmSetting, ranks: int, out: Path, rows: list[dict[str, Any]]) -> Path:
-    return write_result(out, "dlrm", _columns(rows), rows, ranks=ranks, setting=asdict(setting))
+def _write(workload: DlrmWorkload, ranks: int, out: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_result(out, "dlrm", _columns(rows), rows, ranks=ranks, setting=asdict(workload))
 
 
 def _said(row: Mapping[str, Any]) -> str:

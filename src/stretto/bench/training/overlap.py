@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.plots import plot_overlap
 from stretto.bench.training.exposed import profile_exposed
-from stretto.bench.training.runs import TrainingRun, TrainingWorkload, build_stretto, make_grid, measure, parse_grids
+from stretto.bench.training.plot import plot_overlap
+from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure, parse_grids
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 

@@ -18,11 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.plots import plot_peers
+from stretto.bench.training.plot import plot_peers
 from stretto.bench.training.runs import (
     Step,
     TrainingRun,
-    TrainingWorkload,
     captured,
     grids_of,
     make_grid,
@@ -31,28 +30,13 @@ from stretto.bench.training.runs import (
     stretto_run,
     whole_gpt,
 )
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
-from stretto.models import GPTConfig
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors
 
 # The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
-LLAMA_7B = GPTConfig(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    ffn=14336,
-    vocab=32_000,
-    max_seq_len=4096,
-    positions="rotary",
-    activation="swiglu",
-    norm="rmsnorm",
-    bias=False,
-    tie_embeddings=False,
-)
-PADDED_VOCAB = 50304  # GPT-2's 50,257 to a multiple of 64: an odd matrix product slows everything down
 COLUMNS = (
     Column("name", "run"),
     Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
@@ -63,15 +47,6 @@ COLUMNS = (
     Column("last_loss", "last loss", "{:.4f}"),
     Column("error", "error", "{}"),
 )
-
-
-def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
-    """llama-7b, or a preset with its vocabulary padded. Raises ValueError for another name."""
-    if name == "llama-7b":
-        config = replace(LLAMA_7B, max_seq_len=seq_len)
-        return config if layers is None else replace(config, layers=layers)
-    overrides: dict[str, Any] = {} if layers is None else {"layers": layers}
-    return GPTConfig.preset(name, max_seq_len=seq_len, vocab=PADDED_VOCAB, **overrides)
 
 
 def bench_peers(

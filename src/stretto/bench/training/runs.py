@@ -22,9 +22,9 @@ from stretto.bench.harness import (
     empty_memory,
     in_one_line,
     peak_memory_gib,
-    require_least,
     time_steps,
 )
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
@@ -41,35 +41,6 @@ from stretto.parallel import (
 from stretto.planner.grids import every_grid
 
 MAX_NORM = 1.0
-
-
-@dataclass(frozen=True)
-class TrainingWorkload:
-    """What is trained: the model, the global batch in sequences, and how it is timed. ValueError for what cannot be."""
-
-    model: GPTConfig
-    batch: int
-    seq_len: int
-    warm_up: int
-    repeats: int
-    rounds: int
-    checkpointing: bool = False
-    reduce_fp32: bool = False
-    dtype: str = "bf16"  # what is computed in
-    learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
-
-    def __post_init__(self) -> None:
-        require_least(1, batch=self.batch, seq_len=self.seq_len, repeats=self.repeats, rounds=self.rounds)
-        require_least(0, warm_up=self.warm_up)
-
-    def flops(self) -> float:
-        """Model FLOPs of a step, by Narayanan et al.'s formula: 72 B s l h^2 (1 + s / 6h + V / 12lh).
-
-        Matrix products of forward and backward pass, attention counted whole (not halved for causality), nothing for
-        recomputation. The formula has ffn = 4h and as many KV heads as heads, as Table 5.1's models have.
-        """
-        b, s, layers, h, v = self.batch, self.seq_len, self.model.layers, self.model.hidden, self.model.vocab
-        return 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
 
 
 class Stepped(NamedTuple):

@@ -24,15 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stretto.bench.training.runs import (
-    MAX_NORM,
-    Step,
-    Stepped,
-    TrainingWorkload,
-    compile_blocks,
-    fused_adamw,
-    local_batch,
-)
+from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT
 from stretto.parallel import checkpoint_activations
 

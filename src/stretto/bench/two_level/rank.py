@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,29 +15,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.bench.two_level.delayed import DelayedTransport
+from stretto.bench.two_level.settings import TwoLevelJob
 from stretto.collectives.two_level import GroupTransport, TwoLevelGroup
 
 _LEAD = 0.03  # seconds from agreeing on a start to the start
 _SMALL = 16  # bytes: only latency counts
 _PROBES = 15
-
-
-@dataclass(frozen=True)
-class TwoLevelJob:
-    """What is measured; `folder` has the ranks' store and takes rank 0's result."""
-
-    folder: str
-    nodes: int
-    ranks_per_node: int
-    delay: float  # seconds
-    shard_bytes: tuple[int, ...]
-    collectives: tuple[str, ...]
-    repeats: int
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.nodes * self.ranks_per_node
 
 
 def main() -> None:

@@ -10,22 +10,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.harness import Column, markdown_table, print_table, require_least, write_result
-from stretto.bench.plots import plot_two_level
-from stretto.bench.two_level.namespaces import INTERFACE, Network, namespace_of, require_namespaces, shaped_network
-from stretto.bench.two_level.rank import TwoLevelJob
+from matplotlib.figure import Figure
+
+from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
+from stretto.bench.two_level.namespaces import INTERFACE, namespace_of, require_namespaces, shaped_network
+from stretto.bench.two_level.settings import TwoLevelSetting
 from stretto.collectives.two_level import Links, choose, find_crossovers, predict
 from stretto.collectives.two_level.model import Algorithm, Collective
 
 ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
 PAIRS: tuple[tuple[Algorithm, Algorithm], ...] = (("recursive", "ring"), ("recursive", "flat"), ("ring", "flat"))
-_MEGABIT = 1e6 / 8
 _START_LIMIT = 300.0  # seconds for importing torch eight times on few cores, and joining
 COLUMNS = (
     Column("collective", "collective"),
@@ -47,69 +48,6 @@ CROSSOVERS = (
     Column("predicted_kib", "predicted", "{:.0f}"),
     Column("ratio", "measured / predicted", "{:.2f}"),
 )
-
-
-@dataclass(frozen=True)
-class TwoLevelSetting:
-    """What is set up: nodes of ranks, Mbit/s of the links, ms of delay; and what is measured on it.
-
-    Slow links and a long delay, so that the time of eight processes on few cores does not matter beside theirs. `trunk`
-    is the link between the two halves of the nodes: where it carries less than a half can send, distant nodes share
-    it, as they do in most machines' networks.
-    """
-
-    nodes: int = 4
-    ranks_per_node: int = 2
-    bandwidth: float = 50.0
-    loopback: float = 200.0
-    trunk: float = 50.0
-    delay: float = 40.0
-    smallest: int = 4096  # bytes a rank
-    sizes: int = 8  # each twice the one before
-    repeats: int = 7
-
-    def __post_init__(self) -> None:
-        if self.nodes % 2:
-            raise ValueError(f"{self.nodes} nodes have no two halves; {self.nodes + 1} would do")
-        require_least(0, delay=self.delay)
-        require_least(1, ranks_per_node=self.ranks_per_node, repeats=self.repeats)
-        require_least(2, sizes=self.sizes)
-        require_least(4, smallest=self.smallest)
-        self.network()
-
-    def network(self) -> Network:
-        """The links to make."""
-        return Network(
-            nodes=self.nodes,
-            leaf_nodes=self.nodes // 2,
-            node_bandwidth=self.bandwidth * _MEGABIT,
-            loopback_bandwidth=self.loopback * _MEGABIT,
-            trunk_bandwidth=self.trunk * _MEGABIT,
-        )
-
-    def links(self, overheads: dict[str, float]) -> Links:
-        """What the model is given: the links as set, and seconds a message (`inside`, `between`) of software."""
-        network = self.network()
-        return Links(
-            in_node_latency=overheads["inside"],
-            in_node_bandwidth=network.loopback_bandwidth / self.ranks_per_node,
-            latency=self.delay / 1e3 + overheads["between"],
-            node_bandwidth=network.node_bandwidth,
-            leaf_nodes=network.leaf_nodes,
-            oversubscription=max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth),
-        )
-
-    def job(self, folder: str) -> TwoLevelJob:
-        """What the ranks measure."""
-        return TwoLevelJob(
-            folder=folder,
-            nodes=self.nodes,
-            ranks_per_node=self.ranks_per_node,
-            delay=self.delay / 1e3,
-            shard_bytes=tuple(self.smallest * 2**i for i in range(self.sizes)),
-            collectives=("all_gather", "reduce_scatter"),
-            repeats=self.repeats,
-        )
 
 
 def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
@@ -246,3 +184,34 @@ def _measured(of_size: dict[float, dict[str, Any]], name: Algorithm, size: float
 
 def _predicted(collective: Collective, name: Algorithm, setting: TwoLevelSetting, links: Links, size: float) -> float:
     return predict(collective, name, size, setting.nodes, setting.ranks_per_node, links)
+
+
+def plot_two_level(result: Path, picture: Path) -> None:
+    """A panel a collective: measured times over the size, the model's dashed, and where recursive and ring cross."""
+    data = json.loads(result.read_text())
+    collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
+    figure = Figure(figsize=(5.2 * len(collectives), 4.2), layout="constrained")
+    for panel, collective in zip(figure.subplots(1, len(collectives), squeeze=False)[0], collectives, strict=True):
+        rows = [row for row in data["rows"] if row["collective"] == collective]
+        sizes = [row["shard_kib"] for row in rows]
+        for name, colour in (("recursive", OURS), ("ring", EXPOSED), ("flat", PEER)):
+            panel.plot(sizes, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name, markersize=4)
+            panel.plot(sizes, [row[f"{name}_model_ms"] for row in rows], "--", color=colour, linewidth=1)
+        crossing = next(
+            row for row in data["crossovers"] if row["collective"] == collective and row["between"] == "recursive, ring"
+        )
+        for key, style, label in (("measured_kib", "-", "measured"), ("predicted_kib", "--", "predicted")):
+            if crossing[key] is not None:
+                panel.axvline(crossing[key], color="#333333", linestyle=style, linewidth=0.8)
+                panel.plot([], [], color="#333333", linestyle=style, linewidth=0.8, label=f"crossing, {label}")
+        panel.set(xscale="log", yscale="log", xlabel="KiB a rank", ylabel="ms", title=collective.replace("_", "-"))
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)
+        panel.minorticks_off()
+        panel.legend(frameon=False, fontsize=8)
+    setting = data["setting"]
+    figure.suptitle(
+        f"{setting['nodes']} namespaces of {setting['ranks_per_node']} ranks, {setting['bandwidth']:g} Mbit/s, "
+        f"{setting['delay']:g} ms; dashed: the model. {describe_origin(data)}",
+        fontsize=9,
+    )
+    figure.savefig(picture, dpi=130)

@@ -1,0 +1,84 @@
+"""What `stretto bench checkouts` takes from its command: two checkouts, ranks, cases, and for how long."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import stretto
+from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
+from stretto.bench.mps import share_for
+from stretto.bench.settings import Option, require_least
+
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass(frozen=True)
+class CheckoutsSetting:
+    """What is compared, and for how long.
+
+    before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
+    rounds: of every case; then more of those whose confidence interval still holds a bound, up to most_rounds, until
+    `seconds` have passed since the start of the command. only: parts of names, of which a case has one (none: all).
+    percentage: of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of ranks works at a time).
+    At 100 / (2 ranks) or less, both sets have multiprocessors of their own, and prepare cases at the same time. on_cpu:
+    a few cases by interpreted kernels, to try the command. ValueError for a setting that cannot be.
+    """
+
+    before: Annotated[Path, Option("A checkout of Stretto, or its src.")]
+    after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
+        default_factory=lambda: Path(stretto.__file__).parents[1]
+    )
+    ranks: Annotated[int, Option("Of each checkout; all share one GPU.")] = 4
+    rounds: Annotated[int, Option("Of every case.")] = 30
+    most_rounds: Annotated[int | None, Option("Of a case that 30 do not decide (default: ten times).")] = None
+    seconds: Annotated[float, Option("Time limit of the whole run.")] = 270.0
+    only: Annotated[tuple[str, ...], Option("Parts of the names of cases, with commas.")] = ()
+    percentage: Annotated[int | None, Option("Of the GPU's multiprocessors for a rank (default: 100 / ranks).")] = None
+    seed: Annotated[int, Option("Of the order of measurements (default: random).")] = field(
+        default_factory=lambda: random.randrange(2**31)
+    )
+    on_cpu: Annotated[bool, Option("Two cases by interpreted kernels, to try the command.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_least(2, ranks=self.ranks, rounds=self.rounds)
+        require_least(self.rounds, most_rounds=self.round_limit)
+        require_least(1, seconds=self.seconds)
+        if self.share * self.ranks > 100 or self.share < 1:
+            least = 100 // self.ranks
+            raise ValueError(
+                f"{self.ranks} ranks with {self.share}% of the multiprocessors each: up to {least}% will do, since "
+                "ranks that wait for each other run at once"
+            )
+        for name, path in ((BEFORE, self.before), (AFTER, self.after)):
+            find_source(name, path)
+        if not self.cases():
+            raise ValueError(f"no case has {' or '.join(self.only)} in its name; one is {list_cases()[0].name!r}")
+
+    @property
+    def round_limit(self) -> int:
+        """The most rounds of a case."""
+        return 10 * self.rounds if self.most_rounds is None else self.most_rounds
+
+    @property
+    def share(self) -> int:
+        """Percent of the multiprocessors that a rank gets."""
+        return share_for(self.ranks) if self.percentage is None else self.percentage
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """The folder to import from, of each checkout."""
+        return {name: find_source(name, path) for name, path in ((BEFORE, self.before), (AFTER, self.after))}
+
+    def cases(self) -> list[CheckoutCase]:
+        """The cases to measure."""
+        every = CPU_CASES if self.on_cpu else list_cases()
+        return [case for case in every if not self.only or any(part in case.name for part in self.only)]
+
+
+def find_source(name: str, path: Path) -> Path:
+    """The folder of a checkout that holds the package. ValueError where there is none."""
+    for folder in (path, path / "src"):
+        if (folder / "stretto" / "__init__.py").is_file():
+            return folder.resolve()
+    raise ValueError(f"--{name} is {str(path)!r}, which holds no package stretto: give a checkout, or its src")

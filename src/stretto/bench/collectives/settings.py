@@ -1,0 +1,94 @@
+"""What the benches of collectives take from their commands: `collectives`, `ablations` and `compile`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from stretto.bench.settings import LargestBytes, Modes, Option, Step, list_sizes, require_known
+
+MODES = ("graph", "eager")
+COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
+DTYPES = ("bf16", "fp32")
+ABLATIONS = ("pipelining", "composition")
+PROTOCOLS = ("LL", "LL128", "Simple")
+
+
+@dataclass(frozen=True)
+class CollectivesSetting:
+    """What is measured: every collective, dtype and size (bytes of the whole array), as a CUDA graph and as calls.
+
+    tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
+    times choose (None: the store's). ValueError for what there is not.
+    """
+
+    collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
+    dtypes: Annotated[tuple[str, ...], Option("bf16, fp32, with commas.")] = DTYPES
+    smallest: Annotated[int, Option("Bytes of the whole array.")] = 1024
+    largest: LargestBytes = 1 << 30
+    step: Step = 4
+    modes: Modes = MODES
+    tunes: Annotated[
+        bool, Option("Measure every way first, and keep the times for runs on this machine.", "--tune/--no-tune")
+    ] = False
+    table: Annotated[
+        Path | None,
+        Option(
+            "Where --tune keeps the times, and whose times choose (default: the cache).",
+            metavar="FILE",
+            envvar="STRETTO_COLLECTIVES_TABLE",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        require_known("collective", self.collectives, COLLECTIVES)
+        require_known("dtype", self.dtypes, DTYPES)
+        require_known("mode", self.modes, MODES)
+        list_sizes(self.smallest, self.largest, self.step)
+        if self.table is not None and (self.table.exists() or not self.tunes):
+            from stretto.tuning import read_times
+
+            read_times(self.table)  # what is no such file is neither used nor overwritten
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of whole arrays."""
+        return list_sizes(self.smallest, self.largest, self.step)
+
+
+@dataclass(frozen=True)
+class AblationsSetting:
+    """What is measured: bytes of whole arrays, of tiles, the protocol, and the interpreter's instances.
+
+    ValueError for what there is not.
+    """
+
+    ablations: Annotated[tuple[str, ...], Option("pipelining, composition, with commas.", "--only")] = ABLATIONS
+    protocol: Annotated[str, Option("Simple, LL or LL128.")] = "LL128"
+    instances: Annotated[int, Option("Of the interpreted schedules; each has thread blocks of its own.")] = 16
+    tiles: Annotated[tuple[int, ...], Option("Bytes of tiles, with commas.")] = (16 << 10, 64 << 10, 256 << 10)
+    smallest: Annotated[int, Option("Bytes of the whole array; sizes are multiples of it.")] = 1 << 20
+    largest: LargestBytes = 256 << 20
+    step: Step = 4
+    modes: Modes = MODES
+
+    def __post_init__(self) -> None:
+        require_known("mode", self.modes, MODES)
+        require_known("ablation", self.ablations, ABLATIONS)
+        require_known("protocol", (self.protocol,), PROTOCOLS)
+        list_sizes(self.smallest, self.largest, self.step)
+        if not self.tiles or min(self.tiles) < 480:
+            raise ValueError("ablations take one size of tiles or more, and tiles of at least 480 bytes")
+        if self.instances < 1:
+            raise ValueError(f"a schedule has at least 1 instance, not {self.instances}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of whole arrays."""
+        return list_sizes(self.smallest, self.largest, self.step)
+
+
+@dataclass(frozen=True)
+class CompileSetting:
+    """What `stretto bench compile` takes."""
+
+    largest: Annotated[int | None, Option("Leave out what has more ranks.")] = None

@@ -1,0 +1,79 @@
+"""What `stretto bench embedding` takes from its command: shapes of tables, studies, peers."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from stretto.bench.settings import Option, Rounds, require_known, require_least
+
+# Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
+MLPERF_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
+    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+MLPERF_POOLINGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+MLPERF = "mlperf"
+STUDIES = ("peers", "orders", "slices", "occupancy", "timeline")
+PEERS = ("bags", "batched", "chunked")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LookupShape:
+    """Global batch, tables of each rank, dim, and average indices a bag; tables 0: MLPerf's 26 over all ranks."""
+
+    batch: int
+    tables: int
+    dim: int
+    pooling: int
+
+    @classmethod
+    def parse(cls, text: str) -> "LookupShape":
+        """ "1024x64x256x70", or "mlperf", or "mlperf:8192" with another batch. ValueError for others."""
+        name, _, batch = text.partition(":")
+        parts = [batch or "65536", "0", "128", "8"] if name == MLPERF else text.split("x")
+        if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"a case is BATCHxTABLESxDIMxPOOLING or {MLPERF}, not {text!r}")
+        case = cls(*(int(part) for part in parts))
+        if min(case.batch, case.pooling) < 1 or (name != MLPERF and case.tables < 1):
+            raise ValueError(f"a case has at least 1 sample, table and row a bag, not {text!r}")
+        if case.dim % 4 or case.dim < 4:
+            raise ValueError(f"a case has a dim that is a multiple of 4, not {text!r}")
+        return case
+
+    def __str__(self) -> str:
+        """As it is written on a command line."""
+        if self.tables == 0:
+            return MLPERF if self.batch == 65536 else f"{MLPERF}:{self.batch}"
+        return f"{self.batch}x{self.tables}x{self.dim}x{self.pooling}"
+
+
+@dataclass(frozen=True)
+class EmbeddingSetting:
+    """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. ValueError for what there is not."""
+
+    cases: Annotated[
+        tuple[LookupShape, ...],
+        Option("BATCHxTABLESxDIMxPOOLING (tables of each rank) or mlperf, with commas."),
+    ] = (
+        LookupShape(256, 16, 256, 70),
+        LookupShape(1024, 64, 256, 70),
+        LookupShape(4096, 64, 128, 70),
+        LookupShape(65536, 7, 128, 8),
+        LookupShape.parse(MLPERF),
+    )
+    studies: Annotated[tuple[str, ...], Option("peers, orders, slices, occupancy, timeline, with commas.")] = ("peers",)
+    rows: Annotated[int, Option("Of each table; of MLPerf's, at most.")] = 100_000
+    dtype: Annotated[str, Option("float32, float16 or bfloat16.")] = "float32"
+    is_graph: Annotated[bool, Option("Time CUDA graphs, not calls.", "--graph/--no-graph")] = False
+    has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True
+    is_jagged: Annotated[bool, Option("Bags of 0 to twice the pooling, not all of it.", "--jagged/--no-jagged")] = False
+    skip: Annotated[tuple[str, ...], Option("Peers to leave out: bags, batched, chunked, with commas.")] = ()
+    rounds: Rounds = 2
+    replays: Annotated[int, Option("Timed rows of calls in a round.")] = 5
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype is float32, float16 or bfloat16, not {self.dtype!r}")
+        require_known("study", self.studies, STUDIES)
+        require_known("peer", self.skip, PEERS)
+        require_least(1, rows=self.rows, rounds=self.rounds, replays=self.replays)

@@ -1,0 +1,83 @@
+"""What `stretto bench ops` takes from its command: operators, the shapes of models, numbers of rows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from stretto.bench.settings import Modes, Option, require_known
+
+OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
+MODES = ("graph", "eager")
+DTYPES = ("bf16", "fp8")
+CASES: Mapping[str, tuple[int, int]] = {
+    "flux": (49152, 12288),
+    "llama-7b": (11008, 4096),
+    "llama-3.1-8b": (14336, 4096),
+    "llama-3.1-70b": (28672, 8192),
+    "llama-3.1-405b": (53248, 16384),
+    "qwen2-72b": (29568, 8192),
+    "attention-4096": (4096, 4096),
+    "attention-8192": (8192, 8192),
+}
+"""(intermediate, hidden) of an MLP, or of an attention's output: a gather's n is the first, the others' k."""
+
+FLUX_ROWS = (64, 512, 1024, 2048, 4096, 8192)
+MANY_ROWS = (8192,)
+FEW_ROWS = (1, 8, 16, 64)
+
+
+@dataclass(frozen=True)
+class OperatorsSetting:
+    """What is measured; ms: rows of the whole, none for each case's own. ValueError for what there is not.
+
+    tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls. dtype: of
+    operands; fp8 is scaled by rows and columns, its results are bf16, and its rows have a file of their own.
+    """
+
+    operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, with commas.", "--only")] = tuple(OPERATORS)
+    cases: Annotated[
+        tuple[str, ...], Option("Models whose shapes are taken, with commas (default: all; ablations: flux).")
+    ] = ()
+    ms: Annotated[tuple[int, ...], Option("Rows of the whole, with commas (default: each case's own).")] = ()
+    modes: Modes = MODES
+    implementation: Annotated[str, Option("Of Stretto's calls: auto, kernel, library.")] = "auto"
+    dtype: Annotated[str, Option("Of operands: bf16, or fp8 with a scale a row.")] = "bf16"
+    tunes: Annotated[
+        bool,
+        Option("Measure each shape's plans first, and keep the times for runs on this machine.", "--tune/--no-tune"),
+    ] = False
+    is_ablation: Annotated[bool, Option("Vary one choice at a time instead.", "--ablations/--no-ablations")] = False
+
+    def __post_init__(self) -> None:
+        require_known("operator", self.operators, OPERATORS)
+        require_known("case", self.cases, CASES)
+        require_known("mode", self.modes, MODES)
+        require_known("implementation", (self.implementation,), ("auto", "kernel", "library"))
+        require_known("dtype", (self.dtype,), DTYPES)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The cases to measure."""
+        return self.cases or (("flux",) if self.is_ablation else tuple(CASES))
+
+    @property
+    def file_name(self) -> str:
+        """Of the results, without an extension."""
+        return "operators" if self.dtype == "bf16" else f"operators-{self.dtype}"
+
+    def rows_of(self, operator: str, case: str) -> tuple[int, ...]:
+        """The numbers of rows to measure."""
+        if self.ms:
+            return self.ms
+        if operator == "reduce":
+            return FEW_ROWS
+        if case.startswith("attention"):
+            return ()
+        return FLUX_ROWS if case == "flux" else MANY_ROWS
+
+
+def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
+    """(m, n, k): rows of the whole, and a rank's weight; what is sharded is rounded down to what TMA takes."""
+    sharded, whole = CASES[case]
+    part = sharded // world // 16 * 16
+    return (m, part, whole) if name == "gather" else (m, whole, part)

@@ -1,0 +1,85 @@
+"""What `stretto bench plan` and `stretto bench published` take from their commands."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, parse_number
+from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, model_config
+
+DTYPES = ("bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A workload under a name: what predictions and measurements are joined by, together with the model's numbers."""
+
+    model_name: str
+    workload: TrainingWorkload
+    ranks: int
+
+    @property
+    def key(self) -> str:
+        work = self.workload
+        dtype = "" if work.dtype == "bf16" else f", {work.dtype}"
+        return (
+            f"{self.model_name}, {work.model.layers} layers, batch {work.batch} x {work.seq_len} tokens, "
+            f"{self.ranks} ranks{dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class PlanSetting:
+    """What `stretto bench plan` takes. ValueError for options that do not go together."""
+
+    models: Annotated[
+        tuple[str, ...], Option("Sizes of Table 5.1, with :LAYERS where not all are taken.", separator=" ")
+    ] = ("gpt-5b", "gpt-10b")
+    ranks: Ranks = None
+    batches: Annotated[tuple[int, ...], Option("Global batches in sequences.")] = (8, 16)
+    seq_len: SeqLen = 2048
+    vocab: Vocab = PADDED_VOCAB
+    dtype: Annotated[str, Option("What is computed in: bf16 or fp32.")] = "bf16"
+    predict: Annotated[
+        Path | None, Option("Only predict, into this file: to be done before measuring.", metavar="FILE")
+    ] = None
+    cluster: Annotated[str | None, Option("To predict for: a cluster file (`stretto probe`) or a preset's name.")] = (
+        None
+    )
+    predictions: Annotated[Path, Option("The file that --predict has written.")] = Path("results/plan/predictions.json")
+    shards_sequence: Annotated[
+        bool, Option("With --predict: grids with x > 1 with sharded tokens too.", "--shard-sequence")
+    ] = False
+    again: Annotated[bool, Option("Measure also what plan.json has already.")] = False
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        if (self.predict is None) != (self.cluster is None):
+            raise ValueError("--predict FILE and --cluster go together: predictions are made for a cluster")
+        if self.shards_sequence and self.predict is None:
+            raise ValueError("--shard-sequence goes with --predict: what the file predicts is measured")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, not {self.dtype!r}")
+
+    def workloads(self, ranks: int) -> list[Planned]:
+        """Every model with every batch, for so many ranks. ValueError for a model that there is not."""
+        planned = []
+        for spec in self.models:
+            name, _, layers = spec.partition(":")
+            config = model_config(
+                name, parse_number(layers, "the layers in --models") if layers else None, self.seq_len
+            )
+            config = replace(config, vocab=self.vocab)
+            for batch in self.batches:
+                timing = (self.seq_len, self.warm_up, self.repeats, self.rounds)
+                planned.append(Planned(name, TrainingWorkload(config, batch, *timing, dtype=self.dtype), ranks))
+        return planned
+
+
+@dataclass(frozen=True)
+class PublishedSetting:
+    """What `stretto bench published` takes."""
+
+    batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192

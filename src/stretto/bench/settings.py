@@ -1,0 +1,76 @@
+"""Settings of benches: frozen dataclasses whose fields are the options of a command of `stretto bench`.
+
+Each bench has its settings in a module of its own that does not import torch, so that `stretto bench --help` is fast. A
+field that the command line sets is annotated with an `Option`; `stretto.cli.bench` makes the command from these.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a command line sets a field of a bench's settings.
+
+    help: what `--help` says. flags: the option's name where it is not the field's ("--only", or "--tune/--no-tune").
+    separator: between the items of a tuple in the default that is shown; a user may write commas or spaces. A tuple
+    with is_repeated is an option that may be given several times instead.
+    """
+
+    help: str
+    flags: str | None = None
+    metavar: str | None = None
+    envvar: str | None = None
+    separator: str = ","
+    is_repeated: bool = False
+
+
+Ranks = Annotated[int | None, Option("Default: the machine's GPUs.")]
+WarmUp = Annotated[int, Option("Steps before timing.")]
+Repeats = Annotated[int, Option("Steps timed a round; their median counts.")]
+Rounds = Annotated[int, Option("Rounds over all runs; a run's best median counts.")]
+Layers = Annotated[int | None, Option("How many of its layers (default: all).")]
+SeqLen = Annotated[int, Option("Tokens a sequence.")]
+Vocab = Annotated[int, Option("Vocabulary; GPT-2's 50,257 padded to 64, or an odd GEMM slows everything down.")]
+Modes = Annotated[tuple[str, ...], Option("graph, eager, with commas.")]
+LargestBytes = Annotated[int, Option("Bytes of the whole array.")]
+Step = Annotated[int, Option("A size is this many times the one before it.")]
+
+
+def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """ValueError for a name that is not known."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"there is no {what} {name!r}: there are {', '.join(known)}")
+
+
+def require_least(least: int, **numbers: float) -> None:
+    """ValueError for a number that is smaller, with its name."""
+    for name, number in numbers.items():
+        if number < least:
+            raise ValueError(f"{name} is {number}, but must be at least {least}")
+
+
+def list_sizes(smallest: int, largest: int, step: int) -> tuple[int, ...]:
+    """Sizes in bytes, each `step` times the one before it. ValueError where these are none."""
+    if step < 2 or smallest < 64 or largest < smallest:
+        raise ValueError(f"sizes go from {smallest} (at least 64) to {largest} by a factor of {step} (at least 2)")
+    sizes = []
+    while smallest <= largest:
+        sizes.append(smallest)
+        smallest *= step
+    return tuple(sizes)
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text that has commas or spaces between them."""
+    return re.split(r"[,\s]+", text.strip(", \t\n")) if text.strip(", \t\n") else []
+
+
+def parse_number(text: str, what: str) -> int:
+    """A whole number, at least 1. ValueError otherwise; what: says where it was written."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{what} has {text!r}, but takes whole numbers, at least 1")
+    return int(text)

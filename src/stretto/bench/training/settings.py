@@ -1,0 +1,203 @@
+"""What the benches of training steps take from their commands, and the workload that they make of it."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast, get_args
+
+from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_least
+from stretto.models import DLRMConfig, GPTConfig
+
+# The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
+LLAMA_7B = GPTConfig(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    vocab=32_000,
+    max_seq_len=4096,
+    positions="rotary",
+    activation="swiglu",
+    norm="rmsnorm",
+    bias=False,
+    tie_embeddings=False,
+)
+PADDED_VOCAB = 50304  # GPT-2's 50,257 to a multiple of 64: an odd matrix product slows everything down
+Implementation = Literal["library", "kernel"]
+
+
+@dataclass(frozen=True)
+class TrainingWorkload:
+    """What is trained: the model, the global batch in sequences, and how it is timed. ValueError for what cannot be."""
+
+    model: GPTConfig
+    batch: int
+    seq_len: int
+    warm_up: int
+    repeats: int
+    rounds: int
+    checkpointing: bool = False
+    reduce_fp32: bool = False
+    dtype: str = "bf16"  # what is computed in
+    learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
+
+    def __post_init__(self) -> None:
+        require_least(1, batch=self.batch, seq_len=self.seq_len, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
+
+    def flops(self) -> float:
+        """Model FLOPs of a step, by Narayanan et al.'s formula: 72 B s l h^2 (1 + s / 6h + V / 12lh).
+
+        Matrix products of forward and backward pass, attention counted whole (not halved for causality), nothing for
+        recomputation. The formula has ffn = 4h and as many KV heads as heads, as Table 5.1's models have.
+        """
+        b, s, layers, h, v = self.batch, self.seq_len, self.model.layers, self.model.hidden, self.model.vocab
+        return 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+
+
+def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
+    """llama-7b, or a preset with its vocabulary padded. Raises ValueError for another name."""
+    if name == "llama-7b":
+        config = replace(LLAMA_7B, max_seq_len=seq_len)
+        return config if layers is None else replace(config, layers=layers)
+    overrides: dict[str, Any] = {} if layers is None else {"layers": layers}
+    return GPTConfig.preset(name, max_seq_len=seq_len, vocab=PADDED_VOCAB, **overrides)
+
+
+@dataclass(frozen=True)
+class ThroughputSetting:
+    """What `stretto bench train` takes."""
+
+    model: Annotated[str, Option("gpt-5b to gpt-640b, or gpt2-small.")] = "gpt-5b"
+    layers: Layers = None
+    ranks: Ranks = None
+    vocab: Vocab = PADDED_VOCAB
+    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).")] = None
+    seq_len: SeqLen = 2048
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+    checkpointing: Annotated[bool, Option("Activation checkpointing of every block.")] = False
+    reduce_fp32: Annotated[bool, Option("Reduce Stretto's weight gradients in fp32, as FSDP2 does.")] = False
+    has_peers: Annotated[bool, Option("Measure FSDP2 too.", "--peers/--no-peers")] = True
+
+    def workload(self, ranks: int) -> TrainingWorkload:
+        """What so many ranks train. ValueError for a model that there is not."""
+        overrides = {} if self.layers is None else {"layers": self.layers}
+        return TrainingWorkload(
+            GPTConfig.preset(self.model, max_seq_len=self.seq_len, vocab=self.vocab, **overrides),
+            2 * ranks if self.batch is None else self.batch,
+            self.seq_len,
+            self.warm_up,
+            self.repeats,
+            self.rounds,
+            self.checkpointing,
+            self.reduce_fp32,
+        )
+
+
+@dataclass(frozen=True)
+class PeersSetting:
+    """What `stretto bench peers` takes."""
+
+    models: Annotated[tuple[str, ...], Option("llama-7b, or gpt-5b to gpt-640b, with spaces between.")] = ("llama-7b",)
+    layers: Layers = None
+    ranks: Ranks = None
+    batches: Annotated[tuple[int, ...], Option("Global batches in sequences (default: 1, 2, and 1 and 2 a rank).")] = ()
+    seq_len: SeqLen = 4096
+    grids: Annotated[
+        str | None, Option("Stretto's grids, as 'z=4, x=2 z=2' (default: all that can cut the batch).")
+    ] = None
+    only: Annotated[
+        tuple[str, ...], Option("Only runs with this in their name; may be given several times.", is_repeated=True)
+    ] = ()
+    with_compiled: Annotated[bool, Option("Measure compiled blocks too.", "--compiled/--no-compiled")] = True
+    tunes_matmuls: Annotated[
+        bool, Option("Let Stretto choose each product's layout by timing it.", "--tune-matmuls/--no-tune-matmuls")
+    ] = False
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def workloads(self, ranks: int) -> dict[str, list[TrainingWorkload]]:
+        """What so many ranks train: for each model, a workload a batch size. ValueError for an unknown model."""
+        sizes = self.batches or tuple(sorted({1, 2, ranks, 2 * ranks}))
+        configs = {name: model_config(name, self.layers, self.seq_len) for name in self.models}
+        timing = (self.seq_len, self.warm_up, self.repeats, self.rounds)
+        return {name: [TrainingWorkload(config, size, *timing) for size in sizes] for name, config in configs.items()}
+
+
+@dataclass(frozen=True)
+class OverlapSetting:
+    """What `stretto bench overlap` takes."""
+
+    model: Annotated[str, Option("llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b"
+    layers: Layers = None
+    ranks: Ranks = None
+    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).")] = None
+    seq_len: SeqLen = 2048
+    grids: Annotated[str, Option("Grids to switch overlaps on in.")] = "x=2 z=2, data=2 z=2"
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 3
+
+    def workload(self, ranks: int) -> TrainingWorkload:
+        """What so many ranks train. ValueError for a model that there is not."""
+        config = model_config(self.model, self.layers, self.seq_len)
+        batch = 2 * ranks if self.batch is None else self.batch
+        return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)
+
+
+@dataclass(frozen=True)
+class ParitySetting:
+    """What `stretto bench parity` takes."""
+
+    ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.")] = 8
+
+
+@dataclass(frozen=True)
+class DlrmWorkload:
+    """The DLRM that is trained, and how it is timed. `batch` is the global one. ValueError for what cannot be."""
+
+    model: DLRMConfig
+    batch: int
+    implementations: tuple[Implementation, ...] = get_args(Implementation)
+    is_jagged: bool = False
+    warm_up: int = 3
+    repeats: int = 10
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        require_least(1, batch=self.batch, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
+        for name in self.implementations:
+            if name not in get_args(Implementation):
+                raise ValueError(f"there is no implementation {name!r} to measure: there are library and kernel")
+
+
+@dataclass(frozen=True)
+class DlrmSetting:
+    """What `stretto bench dlrm` takes."""
+
+    model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
+    max_rows: Annotated[int | None, Option("Cuts longer tables down (default: as they are).")] = None
+    tables: Annotated[int | None, Option("How many tables, for paper.")] = None
+    ranks: Ranks = None
+    batch: Annotated[int, Option("Global batch in samples.")] = 65536
+    implementations: Annotated[tuple[str, ...], Option("library, kernel, with commas.")] = get_args(Implementation)
+    is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
+    warm_up: WarmUp = 3
+    repeats: Repeats = 10
+    rounds: Rounds = 3
+
+    def workload(self) -> DlrmWorkload:
+        """What is trained. ValueError for a model that there is not, or whose tables are not alike."""
+        config = DLRMConfig.preset(self.model)
+        if self.tables is not None:
+            if self.tables < 1 or len(set(zip(config.rows, config.pooling, strict=True))) > 1:
+                raise ValueError(
+                    f"--tables is {self.tables}, but is at least 1, and for a model whose tables are alike: paper"
+                )
+            config = replace(config, rows=config.rows[:1] * self.tables, pooling=config.pooling[:1])
+        config = config if self.max_rows is None else config.capped(self.max_rows)
+        names = cast("tuple[Implementation, ...]", self.implementations)
+        return DlrmWorkload(config, self.batch, names, self.is_jagged, self.warm_up, self.repeats, self.rounds)

@@ -1,0 +1,95 @@
+"""What `stretto bench two-level` takes from its command, the network that it makes, and what its ranks measure."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from stretto.bench.settings import Option, require_least
+from stretto.bench.two_level.namespaces import Network
+
+if TYPE_CHECKING:
+    from stretto.collectives.two_level import Links
+
+_MEGABIT = 1e6 / 8
+
+
+@dataclass(frozen=True)
+class TwoLevelJob:
+    """What is measured; `folder` has the ranks' store and takes rank 0's result."""
+
+    folder: str
+    nodes: int
+    ranks_per_node: int
+    delay: float  # seconds
+    shard_bytes: tuple[int, ...]
+    collectives: tuple[str, ...]
+    repeats: int
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class TwoLevelSetting:
+    """What is set up: nodes of ranks, Mbit/s of the links, ms of delay; and what is measured on it.
+
+    Slow links and a long delay, so that the time of eight processes on few cores does not matter beside theirs. `trunk`
+    is the link between the two halves of the nodes: where it carries less than a half can send, distant nodes share
+    it, as they do in most machines' networks.
+    """
+
+    ranks_per_node: Annotated[int, Option("Ranks in each of the namespaces.")] = 2
+    nodes: Annotated[int, Option("Network namespaces.")] = 4
+    bandwidth: Annotated[float, Option("Of a node's link, Mbit/s.")] = 50.0
+    loopback: Annotated[float, Option("Inside a node, Mbit/s.")] = 200.0
+    trunk: Annotated[float, Option("Of the link between the halves of the nodes, Mbit/s.")] = 50.0
+    delay: Annotated[float, Option("Of a message between nodes, ms.")] = 40.0
+    smallest: Annotated[int, Option("Bytes a rank of the smallest collective.")] = 4096
+    sizes: Annotated[int, Option("How many sizes, each twice the one before.")] = 8
+    repeats: Annotated[int, Option("Runs of each; their median counts.")] = 7
+
+    def __post_init__(self) -> None:
+        if self.nodes % 2:
+            raise ValueError(f"{self.nodes} nodes have no two halves; {self.nodes + 1} would do")
+        require_least(0, delay=self.delay)
+        require_least(1, ranks_per_node=self.ranks_per_node, repeats=self.repeats)
+        require_least(2, sizes=self.sizes)
+        require_least(4, smallest=self.smallest)
+        self.network()
+
+    def network(self) -> Network:
+        """The links to make."""
+        return Network(
+            nodes=self.nodes,
+            leaf_nodes=self.nodes // 2,
+            node_bandwidth=self.bandwidth * _MEGABIT,
+            loopback_bandwidth=self.loopback * _MEGABIT,
+            trunk_bandwidth=self.trunk * _MEGABIT,
+        )
+
+    def links(self, overheads: dict[str, float]) -> "Links":
+        """What the model is given: the links as set, and seconds a message (`inside`, `between`) of software."""
+        from stretto.collectives.two_level import Links
+
+        network = self.network()
+        return Links(
+            in_node_latency=overheads["inside"],
+            in_node_bandwidth=network.loopback_bandwidth / self.ranks_per_node,
+            latency=self.delay / 1e3 + overheads["between"],
+            node_bandwidth=network.node_bandwidth,
+            leaf_nodes=network.leaf_nodes,
+            oversubscription=max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth),
+        )
+
+    def job(self, folder: str) -> TwoLevelJob:
+        """What the ranks measure."""
+        return TwoLevelJob(
+            folder=folder,
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            delay=self.delay / 1e3,
+            shard_bytes=tuple(self.smallest * 2**i for i in range(self.sizes)),
+            collectives=("all_gather", "reduce_scatter"),
+            repeats=self.repeats,
+        )

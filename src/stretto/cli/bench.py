@@ -1,0 +1,301 @@
+"""`stretto bench`: the commands behind every figure in the README and the docs.
+
+A command has an option for each field of its bench's settings, and `--out` and `--json`. It imports the bench, and
+torch with it, when it runs.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from stretto.bench.checkouts.settings import CheckoutsSetting
+from stretto.bench.collectives.settings import AblationsSetting, CollectivesSetting, CompileSetting
+from stretto.bench.embedding.settings import EmbeddingSetting
+from stretto.bench.operators.settings import OperatorsSetting
+from stretto.bench.plan.settings import PlanSetting, PublishedSetting
+from stretto.bench.settings import Ranks, parse_number, split_words
+from stretto.bench.training.settings import (
+    DlrmSetting,
+    OverlapSetting,
+    ParitySetting,
+    PeersSetting,
+    ThroughputSetting,
+)
+from stretto.bench.two_level.settings import TwoLevelSetting
+from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for the JSON and the picture.")]
+app = typer.Typer(no_args_is_help=True, help="Measure what the README claims, peers beside it in the same run.")
+
+
+def _command(
+    name: str,
+    setting_type: type[Any],
+    *,
+    out: str | None = None,
+    count: Callable[[int | None], int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command of a function that takes the settings and the folder, and returns what `--json` prints.
+
+    out: the default folder (results/NAME). count: the command has `--ranks`, and the function takes as its first
+    argument what this makes of it. A ValueError ends the command with status 2, as everywhere.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        def command(*, ranks: int | None = None, out: Path, as_json: bool, **given: Any) -> None:
+            with refusing_bad_input(as_json=as_json):
+                if count is None and "ranks" in options:
+                    given["ranks"] = ranks
+                setting = setting_type(**_read(options, given))
+                counted = () if count is None else (count(ranks),)
+                result = run(*counted, setting, out)
+            if isinstance(result, dict) and result.get("failure") is not None:
+                raise fail(result["failure"], 1, as_json=as_json)
+            if as_json:
+                print_json(result if isinstance(result, dict) else {"rows": result})
+
+        options = {field.name: field for field in fields(setting_type)}
+        parameters = [_make_parameter(field) for field in options.values()]
+        if count is not None:
+            parameters.insert(0, _make_ranks())
+        folder = Path(out or f"results/{name}")
+        parameters.append(
+            _parameter("out", Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")], folder)
+        )
+        parameters.append(_parameter("as_json", Json, False))
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__doc__ = run.__doc__
+        app.command(name)(command)
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _make_ranks() -> inspect.Parameter:
+    type_, option = get_args(Ranks)
+    return _parameter("ranks", Annotated[type_, typer.Option(help=option.help)], None)
+
+
+def _make_parameter(field: "Field[Any]") -> inspect.Parameter:
+    """The option of a field. A tuple is text; what has no default value of its own is None where it is not given."""
+    type_, option = get_args(field.type)
+    default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
+    if get_origin(type_) is tuple and option.is_repeated:
+        type_, default = list[str] | None, None
+    elif get_origin(type_) is tuple:
+        type_ = str if default else str | None
+        default = option.separator.join(map(str, default)) if default else None
+    elif field.default_factory is not MISSING:
+        type_, default = type_ | None, None
+    flags = (option.flags,) if option.flags else ()
+    made = typer.Option(*flags, help=option.help, metavar=option.metavar, envvar=option.envvar)
+    return _parameter(field.name, Annotated[type_, made], default)
+
+
+def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields' values, from what the command line has given. ValueError for text that is none of their items."""
+    values = {}
+    for name, value in given.items():
+        type_, option = get_args(options[name].type)
+        if value is None and options[name].default_factory is not MISSING:
+            continue
+        if get_origin(type_) is tuple:
+            flag = option.flags or "--" + name.replace("_", "-")
+            words = (value or []) if option.is_repeated else split_words(value or "")
+            if not words and options[name].default:
+                raise ValueError(f"{flag} is empty, but takes one name or more")
+            value = tuple(_read_items(words, get_args(type_)[0], flag))
+        values[name] = value
+    return values
+
+
+def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
+    for word in words:
+        if kind is int:
+            yield parse_number(word, flag)
+        else:
+            yield word if kind is str else kind.parse(word)
+
+
+def _count_ranks(ranks: int | None) -> int:
+    """How many ranks to start."""
+    import torch
+
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks is {ranks}, but must be at least 1")
+    count = ranks or torch.cuda.device_count()
+    if not count:
+        raise ValueError("this machine has no GPU: say how many CPU --ranks to use")
+    return count
+
+
+def _count_gpus(ranks: int | None) -> int:
+    """The ranks of a bench that takes a GPU each. ValueError for more than there are."""
+    import torch
+
+    from stretto.memory import shared_gpus
+
+    there = torch.cuda.device_count()
+    if there and shared_gpus.is_enabled():
+        there = max(there, ranks or 2)
+    if there < 2 or (ranks is not None and not 2 <= ranks <= there):
+        raise ValueError(f"this bench takes 2 GPUs or more, one a rank: there are {there}, and {ranks or there} ranks")
+    return ranks or there
+
+
+@_command("train", ThroughputSetting)
+def train(setting: ThroughputSetting, out: Path) -> Any:
+    """Training throughput on every grid of the ranks, beside torch's FSDP2 of the same model."""
+    from stretto.bench.training.throughput import bench_train
+    from stretto.cluster import Cluster
+
+    ranks = _count_ranks(setting.ranks)
+    peak_flops = Cluster.detect().gpu.peak_flops.bf16
+    return bench_train(setting.workload(ranks), ranks, out, peak_flops, setting.has_peers)
+
+
+@_command("parity", ParitySetting)
+def parity(setting: ParitySetting, out: Path) -> Any:
+    """Five steps on every grid of 1, 2, 4 ... ranks, compared with plain PyTorch on one (CPU, fp64 and fp32)."""
+    from stretto.bench.training.parity import bench_parity
+
+    return bench_parity(setting.ranks, out)
+
+
+@_command("compile", CompileSetting)
+def compile_(setting: CompileSetting, out: Path) -> Any:
+    """Seconds and memory to compile and verify collectives of up to 512 ranks (needs no GPU)."""
+    from stretto.bench.collectives.compile import bench_compile
+
+    return bench_compile(out, setting.largest)
+
+
+@_command("published", PublishedSetting)
+def published(setting: PublishedSetting, out: Path) -> Any:
+    """Plans for every run of Singh's dissertation (Table 5.2), beside the published FLOP/s (needs no GPU)."""
+    from stretto.bench.plan.published import bench_published
+
+    return bench_published(out, setting.batch)
+
+
+@_command("peers", PeersSetting)
+def peers(setting: PeersSetting, out: Path) -> Any:
+    """One model under Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table a batch."""
+    from stretto.bench.training.peers import bench_peers
+
+    ranks = _count_ranks(setting.ranks)
+    rows: list[dict[str, Any]] = []
+    for name, workloads in setting.workloads(ranks).items():
+        measured = bench_peers(
+            name,
+            workloads[0],
+            [workload.batch for workload in workloads],
+            ranks,
+            out,
+            grids=setting.grids,
+            only=setting.only,
+            with_compiled=setting.with_compiled,
+            tunes_matmuls=setting.tunes_matmuls,
+        )
+        rows += [{"model": name, "batch": batch} | row for batch, found in measured.items() for row in found]
+    return rows
+
+
+@_command("overlap", OverlapSetting)
+def overlap(setting: OverlapSetting, out: Path) -> Any:
+    """What each is worth: no overlap, then all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
+    from stretto.bench.training.overlap import bench_overlap
+
+    ranks = _count_ranks(setting.ranks)
+    return bench_overlap(setting.model, setting.workload(ranks), ranks, setting.grids, out)
+
+
+@_command("plan", PlanSetting)
+def plan(setting: PlanSetting, out: Path) -> Any:
+    """Every grid of the ranks, measured beside what the planner predicted: step times, memory, order, choice.
+
+    Predict first (this needs no GPU): stretto bench plan --predict FILE --cluster CLUSTER.toml --ranks 4
+    """
+    from stretto.bench.plan.run import bench_plan, write_predictions
+    from stretto.cluster import Cluster
+
+    planned = setting.workloads(_count_ranks(setting.ranks))
+    if setting.predict is None or setting.cluster is None:
+        return bench_plan(planned, setting.predictions, out, again=setting.again)
+    cluster = Cluster.find(setting.cluster)
+    written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
+    print(f"predictions written to {setting.predict}", file=sys.stderr)
+    return written
+
+
+@_command("collectives", CollectivesSetting, count=_count_gpus)
+def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
+    """Collectives by Stretto's kernels, NCCL and torch's symmetric-memory operators, size by size."""
+    from stretto.bench.collectives.run import bench_collectives
+
+    return bench_collectives(ranks, out, setting)
+
+
+@_command("ablations", AblationsSetting, count=_count_gpus)
+def ablations(ranks: int, setting: AblationsSetting, out: Path) -> Any:
+    """MSCCLang's ablations: pipelining over tiles on and off; one kernel against the algorithm made of NCCL calls."""
+    from stretto.bench.collectives.ablations import bench_ablations
+
+    return bench_ablations(ranks, out, setting)
+
+
+@_command("embedding", EmbeddingSetting, count=_count_ranks)
+def embedding(ranks: int, setting: EmbeddingSetting, out: Path) -> Any:
+    """Embedding look-ups fused with their all-to-all, beside EmbeddingBag, one batched kernel, and its two streams."""
+    from stretto.bench.embedding.run import bench_embedding
+
+    return bench_embedding(ranks, out, setting)
+
+
+@_command("ops", OperatorsSetting, out="results/operators", count=_count_gpus)
+def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
+    """Overlapped operators beside the GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
+
+    Rows are added to those that the folder has, and written as they come.
+    """
+    from stretto.bench.operators.ablations import bench_operator_ablations
+    from stretto.bench.operators.run import bench_operators
+
+    return (bench_operator_ablations if setting.is_ablation else bench_operators)(ranks, out, setting)
+
+
+@_command("two-level", TwoLevelSetting)
+def two_level(setting: TwoLevelSetting, out: Path) -> Any:
+    """Two-level collectives between network namespaces: recursive, ring and flat beside the model (needs root)."""
+    from stretto.bench.two_level.run import bench_two_level
+
+    return bench_two_level(setting, out)
+
+
+@_command("dlrm", DlrmSetting)
+def dlrm(setting: DlrmSetting, out: Path) -> Any:
+    """A DLRM's training step with its look-up and exchange fused, beside PyTorch's functions, in one job."""
+    from stretto.bench.training.dlrm import bench_dlrm
+
+    return bench_dlrm(setting.workload(), _count_ranks(setting.ranks), out)
+
+
+@_command("checkouts", CheckoutsSetting)
+def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
+    """Collectives, tiles, embeddings and operators of two checkouts, interleaved, all ranks on one GPU under MPS.
+
+    Ends with 1 where ranks were lost while they measured; what was measured until then is written.
+    """
+    from stretto.bench.checkouts.run import bench_checkouts
+
+    return bench_checkouts(setting, out)
