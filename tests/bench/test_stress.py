@@ -22,7 +22,8 @@ from stretto.bench.stress import run as stress_run
 from stretto.bench.stress.catalogue import StressCase, load_catalogue, select
 from stretto.bench.stress.kernels import list_kernels
 from stretto.bench.stress.ledger import Ledger
-from stretto.bench.stress.mutations import KINDS, MUTATIONS, Edit, Mutation, Verdict, apply, write_table
+from stretto.bench.stress.mutation_table import KINDS, MUTATIONS, Edit, Mutation
+from stretto.bench.stress.mutations import Verdict, apply, write_table
 from stretto.bench.stress.run import StressSetting, stress
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import draw_entries

@@ -58,14 +58,14 @@ class HandwrittenAllReduce:
 
 
 @dataclass(frozen=True)
-class Buffers:
+class CollectiveBuffers:
     """A collective's ordinary tensors."""
 
     input: Tensor
     output: Tensor
 
     @classmethod
-    def make(cls, collective: str, size: int, dtype: torch.dtype, device: torch.device) -> "Buffers":
+    def make(cls, collective: str, size: int, dtype: torch.dtype, device: torch.device) -> "CollectiveBuffers":
         world = dist.get_world_size()
         count = max(size // dtype.itemsize // world, 1) * world
         part = count // world
@@ -78,7 +78,7 @@ class Buffers:
         return cls(torch.randn(of_input, device=device).to(dtype), torch.empty(of_output, dtype=dtype, device=device))
 
 
-def nccl_run(collective: str, buffers: Buffers) -> Callable[[], Any]:
+def nccl_run(collective: str, buffers: CollectiveBuffers) -> Callable[[], Any]:
     x, y = buffers.input, buffers.output
     match collective:
         case "allreduce":
@@ -102,7 +102,7 @@ class TorchPeers:
         self._group = dist.group.WORLD.group_name
         symmetric.rendezvous(self._storage, dist.group.WORLD)
 
-    def runs(self, collective: str, buffers: Buffers) -> dict[str, Callable[[], Any]]:
+    def runs(self, collective: str, buffers: CollectiveBuffers) -> dict[str, Callable[[], Any]]:
         """What there is for this call, by name."""
         x = buffers.input
         if collective != "allreduce" or x.numel() * x.itemsize > self._storage.numel() or x.itemsize * x.numel() < 64:
@@ -114,7 +114,7 @@ class TorchPeers:
         return {"torch one-shot": one, "torch two-shot": two}
 
 
-def handwritten_runs(workspace: CollectiveWorkspace, buffers: Buffers) -> dict[str, Callable[[], Any]]:
+def handwritten_runs(workspace: CollectiveWorkspace, buffers: CollectiveBuffers) -> dict[str, Callable[[], Any]]:
     runs: dict[str, Callable[[], Any]] = {}
     for shots in (1, 2):
         kernel = HandwrittenAllReduce(workspace, shots)

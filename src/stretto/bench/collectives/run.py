@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 
-from stretto.bench.collectives.peers import Buffers, TorchPeers, handwritten_runs, nccl_run
+from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, handwritten_runs, nccl_run
 from stretto.bench.collectives.settings import CollectivesSetting
 from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
@@ -87,7 +87,7 @@ def _measure(
     mode: str,
     device: torch.device,
 ) -> dict[str, Any]:
-    buffers = Buffers.make(collective, size, TORCH_DTYPES[dtype], device)
+    buffers = CollectiveBuffers.make(collective, size, TORCH_DTYPES[dtype], device)
     library = nccl_run(collective, buffers)
     way = communicator.run(collective, buffers.input, buffers.output)
     ours = library if way is None else partial(communicator.run, collective, buffers.input, buffers.output)
@@ -142,7 +142,7 @@ def _tune(
             ways = find_choices(collective, has_nvlink=has_nvlink)
             kernels = {way: communicator.kernel(way, name, in_place=False) for way in ways if way != LIBRARY}
             for size in sizes:
-                buffers = Buffers.make(collective, size, TORCH_DTYPES[dtype], device)
+                buffers = CollectiveBuffers.make(collective, size, TORCH_DTYPES[dtype], device)
                 runs: dict[str, Callable[[], Any]] = {LIBRARY.name: nccl_run(collective, buffers)}
                 for way, kernel in kernels.items():
                     if not _is_hopeless(way, size):
