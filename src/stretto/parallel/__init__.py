@@ -9,7 +9,8 @@ from stretto.parallel.activation_checkpointing import checkpoint_activations
 from stretto.parallel.api import parallelize, validate
 from stretto.parallel.capture import CapturedStep
 from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
-from stretto.parallel.comm.gradient_reducer import clip_grad_norm_, clip_scale, gradient_norm, no_sync
+from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
+from stretto.parallel.comm.gradient_reducer import no_sync
 from stretto.parallel.grid import AXES, Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.loss import mean_over_batch
