@@ -16,8 +16,8 @@ def checkpoint_activations(model: nn.Module) -> None:
     there are no blocks.
     """
     for module in model.modules():
-        if isinstance(module, ParallelLinear) and (pushed := module.plan.shard.prefetcher.pushed) is not None:
-            pushed.stop()
+        if isinstance(module, ParallelLinear):
+            module.plan.shard.gatherer.stop_keeping()
     if huggingface.is_pretrained_model(model) and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return

@@ -16,13 +16,13 @@ from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_prefetcher import WeightPrefetcher
+from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.loss import ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.replicated import keep_whole
-from stretto.parallel.layers.sequence import TokenShards
 from stretto.parallel.layers.sharded_module import refuse_copies
+from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.options import Overlap, Precision
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
@@ -104,12 +104,12 @@ def parallelize(
     huggingface.refuse_saving(model)
     refuse_copies(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
-    prefetcher, gradient_reducer = (
-        builder.prefetcher,
+    gatherer, gradient_reducer = (
+        builder.gatherer,
         builder.gradient_reducer,
     )  # the builder holds the whole model: it goes
-    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, prefetcher, gradient_reducer))
-    model.register_forward_hook(lambda *_: _end_forward(prefetcher), always_call=True)
+    model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gatherer, gradient_reducer))
+    model.register_forward_hook(lambda *_: _end_forward(gatherer), always_call=True)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(_explain_sizes, always_call=True)
     return model
@@ -140,7 +140,7 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
 
 
 @torch.compiler.disable
-def _begin_forward(model: nn.Module, prefetcher: WeightPrefetcher, gradient_reducer: GradientReducer) -> None:
+def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "stretto_layout"):
             raise ValueError(
@@ -149,13 +149,13 @@ def _begin_forward(model: nn.Module, prefetcher: WeightPrefetcher, gradient_redu
             )
         gradient_reducer.refuse_hook(name, parameter)
     if not in_backward():
-        prefetcher.begin_forward()
+        gatherer.begin_forward()
         gradient_reducer.drop_failed_passes()
 
 
 @torch.compiler.disable
-def _end_forward(prefetcher: WeightPrefetcher) -> None:
-    prefetcher.end_forward()
+def _end_forward(gatherer: WeightGatherer) -> None:
+    gatherer.end_forward()
 
 
 @torch.compiler.disable

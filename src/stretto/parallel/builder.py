@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, can_push, make_ring
+from stretto.parallel.comm.copy_engine_gather import (
+    CopyEngineAllGather,
+    CopyEngineGatherer,
+    have_copy_engines,
+    make_scatter_ring,
+)
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_prefetcher import WeightPrefetcher
+from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightPrefetcher
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.linear import LinearPlan, ParallelLinear, WeightShard
+from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layers.replicated import CUT
-from stretto.parallel.layers.sequence import TokenShards
+from stretto.parallel.layers.token_shards import TokenShards
+from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.options import Overlap, Precision
@@ -54,11 +60,11 @@ class Builder:
         self.linears = 0
         self.gradient_reducer = GradientReducer(grid, precision, overlap, at_end=matmuls.finish)
         over_z = grid.group("z")
-        pushes = overlap.copy_engines and can_push(over_z, grid.device)
-        self.ring = self.gradient_reducer.ring = make_ring(over_z) if pushes else None
-        self.prefetcher = WeightPrefetcher(
-            overlap.all_gather, CopyEngineAllGather(over_z) if pushes and keep_gathered and overlap.all_gather else None
-        )
+        by_copies = overlap.copy_engines and have_copy_engines(over_z, grid.device)
+        self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
+        self.gatherer: WeightGatherer = WeightPrefetcher(over_z, is_on=overlap.all_gather)
+        if by_copies and keep_gathered and overlap.all_gather:
+            self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
         self._originals = list(model.parameters())
@@ -105,7 +111,7 @@ class Builder:
         cut = cut_of(role, "weight", is_transposed=is_transposed)
         rows = cut.splits[0] if not is_transposed else cut.splits[1]
         ring = None if role.role == "head" else self.ring  # a head's gradient would make all of its slots large
-        weight, shard = self._weight(module, source, cut, rows, stays=self.keep_gathered, ring=ring)
+        weight, shard = self._weight(module, source, cut, rows, may_keep=self.keep_gathered, ring=ring)
         bias = None
         if module.bias is not None:
             bias = self._parameter(module.bias, source.bias, self._cut(role, "bias"))  # type: ignore[arg-type]
@@ -135,7 +141,7 @@ class Builder:
         if role.role == "positions":
             weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
-        weight, shard = self._weight(module, source, cut, cut.splits[0], stays=False, ring=None)
+        weight, shard = self._weight(module, source, cut, cut.splits[0], may_keep=False, ring=None)
         first = self._first(module.num_embeddings)
         return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
 
@@ -174,12 +180,12 @@ class Builder:
         cut: Cut,
         rows: Split,
         *,
-        stays: bool,
+        may_keep: bool,
         ring: "ScatterRing | None",
     ) -> tuple[nn.Parameter, WeightShard]:
         """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further.
 
-        stays: see `WeightShard.watch`. ring: what its gradient is scattered through, if not the process group.
+        may_keep: see `WeightShard.watch`. ring: what its gradient is scattered through, if not the process group.
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
@@ -188,9 +194,9 @@ class Builder:
         before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
         shard = WeightShard(
-            before_z, local_rows, grid.group("z"), self.precision, self.prefetcher, self.gradient_reducer, ring
+            before_z, local_rows, grid.group("z"), self.precision, self.gatherer, self.gradient_reducer, ring
         )
-        shard.watch(weight, stays=stays)
+        shard.watch(weight, may_keep=may_keep)
         return weight, shard
 
     def _parameter(self, original: nn.Parameter, whole: Tensor, cut: Cut) -> nn.Parameter:

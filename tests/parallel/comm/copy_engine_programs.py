@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, parallelize
-from stretto.parallel.comm import copy_engine_scatter
+from stretto.parallel.comm import copy_engine_scatter, weight_gathering
 from stretto.parallel.comm.collectives import gather_rows
-from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
 from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter, ScatterRing
-from stretto.parallel.layers import linear
+from stretto.parallel.layers import linear, weight_shard
 from stretto.parallel.layout import local, version_of
 
 SEED = 23
@@ -35,9 +35,9 @@ class Setup:
         torch.manual_seed(SEED)
         module = import_module("stretto.parallel.builder")
         with (
-            mock.patch.object(module, "can_push", lambda group, device: group.size() > 1),
+            mock.patch.object(module, "have_copy_engines", lambda group, device: group.size() > 1),
             mock.patch.object(module, "CopyEngineAllGather", partial(CopyEngineAllGather, backend="host")),
-            mock.patch.object(module, "make_ring", partial(ScatterRing, backend="host")),
+            mock.patch.object(module, "make_scatter_ring", partial(ScatterRing, backend="host")),
         ):
             self.model = parallelize(GPT(CONFIG), self.grid, overlap=Overlap(copy_engines=is_pushed), dtype=dtype)
         text = torch.randint(CONFIG.vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
@@ -47,7 +47,7 @@ class Setup:
     @property
     def pushed(self) -> CopyEngineAllGather | None:
         shard = next(m.plan.shard for m in self.model.modules() if isinstance(m, linear.ParallelLinear))
-        return shard.prefetcher.pushed
+        return shard.gatherer.copies if isinstance(shard.gatherer, CopyEngineGatherer) else None
 
     @property
     def num_pushed(self) -> int:
@@ -68,7 +68,7 @@ class Setup:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the weights and gradients that go through the process group."""
-        gather, scatter = linear.start_gather_rows, linear.start_scatter_rows
+        gather, scatter = weight_gathering.start_gather_rows, weight_shard.start_scatter_rows
 
         def counted_gather(*arguments: Any) -> Any:
             self.gathers += 1
@@ -79,8 +79,8 @@ class Setup:
             return scatter(*arguments)
 
         with (
-            mock.patch.object(linear, "start_gather_rows", counted_gather),
-            mock.patch.object(linear, "start_scatter_rows", counted_scatter),
+            mock.patch.object(weight_gathering, "start_gather_rows", counted_gather),
+            mock.patch.object(weight_shard, "start_scatter_rows", counted_scatter),
             mock.patch.object(copy_engine_scatter, "start_scatter_rows", counted_scatter),
         ):
             yield

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team
 from stretto.memory import failures
-from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, Pushable
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter
+from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.layout import version_of
 
 FAMILY = "pushed weights"
@@ -45,7 +46,7 @@ class CopyEngineGatherCase(StressCase):
             parameter.stretto_layout = None  # type: ignore[attr-defined]  # as `parallelize` leaves it
             self._shards.append(shard)
             self._parameters.append(parameter)
-            self._gather.register(number, Pushable(parameter, count, dtype))
+            self._gather.register(number, WeightToGather(parameter, count, dtype))
         self._wholes = [[self._draw(entry, number) for number in range(len(self._rows))] for entry in range(ENTRIES)]
         self._dtype = dtype or torch.float32
 

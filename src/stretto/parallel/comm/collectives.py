@@ -1,27 +1,74 @@
-"""The collectives of Algorithm 3 on plain tensors, for autograd functions. A group of one rank costs nothing.
+"""The collectives that layers use, on plain tensors: each is issued and marked here. One rank costs nothing.
 
-Those that start something return a `Pending`: NCCL runs it on a stream of its own, gloo in a thread of its own.
+The functions that start something return a `Pending`: NCCL runs it on a stream of its own, gloo in a thread of its own.
+
+Whatever communicates inside a layer, in autograd functions too, does so inside `collective(kind)`: the functions here
+enter it, and so do callers of fused operators of `stretto.ops`. `running_collective` then tells, of any dispatched
+operator, which collective it belongs to: a policy of selective activation checkpointing can spare it from being
+recomputed, and a trace names it (`COLLECTIVE_MARK`).
 """
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # torch 2.13 renamed these two, and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# What a collective is called in a trace: this, and its kind.
+COLLECTIVE_MARK = "stretto collective "
+
+
+class _Running(threading.local):
+    kind: str | None = None
+
+
+_running = _Running()
+
+
+class collective:
+    """Marks what a `with` statement issues as a collective of this kind: "all_reduce", say."""
+
+    __slots__ = ("_before", "_kind", "_record")
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        self._before, _running.kind = _running.kind, self._kind
+        # Only under a profiler: without one a record would cost the host several microseconds at each call.
+        self._record = record_function(COLLECTIVE_MARK + self._kind) if torch.autograd._profiler_enabled() else None
+        if self._record is not None:
+            self._record.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._record is not None:
+            self._record.__exit__(kind, error, where)
+        _running.kind = self._before
+
+
+def running_collective() -> str | None:
+    """The kind of the collective that this thread is issuing; None outside of any."""
+    return _running.kind
+
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective that has been issued. `result` is valid once `wait` has returned, on the stream that waited."""
+    """A started collective. `result` is valid once `wait` has returned, on the stream that waited."""
 
     result: Tensor
     work: dist.Work | None = None
-    source: Tensor | None = None  # what is being sent must live until then
+    source: Tensor | None = None  # what is being sent, which must live until then
 
     def wait(self) -> Tensor:
         """The result. On a GPU the current stream waits for it, and the host does not."""
@@ -33,14 +80,15 @@ class Pending:
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over the group in place, and return it."""
     if group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+        with collective("all_reduce"):
+            dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
 def own(product: Tensor) -> Tensor:
-    """A product that may be written over: a copy where a dispatch mode is on, which may have kept the product.
+    """A product that may be overwritten: a copy where a dispatch mode is on, which may have kept the product.
 
-    Selective activation checkpointing does, and gives it back when the block is run again, to be summed again.
+    Selective activation checkpointing keeps it, and returns it when the block is recomputed, to be summed again.
     """
     return product if _get_current_dispatch_mode() is None else product.clone()
 
@@ -49,7 +97,8 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     """Begin to sum `tensor` over the group in place."""
     if group.size() == 1:
         return Pending(tensor)
-    return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
+    with collective("all_reduce"):
+        return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -68,7 +117,8 @@ def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Pen
     chunk = -(-rows // size)
     whole = shard.new_empty(chunk * size, *shard.shape[1:])
     source = _padded(shard, chunk)
-    return Pending(whole[:rows], _all_gather(whole, source, group=group, async_op=True), source)
+    with collective("all_gather"):
+        return Pending(whole[:rows], _all_gather(whole, source, group=group, async_op=True), source)
 
 
 def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -84,7 +134,17 @@ def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup)
     chunk = -(-whole.shape[0] // size)
     part = whole.new_empty(chunk, *whole.shape[1:])
     source = _padded(whole, chunk * size)
-    return Pending(part[:local_rows], _reduce_scatter(part, source, group=group, async_op=True), source)
+    with collective("reduce_scatter"):
+        return Pending(part[:local_rows], _reduce_scatter(part, source, group=group, async_op=True), source)
+
+
+def all_to_all(
+    received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sends[rank]` numbers of `sent` to each rank, in order; receive `receives[rank]` of each in `received`."""
+    with collective("all_to_all"):
+        dist.all_to_all_single(received, sent, list(receives), list(sends), group=group)
+    return received
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:

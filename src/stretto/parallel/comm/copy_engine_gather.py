@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, local, version_of
 
 if TYPE_CHECKING:
@@ -25,18 +27,6 @@ if TYPE_CHECKING:
 
 # Weights that are cast in one launch before they are pushed: the first are on their way while the rest is cast.
 CAST_AT_ONCE = 8
-
-
-@dataclass(frozen=True)
-class Pushable:
-    """A weight: this rank's shard, [local rows, ...], is a DTensor parameter's; whole, it has `rows` rows, of `dtype`.
-
-    dtype None: the parameter's own.
-    """
-
-    parameter: Tensor
-    rows: int
-    dtype: torch.dtype | None
 
 
 @dataclass
@@ -67,7 +57,7 @@ class CopyEngineAllGather:
     def __init__(self, group: dist.ProcessGroup, backend: str = "cuda") -> None:
         self.group = group
         self.backend = backend
-        self._weights: dict[object, Pushable] = {}
+        self._weights: dict[object, WeightToGather] = {}
         self._order: list[object] = []  # in which they were taken, as far as that is known
         self._places: dict[object, _Place] = {}
         self._layout: list[Any] = []
@@ -75,7 +65,7 @@ class CopyEngineAllGather:
         self._is_open = False
         self._is_wasted = False  # by activation checkpointing
 
-    def register(self, key: object, weight: Pushable) -> None:
+    def register(self, key: object, weight: WeightToGather) -> None:
         """Push this weight from the next forward pass on."""
         self._weights[key] = weight
 
@@ -205,7 +195,48 @@ class CopyEngineAllGather:
         return channel
 
 
-def can_push(group: dist.ProcessGroup, device: torch.device) -> bool:
+class CopyEngineGatherer(WeightGatherer):
+    """Gathers by copy engines the weights that may be kept; all other weights, and stale ones, by `others`."""
+
+    def __init__(self, copies: CopyEngineAllGather, others: WeightGatherer) -> None:
+        self.copies = copies
+        self.others = others
+
+    def register(self, key: object, weight: WeightToGather, *, may_keep: bool) -> None:
+        """Gather this weight from now on, by copy engines if it may be kept."""
+        self.others.register(key, weight, may_keep=may_keep)
+        if may_keep:
+            self.copies.register(key, weight)
+
+    def begin_forward(self) -> None:
+        """Start to copy all weights."""
+        self.others.begin_forward()
+        if not in_backward():
+            self.copies.begin()
+
+    def end_forward(self) -> None:
+        """Order what comes after the forward pass after all copies."""
+        self.others.end_forward()
+        if not in_backward():
+            self.copies.end()
+
+    def gather(self, key: object, parameter: Tensor) -> GatheredWeight:
+        """The rows that copy engines have gathered in this pass, else those that `others` gathers now."""
+        whole = self.copies.take(key, version_of(parameter), in_backward=in_backward())
+        if whole is None:
+            return self.others.gather(key, parameter)
+        return GatheredWeight(whole, self.copies.version(key, whole))
+
+    def stop_keeping(self) -> None:
+        """Copy nothing any more, and free the memory."""
+        self.copies.stop()
+
+    def was_overwritten(self, key: object, version: Version | None) -> bool:
+        """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
+        return self.copies.was_overwritten(key, version)
+
+
+def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether copy engines reach all of the group: GPUs of one machine, NVLink between all. Collective."""
     if group.size() == 1 or device.type != "cuda":
         return False
@@ -214,7 +245,7 @@ def can_push(group: dist.ProcessGroup, device: torch.device) -> bool:
     return has_nvlink(group, device)
 
 
-def make_ring(group: dist.ProcessGroup) -> "ScatterRing":
+def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":
     """What gradients go back through."""
     from stretto.parallel.comm.copy_engine_scatter import (
         ScatterRing,  # here: Triton may be missing where nothing is pushed

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from stretto.axes import BATCH
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.sequence import TokenShards
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
+from stretto.parallel.layers.token_shards import TokenShards
 
 _MASK64 = (1 << 64) - 1
 

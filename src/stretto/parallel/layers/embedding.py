@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.layers.linear import WeightShard
-from stretto.parallel.layers.sequence import TokenShards
 from stretto.parallel.layers.sharded_module import ShardedModule, note_features
+from stretto.parallel.layers.token_shards import TokenShards
+from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import local
 from stretto.parallel.options import Precision
 
@@ -30,7 +30,7 @@ class _VocabularyLookup(torch.autograd.Function):
         group: Any,
         tokens: TokenShards | None,
     ) -> Tensor:
-        rows = weight.gather(parameter, is_recorded=bool(ctx.next_functions))
+        rows = weight.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
         ids = ids - first_row
         is_elsewhere = (ids < 0) | (ids >= weight.rows)
         ids = ids.masked_fill(is_elsewhere, 0)

@@ -1,8 +1,17 @@
-"""The 3D-parallel linear of Singh, Algorithm 3."""
+"""The 3D-parallel linear of Singh, Algorithm 3: one autograd function, with the communication at its two edges.
+
+Activations are sent where they enter a linear (its input edge) and where they leave it (its output edge). The backward
+pass goes the other way: gradients enter at the output edge and leave at the input edge. At an edge the tokens are
+
+    ReplicatedTokens: every rank of the edge's group has all of them    entering: nothing       leaving: all-reduce
+    ShardedTokens:    each rank has its part (sequence sharding)        entering: all-gather    leaving: reduce-scatter
+
+With sequence sharding, a colwise linear has a sharded input edge and a rowwise one a sharded output edge; on GPUs the
+all-gather and the reduce-scatter run within the product then (`stretto.ops`).
+"""
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,23 +23,17 @@ from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,
+    collective,
+    gather_rows,
     own,
+    scatter_rows,
     start_all_reduce,
-    start_gather_rows,
-    start_scatter_rows,
 )
-from stretto.parallel.comm.copy_engine_gather import Pushable
-from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_prefetcher import WeightPrefetcher
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.sequence import GatheringLinear, ScatteringLinear, TokenShards
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
-from stretto.parallel.layout import Version, local, version_of
-from stretto.parallel.low_precision_weights import cast, keep_copy
-from stretto.parallel.options import Precision
-
-if TYPE_CHECKING:
-    from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
+from stretto.parallel.layers.weight_shard import WeightShard
+from stretto.parallel.layout import Version, local
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
 # rows, if it has at least so many inputs: with fewer, the product hides less than a second message costs.
@@ -38,72 +41,48 @@ HALVED_BYTES = 2 * 8 * 2**20
 HALVED_INPUTS = 2048
 
 
-@dataclass(frozen=True, eq=False)
-class WeightShard:
-    """How a weight's shard becomes the block that one rank multiplies with, and a gradient finds back to the shard.
+@dataclass(frozen=True)
+class ReplicatedTokens:
+    """An edge at which every rank of `group` has all tokens: entering sends nothing, leaving all-reduces."""
 
-    Gathered over z along dim 0 in the compute dtype (Algorithm 3, line 2); gradients are scattered over z in the
-    reduction dtype (line 14), through the `ring` if there is one.
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class ShardedTokens:
+    """An edge at which each rank of `group` has its part of the tokens: entering gathers them, leaving scatters sums.
+
+    overlaps: on a GPU, communicate within the product.
     """
 
-    rows: int
-    local_rows: int
     group: dist.ProcessGroup
-    precision: Precision
-    prefetcher: WeightPrefetcher
-    gradients: GradientReducer
-    ring: "ScatterRing | None" = None
+    overlaps: bool
 
-    def gather(self, parameter: Tensor, *, is_recorded: bool = True) -> Tensor:
-        """The whole rows of a DTensor parameter. `is_recorded`: for a pass that has a backward pass, or is one.
+    def gather(self, part: Tensor) -> Tensor:
+        """All ranks' rows of `part` [tokens / ranks, k]."""
+        return gather_rows(part, part.shape[0] * self.group.size(), self.group)
 
-        Others cast the parameter itself: averaged weights are often put in for an evaluation, and taken out, through
-        `.data`, of which nothing would tell a copy that an optimizer has written.
-        """
-        if self.group.size() == 1:
-            return cast(parameter, self.precision.compute) if is_recorded else self.precision.cast(local(parameter))
-        return self.prefetcher.gather(self, local(parameter), version_of(parameter), self._start)
+    def gather_and_multiply(self, part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' rows of `part` [tokens / ranks, k] times `weight` [n, k] transposed; and these rows themselves."""
+        if self._has_kernel(part):
+            from stretto.ops import all_gather_matmul_gathered
 
-    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Send the gradient of the whole rows on its way to the parameter; it arrives before `backward` returns."""
-        if self.precision.reduce is not None and self.is_sent(parameter):
-            gradient = gradient.to(self.precision.reduce)
-        if self.ring is None:
-            start = partial(start_scatter_rows, gradient, self.local_rows, self.group)
-        else:
-            start = partial(self.ring.start, gradient, self.local_rows, parameter.dtype)
-        self.gradients.scatter(parameter, start)
+            with collective("all_gather_matmul"):
+                return all_gather_matmul_gathered(part, weight, self.group)
+        gathered = self.gather(part)
+        return gathered @ weight.t(), gathered
 
-    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
-        """What the gradient of the whole rows is best made in: the parameter's own if it stays here (None: any)."""
-        return self.precision.reduce if self.is_sent(parameter) else parameter.dtype
+    def multiply_and_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks of x [tokens, k] times `weight` [n, k] transposed."""
+        if self._has_kernel(x):
+            from stretto.ops import matmul_reduce_scatter
 
-    def is_sent(self, parameter: nn.Parameter) -> bool:
-        """Whether other ranks have parts of the gradient."""
-        return self.group.size() > 1 or self.gradients.is_summed(parameter)
+            with collective("matmul_reduce_scatter"):
+                return matmul_reduce_scatter(x, weight, self.group)
+        return scatter_rows(x @ weight.t(), x.shape[0] // self.group.size(), self.group)
 
-    def watch(self, parameter: nn.Parameter, *, stays: bool) -> None:
-        """Gather this parameter ahead from now on. `stays`: its memory may be kept for as long as the model lives."""
-        if stays and self.group.size() == 1:
-            keep_copy(parameter, self.precision.compute)
-        if self.ring is not None:
-            self.ring.register(self.rows, local(parameter).shape[1:].numel())
-        self.prefetcher.register(self, lambda: (local(parameter), version_of(parameter), self._start))
-        if stays and self.prefetcher.pushed is not None:
-            self.prefetcher.pushed.register(self, Pushable(parameter, self.rows, self.precision.compute))
-
-    def version(self, whole: Tensor) -> Version | None:
-        """Which state of the shard these gathered rows are of, if they lie in memory that is written over."""
-        pushed = self.prefetcher.pushed
-        return None if pushed is None else pushed.version(self, whole)
-
-    def was_overwritten(self, version: Version | None) -> bool:
-        """Whether rows of this version, as `version` gave it, have been written over since."""
-        pushed = self.prefetcher.pushed
-        return pushed is not None and pushed.was_overwritten(self, version)
-
-    def _start(self, shard: Tensor) -> Pending:
-        return start_gather_rows(self.precision.cast(shard), self.rows, self.group)
+    def _has_kernel(self, x: Tensor) -> bool:
+        return self.overlaps and x.is_cuda and self.group.size() > 1
 
 
 @dataclass(frozen=True)
@@ -111,8 +90,9 @@ class LinearPlan:
     """One linear's part of Algorithm 3: over which ranks the forward and the backward pass sum.
 
     A colwise linear sums its output over y, along which its input's features are split, and its input's gradient over
-    x, along which its output's are; a rowwise one the other way round. `name` is its name in the model.
-    `is_transposed`: the weight is stored [in, out] (Conv1D) rather than [out, in].
+    x, along which its output's are; a rowwise one the other way round. `name` is its name in the model, `place` its
+    number among the model's linears. `is_transposed`: the weight is stored [in, out] (Conv1D) rather than [out, in].
+    `tokens`: None without sequence sharding.
     """
 
     name: str
@@ -125,21 +105,77 @@ class LinearPlan:
     keep_gathered: bool
     hides_all_reduce: bool
     matmuls: MatmulTuner
-    place: int  # which of the model's linears this is
+    place: int
     is_rowwise: bool = False
-    tokens: TokenShards | None = None  # activations between blocks are sharded by tokens
+    tokens: TokenShards | None = None
 
-    def multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    @property
+    def input_edge(self) -> ReplicatedTokens | ShardedTokens:
+        """Where the input enters, and the input's gradient leaves."""
+        if self.tokens is not None and not self.is_rowwise:
+            return ShardedTokens(self.input_group, self.hides_all_reduce)
+        return ReplicatedTokens(self.input_group)
+
+    @property
+    def output_edge(self) -> ReplicatedTokens | ShardedTokens:
+        """Where the output leaves, and the output's gradient enters."""
+        if self.tokens is not None and self.is_rowwise:
+            return ShardedTokens(self.output_group, self.hides_all_reduce)
+        return ReplicatedTokens(self.output_group)
+
+    def make_output(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None
+    ) -> tuple[Tensor, Tensor]:
+        """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs."""
+        match self.input_edge, self.output_edge:
+            case ShardedTokens() as entering, leaving:
+                assert gathered is not None
+                if gathered.rows is None:
+                    y, gathered.rows = entering.gather_and_multiply(x, matrix.t())
+                else:
+                    y = gathered.rows @ matrix
+                x, y = gathered.rows, all_reduce(own(y), leaving.group)
+            case _, ShardedTokens() as leaving:
+                y = leaving.multiply_and_scatter(x, matrix.t())
+            case _, leaving:
+                # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
+                if bias is not None and leaving.group.size() == 1:
+                    return F.linear(x, matrix.t(), bias), x
+                y = self._multiply_and_sum(x, matrix)
+        if bias is not None:
+            y += bias
+        return y, x
+
+    def start_input_gradient(self, gradient: Tensor, matrix: Tensor) -> tuple[Pending, Tensor]:
+        """Begin to make the input's gradient from the output's and `matrix` [in, out]; and the latter of all tokens."""
+        match self.output_edge, self.input_edge:
+            case ShardedTokens() as entering, leaving:
+                grad_x, gradient = entering.gather_and_multiply(gradient, matrix)
+                return Pending(all_reduce(grad_x, leaving.group)), gradient
+            case _, ShardedTokens() as leaving:
+                return Pending(leaving.multiply_and_scatter(gradient, matrix)), gradient
+            case _, leaving:
+                pending = start_all_reduce(self._multiply("input", gradient, matrix.t()), leaving.group)
+                if not self.hides_all_reduce:
+                    pending.wait()
+                return pending, gradient
+
+    def gather_gradient(self, gradient: Tensor) -> Tensor:
+        """The output's gradient of all tokens."""
+        edge = self.output_edge
+        return edge.gather(gradient) if isinstance(edge, ShardedTokens) else gradient
+
+    def _multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims."""
         product = self.matmuls.multiply(self.place, role, a.flatten(0, -2), b, dtype=dtype)
         return product.view(*a.shape[:-1], b.shape[1])
 
-    def multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def _multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""
         rows, (inputs, columns) = x.flatten(0, -2), matrix.shape
         num_bytes = rows.shape[0] * columns * x.element_size()
         if self.output_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
-            product = self.multiply("output", x, matrix)
+            product = self._multiply("output", x, matrix)
             return product if self.output_group.size() == 1 else all_reduce(own(product), self.output_group)
         y = x.new_empty(rows.shape[0], columns)
         pending = []
@@ -152,10 +188,14 @@ class LinearPlan:
             half.wait()
         return y.view(*x.shape[:-1], columns)
 
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The gathered weight as [in, out]."""
+        return weight if self.is_transposed else weight.t()
+
     def weight_for_backward(self, kept: Tensor | None, parameter: Tensor, version: Version | None) -> Tensor:
-        """The weight that the forward pass took, kept or gathered again. RuntimeError if it was written over since."""
+        """The weight of the forward pass, kept or gathered again. RuntimeError if it was overwritten since."""
         if kept is None:
-            return self.shard.gather(parameter)
+            return self.shard.gather(parameter).rows
         if self.shard.was_overwritten(version):
             raise RuntimeError(
                 f"the weight of {self.name} was changed, and a forward pass run with it, before the backward pass of "
@@ -164,30 +204,28 @@ class LinearPlan:
         return kept
 
     def deliver_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-        """Make the weight's gradient of x [tokens, inputs] and the output's [tokens, outputs], and send it."""
+        """Make the weight's gradient from x [tokens, in] and the output's gradient [tokens, out], and start its sum."""
         left, right = (x, gradient) if self.is_transposed else (gradient, x)
         dtype = self.shard.gradient_dtype(parameter)
-        self.shard.deliver(parameter, self.multiply("weight", left.t(), right, dtype))
+        self.shard.deliver(parameter, self._multiply("weight", left.t(), right, dtype))
 
 
 class _Linear3D(torch.autograd.Function):
     """Takes the DTensor parameter itself: its gradient goes there by `WeightShard.deliver`, not through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parameter: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        gathered: GatheredInput | None,
+    ) -> Tensor:
         weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
-        sums_output = plan.output_group.size() > 1
-        matrix = weight if plan.is_transposed else weight.t()
-        # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
-        if bias is not None and not sums_output:
-            y = F.linear(x, matrix.t(), bias)
-        else:
-            y = plan.multiply_and_sum(x, matrix)
-            if bias is not None:
-                y += bias
-        ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
-        ctx.version = plan.shard.version(weight)
-        ctx.save_for_backward(x, weight if plan.keep_gathered else None)
+        y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
+        ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
+        ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
         return y
 
     @staticmethod
@@ -195,21 +233,20 @@ class _Linear3D(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
         x, weight = ctx.saved_tensors
-        grad_x = grad_bias = pending = None
+        grad_bias = pending = None
+        if plan.tokens is not None:
+            gradient = gradient.contiguous()
+        whole, wants_weight = gradient, is_asked_for(ctx, 1)
         if ctx.needs_input_grad[0]:
             weight = plan.weight_for_backward(weight, ctx.parameter, ctx.version)
-            grad_x = plan.multiply("input", gradient, weight.t() if plan.is_transposed else weight)
-            pending = start_all_reduce(grad_x, plan.input_group)
-            if not plan.hides_all_reduce:
-                pending.wait()
-        rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
-        if is_asked_for(ctx, 1):
-            plan.deliver_gradient(ctx.parameter, columns, rows)
+            pending, whole = plan.start_input_gradient(gradient, plan.matrix(weight))
+        elif wants_weight:
+            whole = plan.gather_gradient(gradient)
+        if wants_weight:
+            plan.deliver_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        if pending is not None:
-            pending.wait()
-        return grad_x, None, grad_bias, None
+            grad_bias = gradient.flatten(0, -2).sum(0)
+        return None if pending is None else pending.wait(), None, grad_bias, None, None
 
 
 class ParallelLinear(ShardedModule):
@@ -238,20 +275,15 @@ class ParallelLinear(ShardedModule):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
         if tokens is None:
-            return _Linear3D.apply(x, self.weight, bias, self.plan)
+            return _Linear3D.apply(x, self.weight, bias, self.plan, None)
         rows = x.flatten(0, -2).contiguous()
         if self.plan.is_rowwise:
             tokens.whole(rows)  # refuses tokens of another batch
-            return ScatteringLinear.apply(rows, self.weight, bias, self.plan).unsqueeze(0)
-        # Linears that take the same input share what the first of them has gathered.
-        version, known = getattr(x, "stretto_gathered", (None, None))
-        gathered = known if version == x._version else None
-        y, gathered = GatheringLinear.apply(rows, gathered, self.weight, bias, self.plan)
-        x.stretto_gathered = (x._version, gathered)  # type: ignore[attr-defined]
-        return tokens.whole(y)
+            return _Linear3D.apply(rows, self.weight, bias, self.plan, None).unsqueeze(0)
+        return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, tokens.gathered_input(x)))
 
     def check_input(self, x: Tensor) -> None:
-        """Raise ValueError for features that are split over the wrong axis, and for an autocast that would differ."""
+        """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
         plan = self.plan
         if plan.input_group.size() * plan.output_group.size() > 1:
             check_features(x, plan.input_axis, plan.name)
@@ -264,12 +296,12 @@ class ParallelLinear(ShardedModule):
 
     @property
     def in_features(self) -> int:
-        """Of the whole input, as the linear had it: models read it in their own code."""
+        """The whole input's features, as nn.Linear has them: models read it in their own code."""
         return self.weight.shape[0 if self.plan.is_transposed else 1]
 
     @property
     def out_features(self) -> int:
-        """Of the whole output."""
+        """The whole output's features."""
         return self.weight.shape[1 if self.plan.is_transposed else 0]
 
     def extra_repr(self) -> str:

@@ -82,7 +82,7 @@ class _HeadLoss(torch.autograd.Function):
         is_recorded: bool,
     ) -> Tensor:
         plan = head.plan
-        weight = plan.shard.gather(parameter, is_recorded=is_recorded)
+        weight = plan.shard.gather(parameter, is_recorded=is_recorded).rows
         rows = plan.shard.rows
         weight = F.pad(weight, (0, 0, 0, -rows % ROW_MULTIPLE))
         exact = statistics_dtype(hidden)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.parallel.comm.collectives import all_to_all
 from stretto.parallel.recsys.placement import TablePlacement
 from stretto.parallel.recsys.pooled_exchange import TableLookups
 
@@ -48,9 +49,7 @@ def exchange_indices(
     owned = [len(of_rank) for of_rank in placement.owned]
     there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
     here = there.new_empty(world * (1 + len(mine)))
-    dist.all_to_all_single(
-        here, there, [1 + len(mine)] * world, [1 + count for count in owned], group=host_group or group
-    )
+    all_to_all(here, there, [1 + len(mine)] * world, [1 + count for count in owned], host_group or group)
     batches, *by_table = here.view(world, 1 + len(mine)).T.tolist()
     if refused:
         raise refused
@@ -65,15 +64,13 @@ def exchange_indices(
 
     leaving = torch.cat([lengths[table] for table in placement.order])
     arrived = leaving.new_empty(world * len(mine) * batch)
-    dist.all_to_all_single(
-        arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group=group
-    )
+    all_to_all(arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group)
     by_source = arrived.view(world, len(mine), batch)
 
     leaving = torch.cat([indices[ends[table] : ends[table + 1]] for table in placement.order])
     arrived = leaving.new_empty(sum(map(sum, counts)))
     sent = [sum(sizes[table] for table in of_rank) for of_rank in placement.owned]
-    dist.all_to_all_single(arrived, leaving, [sum(of_source) for of_source in counts], sent, group=group)
+    all_to_all(arrived, leaving, [sum(of_source) for of_source in counts], sent, group)
     return _feature_major(arrived, by_source, counts)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stretto.parallel.comm.collectives import all_to_all, collective
+
 Implementation = Literal["auto", "kernel", "library"]
 OPERATOR = "embedding_all_to_all"  # of stretto.ops
 DIM_MULTIPLE, MAX_DIM = 4, 2048
@@ -72,9 +74,10 @@ def pool_and_exchange(
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
         how = operators.TableUpdate(update.optimizer, update.settings, update.states)
-        return operators.embedding_all_to_all_updating(
-            lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
-        )
+        with collective("embedding_all_to_all"):
+            return operators.embedding_all_to_all_updating(
+                lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
+            )
     if update is not None:
         raise ValueError("the library's path makes gradients, and updates no table by itself: update must be None")
     pooled = _pool(lookups, tables, dtype)
@@ -119,9 +122,10 @@ def _find_operators() -> Any | None:
 def _look_up(
     operators: Any, lookups: TableLookups, tables: Sequence[Tensor], group: dist.ProcessGroup, name: str
 ) -> Tensor:
-    return operators.embedding_all_to_all(
-        lookups.indices, lookups.offsets, list(tables), group, batch=lookups.batch, name=name, sparse=True
-    )
+    with collective("embedding_all_to_all"):
+        return operators.embedding_all_to_all(
+            lookups.indices, lookups.offsets, list(tables), group, batch=lookups.batch, name=name, sparse=True
+        )
 
 
 def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -150,9 +154,7 @@ class _HandOut(torch.autograd.Function):
         world = group.size()
         batch = len(pooled) // world
         arrived = pooled.new_empty(batch * sum(dims))
-        dist.all_to_all_single(
-            arrived, pooled.reshape(-1), [batch * dim for dim in dims], [batch * pooled.shape[1]] * world, group=group
-        )
+        all_to_all(arrived, pooled.reshape(-1), [batch * dim for dim in dims], [batch * pooled.shape[1]] * world, group)
         parts = arrived.split([batch * dim for dim in dims])
         return torch.cat([part.view(batch, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
 
@@ -163,7 +165,5 @@ class _HandOut(torch.autograd.Function):
         world, batch = ctx.group.size(), len(gradient)
         leaving = torch.cat([part.reshape(-1) for part in gradient.split(ctx.dims, dim=1)])
         arrived = gradient.new_empty(world * batch * ctx.own_dim)
-        dist.all_to_all_single(
-            arrived, leaving, [batch * ctx.own_dim] * world, [batch * dim for dim in ctx.dims], group=ctx.group
-        )
+        all_to_all(arrived, leaving, [batch * ctx.own_dim] * world, [batch * dim for dim in ctx.dims], ctx.group)
         return arrived.view(world * batch, ctx.own_dim), None, None

@@ -1,0 +1,169 @@
+"""Gathers weights over z: the interface `WeightGatherer`, and its implementation by prefetched all-gathers.
+
+Singh, section 5.1.4, "OAG". The other implementation is `stretto.parallel.comm.copy_engine_gather`; layers do not know
+which one they use.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.collectives import Pending, start_gather_rows
+from stretto.parallel.layout import Version, local, version_of
+
+# How many weights are gathered ahead of the one in use: one is enough while gathering takes less time than a product.
+PREFETCH_DEPTH = 1
+
+
+@dataclass(frozen=True)
+class WeightToGather:
+    """A weight: this rank's shard [local rows, ...] is a DTensor parameter's; the whole has `rows` rows, of `dtype`.
+
+    dtype None: the parameter's own.
+    """
+
+    parameter: Tensor
+    rows: int
+    dtype: torch.dtype | None
+
+    def start(self, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+        """Begin to all-gather the rows of `shard`, the parameter's or that of the tensor that has replaced it."""
+        return start_gather_rows(shard if self.dtype is None else shard.to(self.dtype), self.rows, group)
+
+
+@dataclass(frozen=True)
+class GatheredWeight:
+    """A weight's whole rows.
+
+    version: which state of the shard they are of, if they lie in memory that the next forward pass overwrites.
+    """
+
+    rows: Tensor
+    version: Version | None = None
+
+
+class WeightGatherer(ABC):
+    """Gathers the weights of one model over z, and may start before they are asked for."""
+
+    @abstractmethod
+    def register(self, key: object, weight: WeightToGather, *, may_keep: bool) -> None:
+        """Gather this weight from now on. may_keep: its whole rows may be kept for as long as the model lives."""
+
+    @abstractmethod
+    def gather(self, key: object, parameter: Tensor) -> GatheredWeight:
+        """Return the whole rows of `parameter`, which is the registered one or has replaced it.
+
+        On a GPU the current stream waits for them, and the host does not.
+        """
+
+    @abstractmethod
+    def begin_forward(self) -> None:
+        """Begin a forward pass of the whole model; does nothing inside a backward pass."""
+
+    def end_forward(self) -> None:  # noqa: B027
+        """End a forward pass, perhaps one that has raised; does nothing inside a backward pass."""
+
+    def stop_keeping(self) -> None:  # noqa: B027
+        """Keep no whole rows between passes any more, and free those that are kept."""
+
+    def was_overwritten(self, key: object, version: Version | None) -> bool:
+        """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
+        return False
+
+
+@dataclass(frozen=True)
+class _Prefetch:
+    """A started all-gather, and the state of the shard that it sends: it is stale once the shard has changed."""
+
+    key: object
+    version: Version
+    pending: Pending
+
+
+@dataclass
+class _GatherOrder:
+    """The order in which forward, or backward, passes gather weights; `position` is the next one in it."""
+
+    keys: list[object] = field(default_factory=list)
+    position: int = 0
+    started: list[_Prefetch] = field(default_factory=list)
+
+    def restart(self) -> None:
+        self.position = 0
+        self.drop()
+
+    def drop(self) -> None:
+        for prefetch in self.started:
+            prefetch.pending.wait()
+        self.started.clear()
+
+
+class WeightPrefetcher(WeightGatherer):
+    """All-gathers each weight while the one before it is multiplied, in the order that the first pass showed.
+
+    Forward passes have one order and backward passes another: with activation checkpointing or weights that are not
+    kept, backward passes gather again. Where an order turns out wrong, the rest of it is learned again; that costs only
+    the overlap. is_on: False gathers each weight when it is asked for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, is_on: bool) -> None:
+        self.group = group
+        self.is_on = is_on
+        self._forward, self._backward = _GatherOrder(), _GatherOrder()
+        self._weights: dict[object, WeightToGather] = {}
+        self._graph_task = -1
+
+    def register(self, key: object, weight: WeightToGather, *, may_keep: bool) -> None:
+        """Gather this weight from now on; nothing is kept between passes."""
+        self._weights[key] = weight
+
+    def begin_forward(self) -> None:
+        """Go back to the beginning of the forward order."""
+        if not in_backward():
+            self._forward.restart()
+
+    def gather(self, key: object, parameter: Tensor) -> GatheredWeight:
+        """Wait for the prefetched rows, or gather them now; then start to gather the next weight in the order."""
+        weight, shard = self._weights[key], local(parameter)
+        if not self.is_on:
+            return GatheredWeight(weight.start(shard, self.group).wait())
+        order = self._current_order()
+        self._follow(order, key)
+        prefetch = order.started.pop(0) if order.started and order.started[0].key == key else None
+        if prefetch is not None and prefetch.version != version_of(parameter):
+            prefetch.pending.wait()
+            prefetch = None
+        pending = weight.start(shard, self.group) if prefetch is None else prefetch.pending
+        whole = pending.wait()
+        self._start_next(order)
+        return GatheredWeight(whole)
+
+    def _current_order(self) -> _GatherOrder:
+        if not in_backward():
+            return self._forward
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:  # a new backward pass; the one before may have ended in an exception
+            self._graph_task = task
+            self._backward.restart()
+        return self._backward
+
+    def _follow(self, order: _GatherOrder, key: object) -> None:
+        """Advance in the order; where it does not go on with `key`, forget the rest of it."""
+        if order.position >= len(order.keys) or order.keys[order.position] != key:
+            order.drop()
+            del order.keys[order.position :]
+            if order.position > 64 * len(self._weights):  # never restarted: the user calls submodules on their own
+                self.is_on = False
+            order.keys.append(key)
+        order.position += 1
+
+    def _start_next(self, order: _GatherOrder) -> None:
+        while len(order.started) < PREFETCH_DEPTH and order.position + len(order.started) < len(order.keys):
+            key = order.keys[order.position + len(order.started)]
+            weight = self._weights[key]
+            shard, version = local(weight.parameter), version_of(weight.parameter)
+            order.started.append(_Prefetch(key, version, weight.start(shard, self.group)))

@@ -1,0 +1,101 @@
+"""Sequence sharding: activations between blocks are sharded by tokens over x.
+
+Between a rowwise linear and the next colwise one every x rank would do the same to the same activations. Here each rank
+has its part of the tokens: a colwise linear gathers them and a rowwise one scatters its sum, in place of all-reduces.
+Tokens are those of the rank's batch in order, [batch x seq] cut into equal parts, so that parts need be neither whole
+sequences nor parts of one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.parallel.comm.collectives import gather_rows, scatter_rows
+
+
+@dataclass
+class GatheredInput:
+    """A linear's input of all tokens, [tokens, k]: the first linear that takes the input fills it in, others use it."""
+
+    rows: Tensor | None = None
+
+
+class TokenShards:
+    """How the tokens of the batch that a model was given last are divided among the ranks of x.
+
+    The embedding notes the batch's shape, and the modules after it use it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.shape = (0, 0)
+        # Inputs that linears have gathered, by their id, for as long as they live.
+        self._gathered: dict[int, tuple[ref[Tensor], int, GatheredInput]] = {}
+
+    def note(self, shape: torch.Size) -> None:
+        """Begin a batch of ids [batch, seq]. ValueError for one whose tokens the ranks cannot divide equally."""
+        if len(shape) != 2:
+            raise ValueError(f"with sequence sharding, token ids are [batch, seq], not {list(shape)}")
+        tokens, ranks = shape[0] * shape[1], self.group.size()
+        if tokens % ranks:
+            nearest = max(1, round(tokens / ranks)) * ranks
+            raise ValueError(
+                f"sequence sharding over x={ranks}: the {tokens} tokens of a batch [{shape[0]}, {shape[1]}] cannot be "
+                f"shared equally; {nearest} could"
+            )
+        self.shape = (shape[0], shape[1])
+
+    def gathered_input(self, x: Tensor) -> GatheredInput:
+        """The gathered input that all linears share that take `x` as it is now."""
+        key, gathered = id(x), self._gathered
+        alive, version, found = gathered.get(key, (None, -1, GatheredInput()))
+        if alive is None or version != x._version:
+            found = GatheredInput()
+            gathered[key] = ref(x, lambda _: gathered.pop(key, None)), x._version, found
+        return found
+
+    @property
+    def here(self) -> slice:
+        """This rank's tokens among all of the batch."""
+        count = self.shape[0] * self.shape[1] // self.group.size()
+        return slice(self.group.rank() * count, (self.group.rank() + 1) * count)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """[tokens, features] as [batch, seq, features]. ValueError for tokens of another batch than the last."""
+        if rows.shape[0] != self.shape[0] * self.shape[1]:
+            raise ValueError(
+                f"{rows.shape[0]} tokens are not those of the last batch, {list(self.shape)}: with sequence sharding "
+                "call the model as a whole, and end a batch's passes before one of another shape begins"
+            )
+        return rows.view(*self.shape, rows.shape[-1])
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Hidden [tokens / x, features] of all tokens. Its gradient must be the same on all ranks of x."""
+        return _GatherTokens.apply(part, self.group)
+
+    def scatter_sum(self, whole: Tensor) -> Tensor:
+        """This rank's tokens [1, tokens / x, features] of the sum over x of [batch, seq, features]."""
+        rows = whole.flatten(0, -2)
+        return scatter_rows(rows, rows.shape[0] // self.group.size(), self.group).unsqueeze(0)
+
+    def gather_rows(self, part: Tensor) -> Tensor:
+        """[batch, seq, features] of [1, tokens / x, features], without a gradient."""
+        rows = part.flatten(0, -2)
+        return self.whole(gather_rows(rows, rows.shape[0] * self.group.size(), self.group))
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.here = slice(group.rank() * part.shape[0], (group.rank() + 1) * part.shape[0])
+        return gather_rows(part, part.shape[0] * group.size(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[ctx.here], None

@@ -1,0 +1,79 @@
+"""A weight's shard: gathered over z before use, and its gradient reduce-scattered back to it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.parallel.comm.collectives import start_scatter_rows
+from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
+from stretto.parallel.layout import Version, local
+from stretto.parallel.low_precision_weights import cast, keep_copy
+from stretto.parallel.options import Precision
+
+if TYPE_CHECKING:
+    from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+
+
+@dataclass(frozen=True, eq=False)
+class WeightShard:
+    """How a weight's shard becomes the block that one rank multiplies with, and how a gradient gets back to the shard.
+
+    The shard is gathered over z along dim 0, in the compute dtype (Algorithm 3, line 2); gradients are scattered over z
+    in the reduction dtype (line 14), through `ring` if copy engines do it.
+    rows, local_rows: of dim 0, of the block and of the shard.
+    """
+
+    rows: int
+    local_rows: int
+    group: dist.ProcessGroup
+    precision: Precision
+    gatherer: WeightGatherer
+    gradients: GradientReducer
+    ring: "ScatterRing | None" = None
+
+    def gather(self, parameter: Tensor, *, is_recorded: bool = True) -> GatheredWeight:
+        """The whole rows of a DTensor parameter. is_recorded: this pass is a backward pass, or will have one.
+
+        Other passes cast the parameter itself: averaged weights are often put in for an evaluation, and taken out
+        again, through `.data`, and no version would say that the optimizer's low-precision copy is stale then.
+        """
+        if self.group.size() > 1:
+            return self.gatherer.gather(self, parameter)
+        return GatheredWeight(
+            cast(parameter, self.precision.compute) if is_recorded else self.precision.cast(local(parameter))
+        )
+
+    def was_overwritten(self, version: Version | None) -> bool:
+        """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
+        return self.gatherer.was_overwritten(self, version)
+
+    def watch(self, parameter: nn.Parameter, *, may_keep: bool) -> None:
+        """Gather this parameter from now on. may_keep: its whole rows may be kept for as long as the model lives."""
+        if may_keep and self.group.size() == 1:
+            keep_copy(parameter, self.precision.compute)
+        if self.ring is not None:
+            self.ring.register(self.rows, local(parameter).shape[1:].numel())
+        self.gatherer.register(self, WeightToGather(parameter, self.rows, self.precision.compute), may_keep=may_keep)
+
+    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Start to reduce the gradient of the whole rows; it is in `parameter.grad` when `backward()` returns."""
+        if self.precision.reduce is not None and self.is_sent(parameter):
+            gradient = gradient.to(self.precision.reduce)
+        if self.ring is None:
+            start = partial(start_scatter_rows, gradient, self.local_rows, self.group)
+        else:
+            start = partial(self.ring.start, gradient, self.local_rows, parameter.dtype)
+        self.gradients.scatter(parameter, start)
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
+        """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""
+        return self.precision.reduce if self.is_sent(parameter) else parameter.dtype
+
+    def is_sent(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks have parts of the gradient."""
+        return self.group.size() > 1 or self.gradients.is_summed(parameter)
