@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.parallel import Grid, low_precision_weights, parallelize
 from stretto.parallel.layout import local
-from stretto.parallel.low_precision_weights import cast, following_copies
+from stretto.parallel.low_precision_weights import capturing_weights, cast
 from tests.parallel.training import Sizes
 
 
@@ -79,7 +79,7 @@ def take_and_change(sizes: Sizes) -> None:
 def refresh(sizes: Sizes) -> None:
     """What a graph has taken is brought up to date where it lies."""
     weight = made(sizes)
-    with captured(), following_copies() as found:
+    with captured(), capturing_weights() as found:
         kept = cast(weight, torch.bfloat16)
     found.refresh()
     assert kept is cast(weight, torch.bfloat16)
@@ -137,7 +137,7 @@ def evaluate_with_others(sizes: Sizes) -> None:
 def change_after_the_copy(sizes: Sizes) -> None:
     """In a graph whose replays no version tells of."""
     weight = made(sizes)
-    with captured(), following_copies() as found:
+    with captured(), capturing_weights() as found:
         kept = cast(weight, torch.bfloat16)
         write(weight)
         weight.detach().clamp_(-0.1, 0.1)
@@ -159,7 +159,7 @@ def fail_to_capture(sizes: Sizes) -> None:
         weight.stretto_copy.close(weight)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), captured(), following_copies():
+    with pytest.raises(ZeroDivisionError), captured(), capturing_weights():
         step()
     assert torch.equal(cast(weight, torch.bfloat16), local(weight).bfloat16())
 
@@ -167,7 +167,7 @@ def fail_to_capture(sizes: Sizes) -> None:
 def follow_nothing(sizes: Sizes) -> None:
     """A graph that may be replayed at any time writes no copy, and one that was written before is not used again."""
     weight, other = made(sizes), made(sizes)
-    with captured(), following_copies() as found:
+    with captured(), capturing_weights() as found:
         kept = cast(weight, torch.bfloat16)
     with captured():
         assert weight.stretto_copy.open(weight) is None
@@ -189,7 +189,7 @@ def follow_nothing(sizes: Sizes) -> None:
 def replay_before_backward(sizes: Sizes) -> None:
     """A plain pass keeps a copy that a graph then writes: the backward pass must not multiply with it."""
     model = build(sizes)
-    with captured(), following_copies() as found:
+    with captured(), capturing_weights() as found:
         for weight in (model.up.weight, model.down.weight):
             write(weight)
     loss = model(torch.ones(2, 8)).float().sum()
@@ -202,7 +202,7 @@ def convert(sizes: Sizes) -> None:
     """A conversion puts other tensors in the parameters' place, and copies go on, in a graph's memory too."""
     model = build(sizes)
     write(model.up.weight)
-    with captured(), following_copies() as found:
+    with captured(), capturing_weights() as found:
         kept = cast(model.up.weight, torch.bfloat16)
     model.to("cpu")
     model.double().float()

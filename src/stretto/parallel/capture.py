@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: with a small batch, the host takes longer to launch it than GPUs to run it."""
+"""Captures a training step as one CUDA graph: with a small batch, launching takes longer than running."""
 
 import gc
 import os
@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import failures
-from stretto.parallel.low_precision_weights import FollowedCopies, following_copies
+from stretto.parallel.low_precision_weights import CapturedWeights, capturing_weights
 
-WARM_UP = 3  # a first step makes what later ones use, a second follows its order, and a third has it all
+WARM_UP = 3  # the first step allocates, the second runs in the learned order, the third uses all of it
 REGISTERS = "NCCL_GRAPH_REGISTER"
-"""NCCL's switch: whether it registers the tensors that it meets in a graph, so that peers reach them directly."""
+"""NCCL's switch for registering the tensors of a captured graph, so that peers access them directly."""
 
 
 class CapturedStep:
-    """Calls `step(*tensors)`; after a few calls, replays what they did to the GPU as one graph.
+    """Calls `step(*tensors)`, captures it after a few calls, and replays it as one CUDA graph from then on.
 
     `step` takes tensors and returns a tuple of tensors, does the same work whatever is in them, never waits for the
     GPU, and holds every number that changes from step to step in a tensor, the learning rate too. Every call is a step,
-    those before the graph and the one that captures it included. All ranks call it equally often.
-    warm_up: how many calls run as they are before one is captured. ValueError where there is no GPU,
+    also those before the capture and the one that captures. All ranks call it equally often.
+    warm_up: how many calls run uncaptured first. ValueError where there is no GPU,
     RuntimeError where segments of the allocator may grow and NCCL was not told (`NCCL_GRAPH_REGISTER`): it would hang.
 
     Results are the caller's: the next call does not change them. `close` it, or drop it, before the process group is
@@ -36,12 +36,12 @@ class CapturedStep:
             raise ValueError("a CUDA graph needs a GPU, and there is none")
         self._step: Callable[..., tuple[Tensor, ...]] | None = step
         self._remaining = warm_up
-        # One stream from the first step on: autograd sums a parameter's gradients where it first met the parameter.
+        # One stream from the first step on: autograd sums a parameter's gradients on the stream that first used it.
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
-        self._copies = FollowedCopies()
+        self._weights = CapturedWeights()
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One step. ValueError once it was closed, and for tensors of other shapes or dtypes than the graph's.
@@ -64,13 +64,13 @@ class CapturedStep:
         return results
 
     def close(self) -> None:
-        """Give the graph and its memory back."""
+        """Free the graph and its memory."""
         if self._graph is not None:
             self._stream.synchronize()
             self._graph.reset()
         self._graph = self._step = None
         self._inputs = self._outputs = ()
-        self._copies = FollowedCopies()
+        self._weights = CapturedWeights()
 
     def _run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._remaining:
@@ -86,9 +86,9 @@ class CapturedStep:
                     f"the step was captured with {_describe(self._inputs)} and cannot run with {_describe(tensors)}"
                 )
             kept.copy_(given)
-        self._copies.refresh()
+        self._weights.refresh()
         self._graph.replay()
-        self._copies.note_replay()
+        self._weights.note_replay()
         return tuple(output.clone() for output in self._outputs)
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
@@ -97,19 +97,19 @@ class CapturedStep:
         self._inputs = tuple(tensor.clone() for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Other threads (NCCL's watchdog) may talk to the GPU meanwhile.
+        # thread_local: other threads (NCCL's watchdog) may call CUDA meanwhile.
         with (
             _keeping_garbage(),
-            following_copies() as copies,
+            capturing_weights() as weights,
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._outputs = self._step(*self._inputs)
-        self._graph, self._copies = graph, copies
+        self._graph, self._weights = graph, weights
 
 
 @contextmanager
 def _keeping_garbage() -> Iterator[None]:
-    """Collect it before, and none inside: what is freed may wait for the device, which no capture survives."""
+    """Collect garbage before, and none inside: freeing may wait for the device, which breaks a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -121,7 +121,7 @@ def _keeping_garbage() -> Iterator[None]:
 
 
 def _require_replayable() -> None:
-    """RuntimeError where NCCL would take a tensor for one piece of memory that is several, and replays hang."""
+    """RuntimeError where NCCL would register a tensor that lies in several pieces of memory: replays would hang."""
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if is_alone or REGISTERS in os.environ:
         return

@@ -1,7 +1,7 @@
-"""Weights in the dtype that is computed in, which an optimizer may write beside the parameters.
+"""Low-precision weights: copies of parameters in the compute dtype, which an optimizer writes along with them.
 
-Casting a weight before each forward pass reads 4 bytes and writes 2. An optimizer that has the new weight in registers
-writes the 2, and the next passes find it (`stretto.optim.AdamW` with writes_copies).
+Casting a weight before each forward pass reads 4 bytes a number and writes 2. An optimizer that has the new weight in
+registers writes the 2 bytes itself, and the next passes use them (`stretto.optim.AdamW` with writes_copies).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,34 +16,36 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stretto.parallel.layout import Version, local, version_of
 
 
-class ComputeCopy:
-    """A parameter's shard in another dtype, for as long as the parameter is as it was when the copy was written.
+class LowPrecisionWeight:
+    """A copy of a parameter's shard in another dtype, valid while the parameter is as it was when the copy was written.
 
-    It hangs at the parameter, as `stretto_copy`. Who writes the parameter otherwise makes it stale, as its version
-    tells, and any step of an optimizer of torch's; it is then cast anew, until an optimizer writes it again.
+    Stored as `parameter.stretto_copy`, where optimizers of other packages find it (it cannot be held in a map by
+    parameter: conversions swap a tensor's contents, which torch refuses for tensors with weak references). Any other
+    write to the parameter, seen by its version counter, invalidates it, and so does a step of any optimizer of torch.
+    The shard is then cast in each pass, until an optimizer writes the copy again.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._kept: Tensor | None = None
         self._version: Version | None = None
-        self._is_outrun = False  # a graph that nobody follows changes the parameter whenever it is replayed
+        self._is_outrun = False  # a graph whose replays are not tracked writes the parameter
 
     def take(self, parameter: Tensor) -> Tensor:
-        """The shard in the dtype; not to be written to."""
+        """The shard in the dtype: the copy, or a new cast. Do not write to it."""
         if not self.is_current(parameter):
             return local(parameter).to(self.dtype)
         if _is_captured(parameter):
-            if not _followed:  # a graph that nobody follows may be replayed when the parameter was changed
+            if not _captures:  # a graph whose replays are not tracked may run after the parameter was changed
                 return local(parameter).to(self.dtype)
-            _followed[-1].taken[self] = parameter
+            _captures[-1].taken[self] = parameter
         assert self._kept is not None
         return self._kept
 
     def open(self, parameter: Tensor) -> Tensor | None:
-        """Where an optimizer writes all of the shard, in the pass in which it writes the parameter; `close` it then.
+        """The tensor into which an optimizer writes the whole shard, along with the parameter; it calls `close` then.
 
-        None where that is in a graph that nobody follows: nobody would know when it has been written.
+        None inside the capture of a graph whose replays are not tracked: the host would not know of its writes.
         """
         _watch_optimizers()
         self.expect_write(parameter)
@@ -55,132 +57,133 @@ class ComputeCopy:
         return self._kept
 
     def close(self, parameter: Tensor) -> None:
-        """It is written, and so is the parameter, whose version says so."""
+        """Note that the copy and the parameter are written: the copy is valid for the parameter's new version."""
         assert self._kept is not None
-        torch.autograd.graph.increment_version(self._kept)  # an earlier pass that has kept it must not go on with it
+        torch.autograd.graph.increment_version(self._kept)  # autograd then refuses an earlier pass that has saved it
         self._version = version_of(parameter)
 
     def expect_write(self, parameter: Tensor) -> None:
-        """The parameter is about to be written, perhaps by what does not count versions."""
+        """Invalidate the copy before the parameter is written, perhaps by code that does not count versions."""
         self.forget()
         if _is_captured(parameter):
-            if _followed:
-                _followed[-1].written[self] = parameter
+            if _captures:
+                _captures[-1].written[self] = parameter
             else:
                 self._is_outrun = True
 
     def forget(self) -> None:
-        """It is stale, whatever the parameter's version."""
+        """Invalidate the copy, whatever the parameter's version."""
         self._version = None
 
     def is_current(self, parameter: Tensor) -> bool:
-        """Whether it is the parameter as it is."""
+        """Whether the copy is of the parameter's present state."""
         return self._version is not None and not self._is_outrun and self._version == version_of(parameter)
 
     def move(self, parameter: Tensor) -> None:
-        """Hang at this one: a conversion (`.to`, `.double`) has put it in the place of the parameter it was at."""
+        """Store the copy at this parameter, which a conversion (`.to`, `.double`) has put in place of the old one."""
         self.forget()
         parameter.stretto_copy = self  # type: ignore[attr-defined]
 
     def refresh(self, parameter: Tensor) -> None:
-        """Cast the parameter into the copy if it was changed by others."""
+        """Cast the parameter into the copy if the copy is stale."""
         if self._kept is not None and not self.is_current(parameter):
             self._kept.copy_(local(parameter))
             self._version = version_of(parameter)
 
     def note_replay(self) -> None:
-        """A graph has written it, of which its version knows nothing."""
+        """Count a write by a replayed graph, which the version counter does not see."""
         if self._kept is not None:
             torch.autograd.graph.increment_version(self._kept)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return ComputeCopy, (self.dtype,)  # of a parameter that is copied, a copy is not this one's
+        return LowPrecisionWeight, (self.dtype,)  # a copied parameter gets an empty copy of its own
 
 
-class CopyOfShard:
-    """A parameter's copy for an optimizer that has its shard alone, as a plain tensor that shares its memory."""
+class LowPrecisionShard:
+    """Forwards to a parameter's `LowPrecisionWeight`, for an optimizer of its shard: a plain tensor in its memory."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
 
     def open(self, _: Tensor) -> Tensor | None:
-        """See `ComputeCopy`."""
+        """The tensor into which the optimizer writes the whole shard; None if it must not."""
         return self._copy.open(self._parameter)
 
     def close(self, _: Tensor) -> None:
-        """See `ComputeCopy`."""
+        """Note that the copy and the parameter are written."""
         self._copy.close(self._parameter)
 
     def expect_write(self, _: Tensor) -> None:
-        """See `ComputeCopy`."""
+        """Invalidate the copy before the parameter is written."""
         self._copy.expect_write(self._parameter)
 
     @property
-    def _copy(self) -> ComputeCopy:
+    def _copy(self) -> LowPrecisionWeight:
         copy = copy_of(self._parameter)
         assert copy is not None
         return copy
 
 
-class FollowedCopies:
-    """The copies that a CUDA graph takes and those that it writes, with their parameters.
+class CapturedWeights:
+    """The low-precision weights that a CUDA graph reads and those that it writes, with their parameters.
 
-    Whoever replays it calls `refresh` before and `note_replay` after.
+    The code that replays the graph calls `refresh` before and `note_replay` after it.
     """
 
     def __init__(self) -> None:
-        self.taken: dict[ComputeCopy, Tensor] = {}
-        self.written: dict[ComputeCopy, Tensor] = {}
-        self._left_stale: list[ComputeCopy] = []
+        self.taken: dict[LowPrecisionWeight, Tensor] = {}
+        self.written: dict[LowPrecisionWeight, Tensor] = {}
+        self._left_stale: list[LowPrecisionWeight] = []
 
     def end(self) -> None:
-        """The capture has ended. A replay leaves stale what is stale now: it changes parameters after their copies."""
+        """End the capture. What is stale now is stale after a replay too: the graph writes parameters after copies."""
         both = self.taken | self.written
         self._left_stale = [copy for copy, parameter in both.items() if not copy.is_current(parameter)]
 
     def forget(self) -> None:
-        """The capture has failed: nothing of it was done."""
+        """Invalidate all copies: the capture has failed, so none of its writes was done."""
         for copy in self.taken | self.written:
             copy.forget()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast parameters that were changed outside of the graph, a checkpoint's for one, into what it reads."""
+        """Cast parameters that were changed outside of the graph (by a checkpoint, say) into copies that it reads."""
         for copy, parameter in self.taken.items():
             copy.refresh(parameter)
 
     def note_replay(self) -> None:
-        """The graph was replayed: what the host knows of its copies follows."""
+        """Update what the host knows of the copies after a replay."""
         for copy in self.written:
             copy.note_replay()
         for copy in self._left_stale:
             copy.forget()
 
 
-_followed: list[FollowedCopies] = []
+# The captures that are running, innermost last.
+_captures: list[CapturedWeights] = []
 
 
 def keep_copy(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Have an optimizer that can write a copy in the dtype; None, or the parameter's own: there is none."""
+    """Let optimizers write a copy of the parameter in `dtype`. None, or the parameter's own dtype: there is no copy."""
     if dtype not in (None, parameter.dtype):
         assert dtype is not None
-        ComputeCopy(dtype).move(parameter)
+        LowPrecisionWeight(dtype).move(parameter)
 
 
 def share_copy(parameter: Tensor, shard: Tensor) -> None:
-    """Have an optimizer of this shard write the parameter's copy, if it has one."""
+    """Let an optimizer of this shard write the parameter's copy, if it has one."""
     if copy_of(parameter) is not None:
-        shard.stretto_copy = CopyOfShard(parameter)  # type: ignore[attr-defined]
+        shard.stretto_copy = LowPrecisionShard(parameter)  # type: ignore[attr-defined]
 
 
-def copy_of(parameter: Tensor) -> ComputeCopy | None:
-    """What `keep_copy` has hung there."""
-    copy: ComputeCopy | None = getattr(parameter, "stretto_copy", None)
+def copy_of(parameter: Tensor) -> LowPrecisionWeight | None:
+    """The parameter's low-precision copy; None if it has none."""
+    copy: LowPrecisionWeight | None = getattr(parameter, "stretto_copy", None)
     return copy
 
 
 def cast(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The shard of a parameter in the dtype (None: its own): a copy that was kept, or a new one."""
+    """The shard of a parameter in `dtype` (None: its own): its low-precision copy, or a new cast."""
     copy = copy_of(parameter)
     if copy is not None and copy.dtype == dtype:
         return copy.take(parameter)
@@ -189,10 +192,10 @@ def cast(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @contextmanager
-def following_copies() -> Iterator[FollowedCopies]:
-    """Inside, copies may be taken into a CUDA graph and written by it."""
-    found = FollowedCopies()
-    _followed.append(found)
+def capturing_weights() -> Iterator[CapturedWeights]:
+    """Track which low-precision weights a CUDA graph that is captured inside reads and writes."""
+    found = CapturedWeights()
+    _captures.append(found)
     try:
         yield found
         found.end()
@@ -200,7 +203,7 @@ def following_copies() -> Iterator[FollowedCopies]:
         found.forget()
         raise
     finally:
-        _followed.remove(found)
+        _captures.remove(found)
 
 
 def _is_captured(parameter: Tensor) -> bool:
@@ -209,9 +212,9 @@ def _is_captured(parameter: Tensor) -> bool:
 
 @cache
 def _watch_optimizers() -> None:
-    """Have every optimizer's step say that it comes.
+    """Invalidate copies before every optimizer's step.
 
-    Versions do not tell of all: torch's fused kernels and, of DTensors, its _foreach functions leave them as they are.
+    Versions do not show all writes: torch's fused kernels, and its _foreach functions on DTensors, do not count them.
     """
     register_optimizer_step_pre_hook(_expect_writes)
 

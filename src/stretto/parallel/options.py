@@ -11,10 +11,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a parallelized module works. ValueError for one that is none of DTYPES.
+    """The dtypes of a parallelized module's computation and communication. ValueError for one that is none of DTYPES.
 
-    `compute` is the dtype of activations and of weights on the wire (None: the parameter's own); `reduce` that of
-    weight gradients on the wire (None: as computed). Parameters and their accumulated gradients keep their own dtype.
+    `compute` is the dtype of activations, and of weights as they are sent (None: the parameter's own); `reduce` that of
+    weight gradients as they are sent (None: as computed). Parameters and their accumulated gradients keep their own.
     """
 
     compute: torch.dtype | None = None
@@ -30,19 +30,20 @@ class Precision:
         return tensor if self.compute is None else tensor.to(self.compute)
 
     def wire(self, gradient: Tensor) -> torch.dtype:
-        """The dtype in which a weight's gradient travels."""
+        """The dtype in which a gradient is sent."""
         return self.reduce or self.compute or gradient.dtype
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What `parallelize` hides. Switching one off changes when things are sent, never what: results keep their bits,
-    but for copy_engines.
+    """Which collectives `parallelize` overlaps with computation (Singh, section 5.1.4).
 
-    all_reduce: an input gradient's sum under the weight gradient's product ("OAR").
-    reduce_scatter: weight gradients' way to their shards under the rest of the backward pass ("ORS").
-    all_gather: the next weight's gathering under this one's product ("OAG").
-    data: buckets of gradients are summed over data under the backward pass, otherwise after it.
+    Switching one off changes when data is sent, never what: results keep their bits, except for copy_engines.
+
+    all_reduce: the sum of an input's gradient, under the weight gradient's product ("OAR").
+    reduce_scatter: the reduce-scatter of weight gradients, under the rest of the backward pass ("ORS").
+    all_gather: the all-gather of the next weight, under this one's product ("OAG").
+    data: the sum over data of buckets of gradients, under the backward pass, otherwise after it.
     copy_engines: where NVLink links z's GPUs, copy engines reduce-scatter linears' gradients
         (`stretto.parallel.comm.copy_engine_scatter`), and, where all_gather is on and weights stay gathered for the
         backward pass, gather all weights of a forward pass from its beginning on

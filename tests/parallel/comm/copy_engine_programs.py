@@ -90,13 +90,13 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
     """Three steps; the second and third know the order of use."""
     setup = Setup(x, z, is_pushed=is_pushed, dtype=dtype)
     pause = random.Random(SEED + setup.grid.coordinate("world"))
-    real = CopyEngineAllGather._push
+    real = CopyEngineAllGather._copy_to_peers
 
     def late(*arguments: Any) -> None:
         time.sleep(pause.random() / 50)
         real(*arguments)
 
-    with setup.counting(), mock.patch.object(CopyEngineAllGather, "_push", late if straggles else real):
+    with setup.counting(), mock.patch.object(CopyEngineAllGather, "_copy_to_peers", late if straggles else real):
         for _ in range(3):
             loss = setup.loss()
             if straggles:
@@ -186,7 +186,7 @@ def take_at_once() -> list[bool]:
     setup = Setup(1, 3, is_pushed=True)
     pushed, rank = setup.pushed, setup.grid.coordinate("z")
     assert pushed is not None
-    real = CopyEngineAllGather._push
+    real = CopyEngineAllGather._copy_to_peers
 
     def late(*arguments: Any) -> None:
         time.sleep(0.02 * rank)
@@ -197,7 +197,7 @@ def take_at_once() -> list[bool]:
         for parameter in setup.model.parameters():
             with torch.no_grad():
                 parameter.add_(1 + turn)
-        with mock.patch.object(CopyEngineAllGather, "_push", late):
+        with mock.patch.object(CopyEngineAllGather, "_copy_to_peers", late):
             pushed.begin()
         for key, weight in pushed._weights.items():
             whole = pushed.take(key, version_of(weight.parameter), in_backward=False)

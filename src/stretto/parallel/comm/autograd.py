@@ -1,4 +1,4 @@
-"""The state of the running autograd pass: is it a backward pass, when does it end, what does it ask for."""
+"""Tells whether a backward pass is running, which gradients it asks for, and calls back when it ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,24 @@ import torch
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass (a forward pass that is run again for it included)."""
+    """Whether this thread is inside a backward pass, also in a forward pass that is recomputed for it."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that this thread is in has done everything else."""
+    """Call `function` when the backward pass that this thread is in has done all else."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def is_asked_for(ctx: Any, place: int) -> bool:
-    """Whether the backward pass that is running is to make the gradient of a Function's tensor input number `place`.
+    """Whether the running backward pass asks for the gradient of a Function's tensor input number `place`.
 
-    For weights, which autograd sees no gradient of: its own flags say only that they are trainable, and
-    `torch.autograd.grad(loss, activation)` or `backward(inputs=...)` asks for no weight's. Raises RuntimeError where
+    For weights, whose gradients autograd does not see: its own flags say only that they are trainable, but
+    `torch.autograd.grad(loss, activation)` and `backward(inputs=...)` ask for no weight's. Raises RuntimeError where
     `torch.autograd.grad` asks for a weight's.
     """
     node, _ = ctx.next_functions[place]
-    if node is None:  # it is frozen
+    if node is None:  # a frozen weight
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -1,12 +1,13 @@
-"""Weights gathered over z by copy engines: all of a forward pass at once, beside it, on no multiprocessor.
+"""Gathers weights over z by copy engines: all of a forward pass from its beginning on, without multiprocessors.
 
-NCCL's kernels want multiprocessors, which a large product holds to its end: a weight that is gathered "beside" one
-starts late, and slows it. Copy engines need none. At the beginning of a forward pass every rank casts its shards to
-where they lie in the gathered weights, and copies go from there to the other ranks, weight after weight in the order of
-use, each followed by a signal. A product waits for its weight's signals alone.
+NCCL's kernels need multiprocessors, which a large product holds to its end: a weight that is gathered "beside" a
+product starts late, and slows it. Copy engines need none. At the beginning of a forward pass every rank casts its
+shards into their places in the gathered weights, and copies go from there to the other ranks, one weight after the
+other in the order of use, each followed by a signal. A product waits for the signals of its own weight only.
 
-Gathered weights lie in symmetric memory of their own, kept from step to step: as much as the forward pass holds at its
-end in any case. Nothing is written over before all ranks have begun the next forward pass, and so ended what read it.
+Gathered weights lie in symmetric memory of their own, which is kept from step to step: no more than the forward pass
+holds at its end in any case. Nothing is overwritten before all ranks have begun the next forward pass, and so have
+ended all that read it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
     from stretto.tiles import BlockChannel
 
-# Weights that are cast in one launch before they are pushed: the first are on their way while the rest is cast.
+# How many weights one launch casts before they are copied: the first are copied while the others are cast.
 CAST_AT_ONCE = 8
 
 
 @dataclass
 class _Place:
-    """Where a weight is gathered: the whole of it, this rank's part, and where that part goes at each other rank.
+    """Where a weight is gathered: the whole of it, this rank's part, and that part's place at each other rank.
 
-    version: of the shard that was pushed last. awaited_on: the streams that have waited for this pass's whole.
+    version: of the shard that was copied last. awaited_on: the streams that have waited for this pass's rows.
     """
 
     number: int
@@ -45,20 +46,20 @@ class _Place:
 
 
 class CopyEngineAllGather:
-    """The weights of one model that copy engines gather, over one group.
+    """All-gathers the weights of one model by copy engines, over one group.
 
-    A forward pass is what lies between `begin` and `end`, which all ranks call alike. Weights are taken in it, and
-    where it is run again in its backward pass.
+    A forward pass lies between `begin` and `end`, which all ranks call alike. Weights are taken in it, and where it is
+    recomputed in its backward pass.
 
-    It is for weights that the backward pass needs in any case. A pass that autograd does not record begins it for none,
-    and where activation checkpointing turns out to run the forward pass again, it stops: there, memory counts more.
+    It is for weights that the backward pass needs in any case. A pass that autograd does not record does not allocate
+    it, and where activation checkpointing turns out to recompute the forward pass, it stops: there, memory counts more.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "cuda") -> None:
         self.group = group
         self.backend = backend
         self._weights: dict[object, WeightToGather] = {}
-        self._order: list[object] = []  # in which they were taken, as far as that is known
+        self._order: list[object] = []  # in which the last pass took them
         self._places: dict[object, _Place] = {}
         self._layout: list[Any] = []
         self._channel: BlockChannel | None = None
@@ -66,21 +67,21 @@ class CopyEngineAllGather:
         self._is_wasted = False  # by activation checkpointing
 
     def register(self, key: object, weight: WeightToGather) -> None:
-        """Push this weight from the next forward pass on."""
+        """Copy this weight from the next forward pass on."""
         self._weights[key] = weight
 
     def begin(self) -> None:
-        """A forward pass begins: all weights are on their way. Collective, without waiting on the host.
+        """Begin a forward pass: start to copy all weights. Collective; the host does not wait.
 
-        The first one allocates, where all ranks meet. PeerError if a rank did not come to an earlier one.
+        The first call allocates, in which all ranks wait for each other. PeerError if a wait of an earlier pass failed.
         """
         if self._is_wasted:
             self.stop()
         if not self._weights or (self._channel is None and not torch.is_grad_enabled()):
             return
-        from stretto.tiles import copy_engine, shard_tiles  # here: Triton may be missing where nothing is pushed
+        from stretto.tiles import copy_engine, shard_tiles  # here: Triton may be missing where there are no GPUs
 
-        self.end()  # of a pass that nobody has ended
+        self.end()  # in case an earlier pass was not ended
         channel = self._prepare()
         count = len(self._places)
         mapping = shard_tiles(count, channel.world_size, 1, channels=count)
@@ -93,7 +94,7 @@ class CopyEngineAllGather:
                 torch._foreach_copy_([place.own for place in places], [local(parameter) for parameter in parameters])
             with copy_engine(channel):
                 for place in places:
-                    self._push(channel, place)
+                    self._copy_to_peers(channel, place)
             for place, parameter in zip(places, parameters, strict=True):
                 place.version = version_of(parameter)
                 place.awaited_on.clear()
@@ -101,7 +102,7 @@ class CopyEngineAllGather:
         self._is_open = True
 
     def end(self) -> None:
-        """The forward pass has ended, so that what comes after it on this stream comes after all pushes."""
+        """End the forward pass: what comes after it on this stream comes after all copies."""
         if self._is_open and self._channel is not None:
             from stretto.tiles import join_copies
 
@@ -109,16 +110,16 @@ class CopyEngineAllGather:
         self._is_open = False
 
     def stop(self) -> None:
-        """Push nothing any more, and give the memory back."""
+        """Copy nothing any more, and free the memory."""
         self.end()
         self._weights.clear()
         self._places.clear()
         self._channel = None
 
     def take(self, key: object, version: Version, *, in_backward: bool) -> Tensor | None:
-        """The whole weight, [rows, ...]; None where it was not pushed in this pass, or has changed since.
+        """The whole weight, [rows, ...]; None where this pass did not copy it, or where it has changed since.
 
-        The tensor is written over in the next forward pass: with the same numbers, unless the parameter has changed.
+        The next forward pass overwrites the tensor: with the same numbers, unless the parameter has changed.
         """
         place = self._places.get(key)
         self._is_wasted |= in_backward
@@ -136,17 +137,17 @@ class CopyEngineAllGather:
         return place.whole
 
     def version(self, key: object, whole: Tensor) -> Version | None:
-        """Of the shard that `whole` was gathered from, if it lies where the next pass gathers too; else None."""
+        """The version of the shard that `whole` was gathered from, if the next pass overwrites `whole`; else None."""
         place = self._places.get(key)
         return place.version if place is not None and place.whole is whole else None
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """Whether a later pass has put other numbers where a weight of this version, as `version` gave it, lay."""
+        """Whether a later pass has overwritten a weight of this version, as `version` gave it, with other numbers."""
         place = self._places.get(key)
         return version is not None and place is not None and place.version != version
 
-    def _push(self, channel: "BlockChannel", place: _Place) -> None:
-        """To the rank before this one first: at any time every rank pushes to another one."""
+    def _copy_to_peers(self, channel: "BlockChannel", place: _Place) -> None:
+        """Copy to the rank before this one first: at any time each rank receives from one other."""
         from stretto.tiles import rank_copy_data, rank_notify
 
         for distance in range(1, channel.world_size):
@@ -155,7 +156,7 @@ class CopyEngineAllGather:
             rank_notify(channel, channel.rank * len(self._places) + place.number, peer)
 
     def _prepare(self) -> "BlockChannel":
-        """The channel whose buffer holds all weights as they are now: allocated at first, and when dtypes change."""
+        """The channel whose buffer holds all weights; allocated at first, and when shapes or dtypes have changed."""
         from stretto.tiles import BlockChannel
 
         shards = {key: local(weight.parameter) for key, weight in self._weights.items()}
@@ -172,7 +173,7 @@ class CopyEngineAllGather:
                 "step before the graph is captured"
             )
         self._places.clear()
-        self._channel = None  # its memory goes back before more is taken
+        self._channel = None  # freed before more is allocated
         world, rank = self.group.size(), self.group.rank()
         offsets, size = [], 0
         for _, rows, shape, dtype in layout:
@@ -183,7 +184,7 @@ class CopyEngineAllGather:
         for number, ((key, rows, shape, dtype), offset) in enumerate(zip(layout, offsets, strict=True)):
             chunk = -(-rows // world)
             padded, mine = (chunk * world, *shape[1:]), slice(rank * chunk, rank * chunk + shape[0])
-            # `.data`: a tensor of its own to autograd, or to write one weight would be to change all of them.
+            # `.data`: a separate tensor for autograd, or a write to one weight would count as a write to all of them.
             whole = channel.tensor(padded, dtype, offset=offset).data
             there = {
                 peer: channel.tensor(padded, dtype, offset=offset, rank=peer)[mine]
@@ -237,7 +238,7 @@ class CopyEngineGatherer(WeightGatherer):
 
 
 def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether copy engines reach all of the group: GPUs of one machine, NVLink between all. Collective."""
+    """Whether copy engines reach the whole group: GPUs of one machine, with NVLink between all. Collective."""
     if group.size() == 1 or device.type != "cuda":
         return False
     from stretto.collectives.executor.cuda.workspace import has_nvlink
@@ -246,9 +247,9 @@ def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":
-    """What gradients go back through."""
+    """Make what reduce-scatters gradients by copy engines."""
     from stretto.parallel.comm.copy_engine_scatter import (
-        ScatterRing,  # here: Triton may be missing where nothing is pushed
+        ScatterRing,  # here: Triton may be missing where there are no GPUs
     )
 
     return ScatterRing(group)

@@ -1,12 +1,12 @@
-"""Weight gradients on their way to their shards over z by copy engines, summed by a kernel that reads each part once.
+"""Reduce-scatters weight gradients over z by copy engines, with a kernel that reads each rank's part once.
 
-As with gathered weights (`pushed`), NCCL's kernels would contend for multiprocessors with the products beside them. A
-gradient's parts are pushed into the ring of slots that each rank has in symmetric memory, a signal after each. When the
-sum is needed, one kernel waits for the signals and adds the parts in fp32 in rank order, straight into the parameter's
-dtype.
+As with gathered weights (`copy_engine_gather`), NCCL's kernels would contend for multiprocessors with the products
+beside them. Copy engines send a gradient's parts into a ring of slots that each rank has in symmetric memory, each part
+followed by a signal. When the sum is needed, one kernel waits for the signals and adds the parts in fp32 in rank order,
+straight into the parameter's dtype.
 
-Ranks count starts, and say to each other which were summed last, so that nobody writes into a slot that is still read.
-Counts and signals lie in device memory and only count up: CUDA graphs replay.
+Ranks count starts, and signal to each other which start they have summed last, so that no slot is overwritten while it
+is read. Counts and signals lie in device memory and only count up: CUDA graphs replay.
 """
 
 from collections import deque
@@ -27,10 +27,10 @@ from stretto.tiles.waits import OF_PEER, await_slot
 
 SLOTS = SCATTERS_IN_FLIGHT + 1
 OPERATOR = "the reduce-scatter of gradients over z"
-# What peers say of: the last start that has come here, and the last that was summed there.
+# What a peer's signals count: the last start whose part has arrived here, and the last start that was summed there.
 ARRIVED = tl.constexpr(0)
 RELEASED = tl.constexpr(1)
-_WORK = dist.Work()  # a collective that a process group has not got
+_WORK = dist.Work()  # stands for a collective that no process group runs
 _BLOCK = 2048
 _PROGRAMS = 512
 
@@ -45,7 +45,7 @@ class ScatterRing:
         self._scatter: CopyEngineReduceScatter | None = None
 
     def register(self, rows: int, columns: int) -> None:
-        """Gradients of this shape will come."""
+        """Make the slots large enough for gradients of this shape."""
         self._largest = max(self._largest, -(-rows // self.group.size()) * columns)
 
     def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype) -> Pending:
@@ -62,15 +62,15 @@ class ScatterRing:
         return start_scatter_rows(gradient, local_rows, self.group)
 
     def drop(self) -> None:
-        """See `CopyEngineReduceScatter.drop`."""
+        """Sum what a backward pass that has raised left in the slots, so that ranks' counts stay alike."""
         if self._scatter is not None:
             self._scatter.drop()
 
 
 class CopyEngineReduceScatter:
-    """Reduce-scatters of one model's weight gradients over one group, up to `part` bytes to each rank.
+    """Reduce-scatters one model's weight gradients over one group, up to `part` bytes to each rank.
 
-    Sums are taken in the order of starts. All ranks start the same ones, in the same order.
+    Sums are taken in the order of starts. All ranks start the same gradients, in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, part: int, backend: str = "cuda") -> None:
@@ -87,23 +87,23 @@ class CopyEngineReduceScatter:
         device = self._channel.device
         self._description = self._channel.describe(OPERATOR)
         self._started = torch.zeros(1, dtype=torch.int32, device=device)
-        self._words = torch.zeros(SLOTS, dtype=torch.int32, device=device)  # which start each slot has
+        self._words = torch.zeros(SLOTS, dtype=torch.int32, device=device)  # the number of the start in each slot
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self._outstanding: deque[_Summed] = deque()
         self._count = 0  # starts since none was outstanding
         self._task = -1
 
     def takes(self, gradient: Tensor) -> bool:
-        """Whether this gradient goes this way: it fits, and no other backward pass has some on their way."""
+        """Whether `start` takes this gradient: it fits, a slot is free, and no other backward pass uses the ring."""
         world = self.group.size()
         part = -(-gradient.shape[0] // world) * gradient[:1].numel() * gradient.element_size()
         is_alone = not self._outstanding or self._task == torch._C._current_graph_task_id()
         return part <= self._part and is_alone and len(self._outstanding) < SLOTS
 
     def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype) -> Pending:
-        """Begin: the whole gradient [rows, ...] is summed, and this rank's local_rows of it come in `dtype`.
+        """Begin to sum the whole gradient [rows, ...]; the result is this rank's local_rows of it, in `dtype`.
 
-        PeerError if an earlier one's wait was given up.
+        PeerError if a wait of an earlier start has timed out.
         """
         channel, world, rank = self._channel, self.group.size(), self.group.rank()
         channel.check()
@@ -130,12 +130,12 @@ class CopyEngineReduceScatter:
         return pending
 
     def drop(self) -> None:
-        """Sum what a backward pass that was given up has left on its way, so that ranks' counts stay alike."""
+        """Sum what a backward pass that has raised left in the slots, so that ranks' counts stay alike."""
         while self._outstanding:
             self._outstanding[0].wait()
 
     def finish(self, pending: "_Summed") -> None:
-        """Enqueue the sum of the oldest start."""
+        """Enqueue the sum of the oldest start, which must be `pending`."""
         assert self._outstanding.popleft() is pending, "gradients are summed in the order in which they were started"
         own, count = pending.own, pending.own.numel()
         first = self._place(pending.slot, 0, own)
@@ -156,14 +156,14 @@ class CopyEngineReduceScatter:
         )
 
     def _place(self, slot: int, source: int, like: Tensor, rank: int | None = None) -> Tensor:
-        """Where the part of `source` lies in a slot of this rank, or of another one."""
+        """The place of `source`'s part in a slot of this rank, or of another one."""
         offset = (slot * self.group.size() + source) * self._part
         return self._channel.tensor(tuple(like.shape), like.dtype, offset=offset, rank=rank)
 
 
 @dataclass(frozen=True, eq=False)
 class _Summed(Pending):
-    """A start. `wait` enqueues its sum, once."""
+    """A start that is to be summed. `wait` enqueues its sum, once."""
 
     scatter: CopyEngineReduceScatter | None = None
     slot: int = 0
@@ -171,7 +171,7 @@ class _Summed(Pending):
     pushed: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """See `Pending.wait`."""
+        """The result; the current stream waits for its sum, and the host does not."""
         if self.scatter is not None and any(self is other for other in self.scatter._outstanding):
             self.scatter.finish(self)
         return self.result
@@ -181,9 +181,9 @@ class _Summed(Pending):
 def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
     """Count a start, and wait until its slot is free at all other ranks. One program.
 
-    Signals: none here; a copy engine's, after it, of `word`. Waits: for the others' sums of all but the last `lag`
-    starts, each of which is enqueued there before this start is. Reuse: that is what this is for. Once a wait has
-    failed, `word` keeps an old number, and peers do not take what is pushed for theirs.
+    Signals: none here; a copy engine signals `word` after it. Waits: for the others' sums of all but the last `lag`
+    starts, each of which is enqueued there before this start is. Reuse: this wait is what allows a slot's reuse. After
+    a failed wait, `word` keeps an old number, so that peers do not take what is copied then for this start's.
     """
     tick = (tl.load(started).to(tl.int64) + 1).to(tl.int32)
     tl.debug_barrier()
@@ -198,8 +198,8 @@ def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
 def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """out [count] = the sum over ranks, in their order, of their parts [world, stride], of which `own` is this rank's.
 
-    Waits: for all others' pushes of this start, which depend on copy engines and on what those ranks had enqueued
-    before. Signals: when its last program is done, that the slot may be written over.
+    Waits: for all others' copies of this start, which depend on copy engines and on what those ranks had enqueued
+    before. Signals: when its last program is done, that the slot may be overwritten.
     """
     tick = tl.load(word)
     ready = tick * 0

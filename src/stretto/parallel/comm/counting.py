@@ -1,4 +1,4 @@
-"""Counting what collectives send: seen where torch hands them to the process groups, whoever called them."""
+"""Counts what collectives send, at the dispatcher: also those of other libraries, and inside autograd functions."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from stretto.parallel.grid import Grid
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call: what it was, over which axis of how many ranks, and how many bytes this rank sent by a ring."""
+    """One call: its kind, the axis, the ranks along it, and the bytes that this rank sends with a ring algorithm."""
 
     kind: str
     axis: str
@@ -27,19 +27,19 @@ class CollectiveCall:
 
 @dataclass
 class CollectiveCounts:
-    """What was seen while counting, in order."""
+    """The calls that were counted, in order."""
 
     calls: list[CollectiveCall] = field(default_factory=list)
 
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sent, by grid axis (and "batch", "world" or "other" groups)."""
+        """Bytes that this rank sent, by grid axis ("batch", "world" and "other" groups too)."""
         total: Counter[str] = Counter()
         for call in self.calls:
             total[call.axis] += call.bytes_sent
         return dict(total)
 
     def bytes_by_kind(self) -> dict[tuple[str, str], int]:
-        """The same, by (axis, kind of collective)."""
+        """Bytes that this rank sent, by (axis, kind of collective)."""
         total: Counter[tuple[str, str]] = Counter()
         for call in self.calls:
             total[call.axis, call.kind] += call.bytes_sent

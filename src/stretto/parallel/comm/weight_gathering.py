@@ -6,6 +6,7 @@ which one they use.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,7 @@ class WeightToGather:
         return start_gather_rows(shard if self.dtype is None else shard.to(self.dtype), self.rows, group)
 
 
-@dataclass(frozen=True)
-class GatheredWeight:
+class GatheredWeight(NamedTuple):
     """A weight's whole rows.
 
     version: which state of the shard they are of, if they lie in memory that the next forward pass overwrites.

@@ -1,7 +1,7 @@
-"""Which way to multiply two matrices: timed once for each product of a model (Singh, section 5.1.3).
+"""Chooses the layout of a GEMM's operands by timing, once for each product of a model (Singh, section 5.1.3).
 
-A BLAS library has kernels for operands as they lie and for transposed ones, and they differ in speed. A product can be
-had from any of them: by copying an operand into the other layout, and by swapping the operands and transposing.
+A BLAS library has kernels for row-major and for transposed operands, and they differ in speed. Each of them can compute
+a product: an operand is copied into the other layout, or the operands are swapped and the result transposed.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.tuning import TuningStore
 
 REPEATS = 5
-# Another way must be this much faster than the plain one: below it lies the noise of timing.
+# A layout must take at most this part of the plain one's time to be chosen: the rest is noise of timing.
 MARGIN = 0.98
 
 
 @dataclass(frozen=True)
 class GemmLayout:
-    """How to have a @ b. `layout`: how a and b are made to lie ("" for as they are); N by rows, T by columns."""
+    """How to compute a @ b. `layout`: what a and b are copied into ("": neither is); N row-major, T column-major."""
 
     layout: str
     is_swapped: bool
@@ -32,7 +32,7 @@ class GemmLayout:
     def multiply(self, a: Tensor, b: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The product [m, n], contiguous; in `out` if that is given, in `dtype` if that is."""
         if self.layout:
-            a, b = (_lie(tensor, kind == "T") for tensor, kind in zip((a, b), self.layout, strict=True))
+            a, b = (_copy_into(tensor, kind == "T") for tensor, kind in zip((a, b), self.layout, strict=True))
         if not self.is_swapped:
             return _product(a, b, out, dtype)
         product = _product(b.t(), a.t(), None, dtype).t()
@@ -53,17 +53,17 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None
     if dtype is None or dtype == a.dtype:
         return a @ b
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)  # straight from the sums, which are fp32
+        return torch.mm(a, b, out_dtype=dtype)  # rounded once: the kernel's sums are fp32
     return (a @ b).to(dtype)
 
 
-def _lie(tensor: Tensor, by_columns: bool) -> Tensor:
+def _copy_into(tensor: Tensor, by_columns: bool) -> Tensor:
     return tensor.t().contiguous().t() if by_columns else tensor.contiguous()
 
 
 @dataclass(frozen=True)
 class Product:
-    """What is multiplied: all that a kernel's speed depends on."""
+    """The operands of a product: all that a kernel's speed depends on."""
 
     shapes: tuple[torch.Size, torch.Size]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
@@ -89,9 +89,9 @@ class Product:
 
 
 class MatmulTuner:
-    """Multiplies each of a model's products the fastest way; the first backward pass's end is when they are timed.
+    """Computes each of a model's products in its fastest layout; they are timed at the end of the first backward pass.
 
-    All ranks take the same way: that whose slowest rank is the fastest. Times are kept on disk by machine.
+    All ranks take the same layout: the one whose slowest rank is the fastest. Times are kept on disk by machine.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class MatmulTuner:
         self.world = world
         self.store = store
         self._seen: dict[tuple[int, str], Product] | None = {} if is_on else None
-        self._ways: dict[tuple[int, str], tuple[Product, GemmLayout]] = {}
+        self._chosen: dict[tuple[int, str], tuple[Product, GemmLayout]] = {}
 
     def multiply(
         self,
@@ -118,17 +118,17 @@ class MatmulTuner:
 
         Contiguous; in `out` if that is given, or in `dtype`.
         """
-        way = PLAIN
+        layout = PLAIN
         if self._seen is not None:
             self._seen.setdefault((place, role), Product.of(a, b))
         elif self.is_on:
-            product, way = self._ways.get((place, role), (None, PLAIN))
-            # Another shape than the first step's (a last, smaller batch, say) was not timed.
-            way = way if product == Product.of(a, b) else PLAIN
-        return way.multiply(a, b, out=out, dtype=dtype)
+            product, layout = self._chosen.get((place, role), (None, PLAIN))
+            # Shapes other than the first step's (of a last, smaller batch, say) were not timed.
+            layout = layout if product == Product.of(a, b) else PLAIN
+        return layout.multiply(a, b, out=out, dtype=dtype)
 
     def finish(self) -> None:
-        """Time what the first step has multiplied. Collective, once; later calls do nothing."""
+        """Time the products of the first step, and choose their layouts. Collective, once; later calls do nothing."""
         if self._seen is None or not self._seen:
             return
         seen, self._seen = self._seen, None
@@ -139,7 +139,7 @@ class MatmulTuner:
         for product in seen.values():
             if len(known.get(product.key, ())) != len(GEMM_LAYOUTS):
                 fresh[product.key] = known[product.key] = tuple(
-                    _time(way, product, self.device) for way in GEMM_LAYOUTS
+                    _time(layout, product, self.device) for layout in GEMM_LAYOUTS
                 )
         places = sorted(seen)
         times = torch.tensor([known[seen[p].key] for p in places], dtype=torch.float64, device=self.device)
@@ -147,12 +147,12 @@ class MatmulTuner:
         if fresh and dist.get_node_local_rank(0) == 0:  # by now every rank has read the store
             store.add(machine, fresh)
         for place, row in zip(places, times.tolist(), strict=True):
-            fastest = min(range(len(GEMM_LAYOUTS)), key=lambda way: row[way])
-            self._ways[place] = (seen[place], GEMM_LAYOUTS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
+            fastest = min(range(len(GEMM_LAYOUTS)), key=lambda number: row[number])
+            self._chosen[place] = (seen[place], GEMM_LAYOUTS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
 
     def chosen(self) -> dict[tuple[int, str], GemmLayout]:
-        """What was chosen, by linear and product; {} before it was."""
-        return {place: way for place, (_, way) in self._ways.items()}
+        """The chosen layouts, by linear and product; {} before `finish`."""
+        return {place: layout for place, (_, layout) in self._chosen.items()}
 
 
 def _machine(device: torch.device) -> str:
@@ -160,21 +160,21 @@ def _machine(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def _time(way: GemmLayout, product: Product, device: torch.device) -> float:
-    """Median seconds."""
+def _time(layout: GemmLayout, product: Product, device: torch.device) -> float:
+    """The median seconds of one product."""
     a, b = product.operands(device)
-    way.multiply(a, b)
+    layout.multiply(a, b)
     seconds = []
     for _ in range(REPEATS):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            way.multiply(a, b)
+            layout.multiply(a, b)
             end.record()
             end.synchronize()
             seconds.append(start.elapsed_time(end) / 1e3)
         else:
             began = time.perf_counter()
-            way.multiply(a, b)
+            layout.multiply(a, b)
             seconds.append(time.perf_counter() - began)
     return max(statistics.median(seconds), 1e-9)

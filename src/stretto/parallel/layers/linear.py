@@ -11,6 +11,7 @@ all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,14 +110,14 @@ class LinearPlan:
     is_rowwise: bool = False
     tokens: TokenShards | None = None
 
-    @property
+    @cached_property
     def input_edge(self) -> ReplicatedTokens | ShardedTokens:
         """Where the input enters, and the input's gradient leaves."""
         if self.tokens is not None and not self.is_rowwise:
             return ShardedTokens(self.input_group, self.hides_all_reduce)
         return ReplicatedTokens(self.input_group)
 
-    @property
+    @cached_property
     def output_edge(self) -> ReplicatedTokens | ShardedTokens:
         """Where the output leaves, and the output's gradient enters."""
         if self.tokens is not None and self.is_rowwise:
