@@ -65,8 +65,9 @@ class Cluster:
 
     @classmethod
     def find(cls, name: str) -> "Cluster":
-        """The preset of that name, or the file: a name that ends in .toml, or a file that is no preset. Raises
-        ValueError.
+        """The cluster of a preset's name or of a file: a name that ends in .toml, or a file whose name is no preset.
+
+        Raises ValueError as `preset` and `load`.
         """
         is_file = Path(name).suffix == ".toml" or (name not in cls.presets() and Path(name).is_file())
         return cls.load(name) if is_file else cls.preset(name)

@@ -23,9 +23,7 @@ def read_preset(name: str) -> str:
 
 
 def read(path: Path, presets: Sequence[str]) -> str:
-    """The text of a cluster file. Raises ValueError for a missing file, one that is too large, and one that is not
-    UTF-8.
-    """
+    """The text of a cluster file. Raises ValueError for a file that is missing, too large, or not UTF-8."""
     if not path.is_file():  # also refuses pipes and devices, which may never end
         hint = f'; Cluster.preset("{path}") is the preset of that name' if str(path) in presets else ""
         raise ValueError(f"{path}: there is no such file{hint}")

@@ -91,14 +91,14 @@ def empty(
     if size > MAX_BYTES:
         raise ValueError(f"a symmetric tensor has up to {MAX_BYTES} bytes, and {list(sizes)} of {dtype} has {size}")
     memory = _allocate_named(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
-    made = _view(memory, None, dtype, sizes)
+    tensor = _view(memory, None, dtype, sizes)
     group = dist.group.WORLD if group is None else group
     number = 0  # without a group there are no peers
     if group is not None:
         number = _counts.get(group, 0)
         _counts[group] = number + 1  # in step on all ranks, which have all made it
-    _memories[made] = _Allocation(memory, number, made.data_ptr(), made.nbytes)
-    return made
+    _memories[tensor] = _Allocation(memory, number, tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
@@ -107,12 +107,12 @@ def peer_tensor(tensor: Tensor, rank: int) -> Tensor:
     The caller orders writes and reads, by a barrier for example. It is valid as long as `tensor` lives. ValueError for
     a tensor that `empty` did not make (a view of one, for example), and for a rank that the group does not have.
     """
-    made = _memories.get(tensor)
-    if made is None:
+    allocation = _memories.get(tensor)
+    if allocation is None:
         raise ValueError(
             "a peer's tensor is found by the very tensor that stretto.memory.empty returned: take views after"
         )
-    memory: SymmetricMemory = made.memory
+    memory: SymmetricMemory = allocation.memory
     if not 0 <= rank < memory.world_size:
         raise ValueError(f"the group has ranks 0 to {memory.world_size - 1}, not {rank}")
     return tensor if rank == memory.rank else _view(memory, rank, tensor.dtype, tuple(tensor.shape))

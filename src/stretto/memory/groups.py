@@ -108,18 +108,17 @@ def is_debugging() -> bool:
     return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
 
 
-def store_all_gather(said: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
-    """All-gather a string through the group's store; returns every rank's, in rank order. All ranks of the group call
-    it.
+def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
+    """All-gather a string through the group's store; returns the strings of all ranks, in rank order.
 
-    It is the number-th string of a topic, from 1 on. It uses the host only, no device. `timeout` is in seconds.
-    PeerError names a rank that did not write in time; this rank's string is then withdrawn, and its number may be used
-    again.
+    All ranks of the group call it, for the number-th string of a topic, from 1 on. It uses the host only, no device.
+    `timeout` is in seconds. PeerError names a rank that did not write in time; this rank's string is then withdrawn,
+    and its number may be used again.
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)
-    store.set(f"{topic} {number} {rank}", said)
-    heard = []
+    store.set(f"{topic} {number} {rank}", text)
+    texts = []
     for peer in range(size):
         key = f"{topic} {number} {peer}"
         try:
@@ -128,10 +127,10 @@ def store_all_gather(said: str, group: dist.ProcessGroup, topic: str, number: in
             with suppress(RuntimeError):  # the store may be gone
                 store.delete_key(f"{topic} {number} {rank}")  # a rank that comes now must not go on alone
             raise PeerError(
-                f"rank {rank} of {size} calls {said}, and rank {peer} has called nothing like it within {timeout:g} s"
+                f"rank {rank} of {size} calls {text}, and rank {peer} has called nothing like it within {timeout:g} s"
             ) from error
-        heard.append(store.get(key).decode())
+        texts.append(store.get(key).decode())
     # A rank that writes this number has read all strings of the previous one: no rank reads ours again.
     if number > 1:
         store.delete_key(f"{topic} {number - 1} {rank}")
-    return heard
+    return texts

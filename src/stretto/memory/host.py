@@ -113,9 +113,7 @@ class HostMemory(SymmetricMemory):
         pad[at] = (pad[at] + 1) & MASK
 
     def has_reached(self, peer: int, index: int, target: int) -> bool:
-        """Whether a wait would return now; if so, everything that the peer wrote before its signal is visible from now
-        on.
-        """
+        """Whether a wait would return now. If so, everything that the peer wrote before is visible from now on."""
         if not has_reached(self.seen(peer, index), target):
             return False
         if self._fence is not None:

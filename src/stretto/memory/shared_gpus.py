@@ -182,16 +182,16 @@ class _HostStagingKernels:
 
     def collective(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
         """Make the kernel for a c10d operator whose first argument is what it writes."""
-        place = _find_group_argument(op)
+        group_index = _find_group_argument(op)
 
         def kernel(*args: Any) -> Any:
-            if not self._is_staged(op, dist.ProcessGroup.unbox(args[place])):
+            if not self._is_staged(op, dist.ProcessGroup.unbox(args[group_index])):
                 return op.redispatch(self.host_keys, *args)
-            given = [_to_host(arg, is_reduction) for arg in args[:place]]
-            returned = op.redispatch(self.host_keys, *given, *args[place:])
+            staged = [_to_host(arg, is_reduction) for arg in args[:group_index]]
+            returned = op.redispatch(self.host_keys, *staged, *args[group_index:])
             work = returned[-1] if isinstance(returned, tuple) else returned
             dist.Work.unbox(work).wait()
-            _copy_back(args[0], given[0])
+            _copy_back(args[0], staged[0])
             return (args[0], work) if isinstance(returned, tuple) else work
 
         return kernel
@@ -262,32 +262,33 @@ class _HostStagingKernels:
     def functional(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
         """Make the kernel for a functional collective. Its result is complete on return; `wait_tensor` does nothing."""
         names = [argument.name for argument in op._schema.arguments]
-        place = names.index("group_name")
+        group_index = names.index("group_name")
         written = [argument.name for argument in op._schema.arguments if argument.alias_info is not None]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            named = {**dict(zip(names, args, strict=False)), **kwargs}
-            if not self._is_staged(op, _resolve(args[place])):
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            if not self._is_staged(op, _resolve(args[group_index])):
                 return op.redispatch(self.host_keys, *args, **kwargs)
-            given = {
-                name: _to_host(value, is_reduction) if _holds_tensors(value) else value for name, value in named.items()
+            staged = {
+                name: _to_host(value, is_reduction) if _holds_tensors(value) else value
+                for name, value in arguments.items()
             }
-            positional = [given.pop(name) for name in names[: len(args)]]
-            host = op.redispatch(self.host_keys, *positional, **given)
+            positional = [staged.pop(name) for name in names[: len(args)]]
+            result = op.redispatch(self.host_keys, *positional, **staged)
             wait = torch.ops._c10d_functional.wait_tensor
-            host = [wait(one) for one in host] if isinstance(host, (list, tuple)) else wait(host)
+            result = [wait(one) for one in result] if isinstance(result, (list, tuple)) else wait(result)
             if written:
-                _copy_back(named[written[0]], host)
-                return named[written[0]]
-            return _to_device(host, named[names[0]])
+                _copy_back(arguments[written[0]], result)
+                return arguments[written[0]]
+            return _to_device(result, arguments[names[0]])
 
         return kernel
 
     def _is_staged(self, op: Any, group: dist.ProcessGroup) -> bool:
-        """Whether to stage: the group's backend for this kind of device is gloo. The backend stretto stages its own
-        calls.
+        """Whether to stage a call: the group's backend for this kind of device is gloo.
 
-        RuntimeError for a group of another backend, and while a CUDA graph is captured.
+        The backend stretto stages its own calls. RuntimeError for a group of another backend, and while a CUDA graph is
+        captured.
         """
         if self.device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

@@ -35,8 +35,8 @@ class Agreement:
         self._memory = memory
         self._calls = 0
 
-    def meet(self, what: str, description: dict[str, object], timeout: float) -> None:
-        """Wait until all ranks have arrived with the same description; `what`: the call, for error messages.
+    def meet(self, call: str, description: dict[str, object], timeout: float) -> None:
+        """Wait until all ranks have arrived with the same description; `call`: one line for error messages.
 
         DisagreementError where descriptions differ, or one has the key "refused"; the next call may go on. PeerError
         for a rank that does not arrive within `timeout` seconds, has died, or gave up before.
@@ -47,9 +47,9 @@ class Agreement:
         _write(memory.buffer()[start : start + _BYTES], description)
         for peer in range(memory.world_size):
             memory.signal(peer, _BEGUN)
-        self._await_all(what, timeout)
-        theirs = [_read(memory.buffer(peer)[start : start + _BYTES]) for peer in range(memory.world_size)]
-        _compare(what, memory.rank, theirs)
+        self._await_all(call, timeout)
+        descriptions = [_read(memory.buffer(peer)[start : start + _BYTES]) for peer in range(memory.world_size)]
+        _compare(call, memory.rank, descriptions)
 
     def give_up(self, why: str) -> None:
         """Tell all ranks that this one runs no schedule any more, and why."""
@@ -63,10 +63,10 @@ class Agreement:
         memory, peers = self._memory, range(self._memory.world_size)
         others = [peer for peer in peers if peer != memory.rank]
         found = [f"the process of rank {peer} has ended" for peer in others if memory.has_ended(peer)]
-        heard = {peer: str(_read(memory.buffer(peer)[_REASON:])["why"]) for peer in others if self._gave_up(peer)}
+        reasons = {peer: str(_read(memory.buffer(peer)[_REASON:])["why"]) for peer in others if self._gave_up(peer)}
         # Most ranks give up because another one did, and only repeat its reason.
-        first = {peer: why for peer, why in heard.items() if _GIVING_UP not in why}
-        return found + [f"rank {peer}{_GIVING_UP}{why}" for peer, why in (first or heard).items()]
+        first = {peer: why for peer, why in reasons.items() if _GIVING_UP not in why}
+        return found + [f"rank {peer}{_GIVING_UP}{why}" for peer, why in (first or reasons).items()]
 
     def close(self) -> None:
         """Free the memory."""
@@ -75,7 +75,7 @@ class Agreement:
     def _gave_up(self, peer: int) -> bool:
         return self._memory.has_reached(peer, _GAVE_UP, 1)
 
-    def _await_all(self, what: str, timeout: float) -> None:
+    def _await_all(self, call: str, timeout: float) -> None:
         memory = self._memory
         backoff = Backoff()
         looked = 0.0
@@ -94,24 +94,24 @@ class Agreement:
             if missing and (losses or waited > timeout):
                 names = ", ".join(map(str, missing))
                 why = "; ".join(losses) or f"it did not come within {timeout:g} s"
-                raise PeerError(f"rank {memory.rank} of {memory.world_size} waits for rank {names} in {what}: {why}")
+                raise PeerError(f"rank {memory.rank} of {memory.world_size} waits for rank {names} in {call}: {why}")
         if any(map(self._gave_up, range(memory.world_size))):
-            raise PeerError(f"rank {memory.rank} of {memory.world_size} in {what}: {'; '.join(self.find_losses())}")
+            raise PeerError(f"rank {memory.rank} of {memory.world_size} in {call}: {'; '.join(self.find_losses())}")
 
 
-def _compare(what: str, rank: int, theirs: list[dict[str, object]]) -> None:
-    for peer, description in enumerate(theirs):
+def _compare(call: str, rank: int, descriptions: list[dict[str, object]]) -> None:
+    for peer, description in enumerate(descriptions):
         if "refused" in description:
-            raise DisagreementError(f"rank {peer} cannot run its part of {what}: {description['refused']}")
-    own = theirs[rank]
+            raise DisagreementError(f"rank {peer} cannot run its part of {call}: {description['refused']}")
+    own = descriptions[rank]
     # All ranks name the same pair: rank 0, and the first rank that differs from it.
-    for peer, description in enumerate(theirs):
+    for peer, description in enumerate(descriptions):
         # Compare the operation first: other operations differ in much else, which says less.
-        for key in sorted(theirs[0].keys() | description.keys(), key=lambda key: (key != "operation", key)):
-            one, other = theirs[0].get(key), description.get(key)
-            if one != other:
+        for key in sorted(descriptions[0].keys() | description.keys(), key=lambda key: (key != "operation", key)):
+            first, second = descriptions[0].get(key), description.get(key)
+            if first != second:
                 raise DisagreementError(
-                    f"all ranks must call the same: {key} is {one} on rank 0 and {other} on rank {peer} "
+                    f"all ranks must call the same: {key} is {first} on rank 0 and {second} on rank {peer} "
                     f"(rank {rank} called {own.get('operation')}, the group's call {own.get('call')} of a schedule)"
                 )
 

@@ -48,29 +48,29 @@ def install(
     dispatcher = find_dispatcher(group)
 
     def check() -> tuple[InstalledSchedule, str]:
-        read = read_schedule(Path(schedule)) if isinstance(schedule, str | Path) else schedule
-        made = InstalledSchedule(
-            _verified(read, dispatcher.member.size, waive),
-            read.min_bytes if min_bytes is None else min_bytes,
-            read.max_bytes if max_bytes is None else max_bytes,
+        parsed = read_schedule(Path(schedule)) if isinstance(schedule, str | Path) else schedule
+        entry = InstalledSchedule(
+            _verified(parsed, dispatcher.member.size, waive),
+            parsed.min_bytes if min_bytes is None else min_bytes,
+            parsed.max_bytes if max_bytes is None else max_bytes,
             None if dtypes is None else frozenset(dtypes),
             even_sizes,
         )
-        _check_options(made, dispatcher)
-        known = "all" if made.dtypes is None else ", ".join(sorted(str(dtype)[6:] for dtype in made.dtypes))
+        _check_options(entry, dispatcher)
+        named = "all" if entry.dtypes is None else ", ".join(sorted(str(dtype)[6:] for dtype in entry.dtypes))
         limits = (
-            f"{made.min_bytes} to {made.max_bytes or 'any number of'} bytes, dtypes {known}, even sizes {even_sizes}"
+            f"{entry.min_bytes} to {entry.max_bytes or 'any number of'} bytes, dtypes {named}, even sizes {even_sizes}"
         )
-        return made, f"schedule {read.name} ({digest(read)}) for {read.collective.name}, {limits}"
+        return entry, f"schedule {parsed.name} ({digest(parsed)}) for {parsed.collective.name}, {limits}"
 
     with dispatcher.bypassed():
         timeout = group_timeout(group) if timeout is None else timeout
-        made = _agree(check, group, timeout)
+        entry = _agree(check, group, timeout)
         runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
         for runner in runners:
-            runner.prepare(made.schedule, group, timeout)
-    dispatcher.installed = (*dispatcher.installed, made)
-    return made
+            runner.prepare(entry.schedule, group, timeout)
+    dispatcher.installed = (*dispatcher.installed, entry)
+    return entry
 
 
 def uninstall(
@@ -84,18 +84,18 @@ def uninstall(
     dispatcher = find_dispatcher(group)
 
     def check() -> tuple[tuple[InstalledSchedule, ...], str]:
-        leaving = dispatcher.installed if installed is None else (installed,)
-        for each in leaving:
+        removed = dispatcher.installed if installed is None else (installed,)
+        for each in removed:
             if each not in dispatcher.installed:
                 raise ValueError(f"the schedule {each.schedule.name} is not installed in this group")
-        return leaving, "schedules out: " + ", ".join(str(dispatcher.installed.index(each)) for each in leaving)
+        return removed, "schedules out: " + ", ".join(str(dispatcher.installed.index(each)) for each in removed)
 
     with dispatcher.bypassed():
-        leaving = _agree(check, group, group_timeout(group) if timeout is None else timeout)
-    dispatcher.installed = tuple(each for each in dispatcher.installed if each not in leaving)
+        removed = _agree(check, group, group_timeout(group) if timeout is None else timeout)
+    dispatcher.installed = tuple(each for each in dispatcher.installed if each not in removed)
     for device in dispatcher.inner:
         if (runner := dispatcher.runner(device)) is not None:
-            for each in leaving:
+            for each in removed:
                 runner.discard(each.schedule)
 
 
@@ -111,22 +111,22 @@ def call_counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, st
 def _agree(check: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None, timeout: float) -> T:
     """Run this rank's check; return its result once all ranks' checks have succeeded with equal descriptions."""
     error: Exception | None = None
-    found: T | None = None
+    result: T | None = None
     try:
-        found, says = check()
+        result, description = check()
     except (ValueError, OSError) as caught:
-        error, says = caught, f"refuses: {caught}"
-    everyone = exchange((error is not None, says), group, timeout)
+        error, description = caught, f"refuses: {caught}"
+    answers = exchange((error is not None, description), group, timeout)
     if error is not None:
         raise error
-    for rank, (refuses, theirs) in enumerate(everyone):
-        if refuses:
-            raise ValueError(f"rank {rank} {theirs}")
-        if theirs != says:
+    for rank, (refused, other) in enumerate(answers):
+        if refused:
+            raise ValueError(f"rank {rank} {other}")
+        if other != description:
             own = dist.get_rank(group)
-            raise ValueError(f"all ranks must ask for the same: {says} on rank {own}, {theirs} on rank {rank}")
-    assert found is not None
-    return found
+            raise ValueError(f"all ranks must ask for the same: {description} on rank {own}, {other} on rank {rank}")
+    assert result is not None
+    return result
 
 
 def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedule:
@@ -139,24 +139,24 @@ def _verified(schedule: Schedule, ranks: int, waive: Collection[str]) -> Schedul
         )
     if collective.ranks != ranks:
         raise ValueError(f"{schedule.name} is for {collective.ranks} ranks, and the group has {ranks}")
-    promised = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
-    if (promised.input_chunks, promised.output_chunks) != (collective.input_chunks, collective.output_chunks):
+    expected = named_collective(collective.name, ranks, collective.chunks_per_loop, collective.root)
+    if (expected.input_chunks, expected.output_chunks) != (collective.input_chunks, collective.output_chunks):
         raise ValueError(
             f"{schedule.name} has {collective.input_chunks} input and {collective.output_chunks} output chunks a rank: "
-            f"{collective.name} has {promised.input_chunks} and {promised.output_chunks}"
+            f"{collective.name} has {expected.input_chunks} and {expected.output_chunks}"
         )
-    checked = replace(schedule, collective=replace(promised, in_place=collective.in_place))
-    found = verify(checked, waive=waive)
-    if not found.ok:
-        raise ValueError(f"{schedule.name} is not verified, and does not run:\n" + "\n".join(found.errors))
+    checked = replace(schedule, collective=replace(expected, in_place=collective.in_place))
+    verification = verify(checked, waive=waive)
+    if not verification.ok:
+        raise ValueError(f"{schedule.name} is not verified, and does not run:\n" + "\n".join(verification.errors))
     return checked
 
 
-def _check_options(made: InstalledSchedule, dispatcher: Dispatcher) -> None:
+def _check_options(entry: InstalledSchedule, dispatcher: Dispatcher) -> None:
     """ValueError for byte limits out of order, and for dtypes that no executor here supports."""
-    if made.min_bytes < 0 or made.max_bytes < 0 or 0 < made.max_bytes < made.min_bytes:
-        raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {made.min_bytes} to {made.max_bytes}")
+    if entry.min_bytes < 0 or entry.max_bytes < 0 or 0 < entry.max_bytes < entry.min_bytes:
+        raise ValueError(f"a schedule is for 0 <= min_bytes <= max_bytes: not {entry.min_bytes} to {entry.max_bytes}")
     runners = [runner for device in dispatcher.inner if (runner := dispatcher.runner(device)) is not None]
-    for dtype in made.dtypes or ():
+    for dtype in entry.dtypes or ():
         if not any(dtype in runner.dtypes for runner in runners):
             raise ValueError(f"no executor here runs schedules on {str(dtype)[6:]}")

@@ -115,8 +115,8 @@ class BackendCall:
     def collectives(self) -> Iterator[CollectiveTensors]:
         """The collectives that it consists of: several for a coalesced call."""
         if self.operation in _PAIRWISE:
-            for given, taken in zip(self.inputs, self.outputs, strict=True):
-                yield CollectiveTensors((given,), (taken,))
+            for input, output in zip(self.inputs, self.outputs, strict=True):
+                yield CollectiveTensors((input,), (output,))
         else:
             yield CollectiveTensors(self.inputs, self.outputs)
 
@@ -180,8 +180,11 @@ def _find_obstacle_in_lists(call: BackendCall, ranks: int) -> str | None:
         case "alltoall" if call.note == "uneven sizes":
             return None
         case "alltoall":
-            given, taken = len(call.inputs), len(call.outputs)
-            return None if given == taken == ranks else "its lists have not one tensor for each rank"
+            return (
+                None
+                if len(call.inputs) == len(call.outputs) == ranks
+                else "its lists have not one tensor for each rank"
+            )
         case _:
             return None
     if len(parts) != ranks or len(others) != 1:
@@ -246,23 +249,23 @@ def _run_in_place(
         case "allgather":
             whole = _as_flat(outputs)
             own = whole[rank * (block := sum(map(torch.numel, inputs))) : (rank + 1) * block]
-            given = _join(inputs)
-            if given.data_ptr() != own.data_ptr():
-                own.copy_(given.clone() if _overlap(given, own) else given)
+            flat_input = _join(inputs)
+            if flat_input.data_ptr() != own.data_ptr():
+                own.copy_(flat_input.clone() if _overlap(flat_input, own) else flat_input)
             return run(whole, None)
         case _:
-            whole, given = _as_flat(outputs), _join(inputs)
-            if given.data_ptr() != whole.data_ptr():
-                whole.copy_(given.clone() if _overlap(given, whole) else given)
+            whole, flat_input = _as_flat(outputs), _join(inputs)
+            if flat_input.data_ptr() != whole.data_ptr():
+                whole.copy_(flat_input.clone() if _overlap(flat_input, whole) else flat_input)
             return run(whole, None)
 
 
 def _run_out_of_place(
     inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], keeps_output: bool, run: RunCollective
 ) -> Tensor:
-    given = _join(inputs)
-    taken = torch.empty_like(given) if keeps_output else _as_flat(outputs)
-    return run(given.clone() if _overlap(given, taken) else given, taken)
+    flat_input = _join(inputs)
+    flat_output = torch.empty_like(flat_input) if keeps_output else _as_flat(outputs)
+    return run(flat_input.clone() if _overlap(flat_input, flat_output) else flat_input, flat_output)
 
 
 def _join(tensors: tuple[Tensor, ...]) -> Tensor:

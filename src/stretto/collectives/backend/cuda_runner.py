@@ -81,8 +81,8 @@ class CudaRunner:
             )
         if len(call.inputs) != 1 or len(call.outputs) != 1:
             return _left_to_nccl("it has several tensors")
-        (given,), (taken,) = call.inputs, call.outputs
-        if not given.is_contiguous() or not taken.is_contiguous():
+        (input,), (output,) = call.inputs, call.outputs
+        if not input.is_contiguous() or not output.is_contiguous():
             return _left_to_nccl("its tensors are not contiguous")
         if self._communicator is None and torch.cuda.is_current_stream_capturing():
             return _left_to_nccl("the group's first call cannot be set up while a graph is captured")
@@ -90,7 +90,7 @@ class CudaRunner:
         if communicator is None:
             return _left_to_nccl(self._obstacle or "")
         assert call.collective is not None
-        buffers = _find_buffers(call.collective, given, taken, self._member.rank)
+        buffers = _find_buffers(call.collective, input, output, self._member.rank)
         if buffers is None:
             return _left_to_nccl("its output overlaps its input")
         kernel, name, why = communicator.find(call.collective, *buffers, call.reduction or "sum")
@@ -171,13 +171,13 @@ def _own_output(kernel: FusedScheduleKernel | InterpretedSchedule, rank: int, wh
     return whole[start : start + collective.output_chunks * chunks]
 
 
-def _find_buffers(collective: str, given: Tensor, taken: Tensor, rank: int) -> tuple[Tensor, Tensor | None] | None:
+def _find_buffers(collective: str, input: Tensor, output: Tensor, rank: int) -> tuple[Tensor, Tensor | None] | None:
     """The kernel's arguments: (input, output), or (both, None) in place; None for tensors that overlap otherwise."""
-    larger, smaller = (taken, given) if taken.numel() >= given.numel() else (given, taken)
+    larger, smaller = (output, input) if output.numel() >= input.numel() else (input, output)
     own = larger.data_ptr() + rank * smaller.nbytes if larger.numel() != smaller.numel() else larger.data_ptr()
     if smaller.data_ptr() == own:
         # In place, a reduce-scatter overwrites all of its input with sums, and the caller wants to keep the input.
         return None if collective in ("reducescatter", "alltoall") else (larger.view(-1), None)
-    if given.data_ptr() < taken.data_ptr() + taken.nbytes and taken.data_ptr() < given.data_ptr() + given.nbytes:
+    if input.data_ptr() < output.data_ptr() + output.nbytes and output.data_ptr() < input.data_ptr() + input.nbytes:
         return None
-    return given.view(-1), taken.view(-1)
+    return input.view(-1), output.view(-1)

@@ -34,16 +34,16 @@ class DebugCheck:
             return
         self._calls += 1
         group = _resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-        heard = store_all_gather(describe(call), group, "stretto calls", self._calls, call.timeout)
-        if len(set(_ignore_given_sizes(heard))) == 1:
+        descriptions = store_all_gather(describe(call), group, "stretto calls", self._calls, call.timeout)
+        if len(set(_ignore_given_sizes(descriptions))) == 1:
             return
         callers: dict[str, list[str]] = {}
-        for rank, said in enumerate(heard):
-            callers.setdefault(said, []).append(str(rank))
+        for rank, description in enumerate(descriptions):
+            callers.setdefault(description, []).append(str(rank))
         raise DisagreementError(
             "ranks of a group make the same calls, with the same shapes and in the same order, and this one (the "
             f"group's call {self._calls}) differs: "
-            + "; ".join(f"{said} on rank {', '.join(ranks)}" for said, ranks in callers.items())
+            + "; ".join(f"{description} on rank {', '.join(ranks)}" for description, ranks in callers.items())
         )
 
 
@@ -68,6 +68,8 @@ def _describe_shapes(call: BackendCall) -> str:
     return f" of {', '.join(shapes)}" if shapes else ""
 
 
-def _ignore_given_sizes(heard: list[str]) -> list[str]:
+def _ignore_given_sizes(descriptions: list[str]) -> list[str]:
     """Drop first dims if any rank gives explicit sizes of an all-to-all's parts: another rank may omit its own."""
-    return [re.sub(r" \[\d+", " [*", said) for said in heard] if any(" [*" in said for said in heard) else heard
+    if not any(" [*" in description for description in descriptions):
+        return descriptions
+    return [re.sub(r" \[\d+", " [*", description) for description in descriptions]

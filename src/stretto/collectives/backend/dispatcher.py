@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class InstalledSchedule:
-    """A verified schedule that a user installed in a group, and which calls it is for: min_bytes to max_bytes,
-    inclusive.
+    """A verified schedule that a user installed in a group, for calls of its collective in a range of sizes.
 
-    max_bytes: 0 for no limit; dtypes: None for all that the device's runner supports; even_sizes: also for all-to-alls
-    with explicit sizes, which the user has promised to be equal on all ranks.
+    min_bytes, max_bytes: the range, both inclusive (max_bytes 0: no limit); dtypes: None for all that the device's
+    runner supports; even_sizes: also for all-to-alls with explicit sizes, which the user has promised to be equal on
+    all ranks.
     """
 
     schedule: Schedule
@@ -128,12 +128,12 @@ class Dispatcher:
         obstacle = find_obstacle(call, self.member.size)
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None:
-            best = self._start_fastest(call) if obstacle is None else None
-            if best is not None and best.work is not None:
+            fastest = self._start_fastest(call) if obstacle is None else None
+            if fastest is not None and fastest.work is not None:
                 self._warm_up_nccl(call)
-                self.counter.count(call, f"schedule {best.name}", best.why)
-                return best.work
-            reason = why if best is None else f"{why}; {best.why}"
+                self.counter.count(call, f"schedule {fastest.name}", fastest.why)
+                return fastest.work
+            reason = why if fastest is None else f"{why}; {fastest.why}"
             self.counter.count(call, self.inner.get(call.device_type, "nothing"), reason)
             return None
         runner = self.runner(call.device_type)
@@ -202,12 +202,12 @@ class Dispatcher:
         if runner is None:
             return None, f"Stretto has no executor for {call.device_type} tensors"
         obstacles = {}
-        for each in reversed(self.installed):
-            found = each.find_obstacle(call, runner.dtypes, runner.reductions)
-            if found is None:
-                return each, "it is installed for such calls"
-            if each.schedule.collective.name == call.collective:
-                obstacles[each.schedule.name] = found
+        for installed in reversed(self.installed):
+            obstacle = installed.find_obstacle(call, runner.dtypes, runner.reductions)
+            if obstacle is None:
+                return installed, "it is installed for such calls"
+            if installed.schedule.collective.name == call.collective:
+                obstacles[installed.schedule.name] = obstacle
         if not obstacles:
             return None, f"no schedule is installed for {call.collective}"
-        return None, "; ".join(f"schedule {name}: {found}" for name, found in obstacles.items())
+        return None, "; ".join(f"schedule {name}: {obstacle}" for name, obstacle in obstacles.items())

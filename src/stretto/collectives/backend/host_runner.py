@@ -97,8 +97,9 @@ class HostRunner:
         return work
 
     def after_schedules(self, barrier: "Work") -> "Work":
-        """A Work that waits for the barrier in the worker. The caller has started it, so gloo's calls stay in order on
-        all ranks.
+        """A Work that waits for the barrier in the worker thread, after the schedules of earlier calls.
+
+        The caller has started the barrier, so that gloo's calls stay in the same order on all ranks.
         """
         if not self._worker.has_begun:
             return barrier
@@ -169,7 +170,7 @@ class HostRunner:
         input: Tensor,
         output: Tensor | None,
     ) -> Tensor:
-        ours: dict[str, object] = {
+        own: dict[str, object] = {
             "operation": call.operation,
             "root": call.root,
             "part": position,
@@ -177,14 +178,14 @@ class HostRunner:
             "asks for": call.reduction,
         }
         if call.operation == "allreduce_coalesced":  # other lists may have the same total
-            ours["its tensors' elements"] = call.describe_sizes()
+            own["its tensors' elements"] = call.describe_sizes()
         plan = None
         try:
             require_room(call)
-            plan, same = self._find_plan(prepared, call, elements, in_place)
-            description = ours | same
+            plan, from_plan = self._find_plan(prepared, call, elements, in_place)
+            description = own | from_plan
         except ValueError as error:
-            description = ours | {"refused": str(error)}
+            description = own | {"refused": str(error)}
         self._meet(call, description)
         assert plan is not None  # otherwise `_meet` has raised
         return self._execute(prepared, plan, input, output, call.timeout)

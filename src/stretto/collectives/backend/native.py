@@ -1,5 +1,4 @@
-"""The classes that torch's C++ calls: compiled at first use and cached in a file, or Python's where there is no
-compiler.
+"""Compiles the C++ classes that torch calls, at first use; Python's classes serve where there is no compiler.
 
 torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that class has to be C++; later
 versions have one, with gaps (`python_backend`). It is compiled against the headers that torch ships, by the compiler

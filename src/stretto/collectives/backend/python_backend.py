@@ -139,8 +139,10 @@ class PythonBackend(Backend):
         return self._cuda is not None and self._cuda.supports_coalescing
 
     def split(self, store: Any, ranks: list[int], opts: Any) -> Backend:
-        """Make the backend of a part of the group. torch asks once for each device type, and gets one backend.
-        RuntimeError on a rank outside.
+        """Make the backend of a part of the group.
+
+        torch asks once for each device type, and gets the same backend each time. RuntimeError on a rank outside the
+        part.
         """
         if self._last_split is None or self._last_split[0] != opts.group_name:
             made = self._split(store, self.rank(), ranks, opts.group_name, round(opts._timeout.total_seconds() * 1000))
@@ -217,18 +219,20 @@ class PythonBackend(Backend):
             self.dispatch.warm_up_nccl_if_ready()  # type: ignore[attr-defined]
         return self.dispatch.after_schedules(self._cpu.barrier(opts))  # type: ignore[attr-defined]
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, taken: list[int], given: list[int], opts: Any) -> Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
+    ) -> Work:
         """Run a schedule or the inner backend's all-to-all of one tensor, with or without explicit sizes."""
-        is_even = len(set(taken)) <= 1 and len(set(given)) <= 1
-        note = "" if not taken and not given else "even sizes" if is_even else "uneven sizes"
+        is_even = len(set(output_sizes)) <= 1 and len(set(input_sizes)) <= 1
+        note = "" if not output_sizes and not input_sizes else "even sizes" if is_even else "uneven sizes"
         work = self._start_schedule("alltoall_base", (output,), (input,), opts, note)
-        return work or self._inner((input,)).all_to_all_single(output, input, taken, given, opts)
+        return work or self._inner((input,)).all_to_all_single(output, input, output_sizes, input_sizes, opts)
 
-    def alltoall(self, taken: list[Tensor], given: list[Tensor], opts: Any) -> Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         """Run a schedule or the inner backend's all-to-all of lists."""
-        is_even = all(len({tensor.numel() for tensor in tensors}) <= 1 for tensors in (taken, given))
-        work = self._start_schedule("alltoall", taken, given, opts, "even sizes" if is_even else "uneven sizes")
-        return work or self._inner(given).alltoall(taken, given, opts)
+        is_even = all(len({tensor.numel() for tensor in tensors}) <= 1 for tensors in (outputs, inputs))
+        work = self._start_schedule("alltoall", outputs, inputs, opts, "even sizes" if is_even else "uneven sizes")
+        return work or self._inner(inputs).alltoall(outputs, inputs, opts)
 
     def _inners(self) -> list[Any]:
         return [inner for inner in (self._cpu, self._cuda) if inner is not None]
@@ -274,11 +278,13 @@ def _define_method(name: str, operation: str, outputs: Callable[..., Any], input
         opts = rest[0] if rest and not isinstance(rest[0], int) else None
         return self._start_schedule(operation, flat, flat, opts) or getattr(self._inner(flat), name)(tensors, *rest)
 
-    def call(self: PythonBackend, taken: Any, given: Any, opts: Any) -> Work:
+    def call(self: PythonBackend, output: Any, input: Any, opts: Any) -> Work:
         assert inputs is not None
-        flat_taken, flat_given = outputs(taken), inputs(given)
-        inner = self._inner(flat_given or flat_taken)
-        return self._start_schedule(operation, flat_taken, flat_given, opts) or getattr(inner, name)(taken, given, opts)
+        flat_outputs, flat_inputs = outputs(output), inputs(input)
+        inner = self._inner(flat_inputs or flat_outputs)
+        return self._start_schedule(operation, flat_outputs, flat_inputs, opts) or getattr(inner, name)(
+            output, input, opts
+        )
 
     setattr(PythonBackend, name, call_in_place if inputs is None else call)
 

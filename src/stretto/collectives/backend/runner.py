@@ -23,8 +23,9 @@ class Member:
 
 
 class FastestRun(NamedTuple):
-    """Result of starting the fastest known implementation: its Work, or None if the inner backend is to run it; its
-    name; why.
+    """A call that was started by the fastest known implementation.
+
+    work: None if the inner backend is to run the call; name: of the implementation; why: the reason for the choice.
     """
 
     work: "Work | None"
@@ -70,9 +71,7 @@ class Runner(Protocol):
         """Free what `prepare` has allocated, once earlier calls have ended."""
 
     def close(self, seconds: float) -> None:
-        """Accept no more calls, wait up to `seconds` for those that have started, and free everything. May be called
-        twice.
-        """
+        """Accept no more calls, wait up to `seconds` for those that have started, and free everything. Idempotent."""
 
 
 def runner_for(device_type: str, member: Member) -> Runner | None:

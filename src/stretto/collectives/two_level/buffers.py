@@ -37,9 +37,7 @@ class SlotRange:
 
 
 def split_range(elements: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of consecutive ranges of at most `limit` (and at least one) of `elements`; none for 0
-    elements.
-    """
+    """Yield (begin, end) of consecutive ranges of at most `limit` (and at least one) of `elements` elements."""
     limit = max(1, limit)
     for begin in range(0, elements, limit):
         yield begin, min(begin + limit, elements)

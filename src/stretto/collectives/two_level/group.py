@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 300.0
 _LEAST_PART_BYTES = 16  # one element of any dtype
 
-Choice = Literal["auto", "ring", "recursive", "flat"]
+RequestedAlgorithm = Literal["auto", "ring", "recursive", "flat"]
 
 
 class TwoLevelCall(NamedTuple):
@@ -90,7 +90,7 @@ class TwoLevelGroup:
         self._node, self._place = self.nodes.place_of(self.rank)
         self._runners: dict[torch.device, SerialRunner] = {}
         self._failure: Exception | None = None
-        self._made: list[dist.ProcessGroup] = []
+        self._sub_groups: list[dist.ProcessGroup] = []
         everyone = Nodes.of_consecutive(self.world, self.world)
         self._flat = IntraNodeGroup(everyone, 0, self.rank, self._group, part_bytes)
         mine = self.nodes.ranks[self._node]
@@ -105,7 +105,7 @@ class TwoLevelGroup:
             self._inter_node = InterNodeGroup(column, self._node, transport, part_bytes)
 
     def all_gather(
-        self, output: Tensor, input: Tensor, *, algorithm: Choice = "auto", async_op: bool = False
+        self, output: Tensor, input: Tensor, *, algorithm: RequestedAlgorithm = "auto", async_op: bool = False
     ) -> Work | None:
         """Fill `output` with all ranks' `input`, in rank order.
 
@@ -123,7 +123,7 @@ class TwoLevelGroup:
         shard, whole = input.detach().view(-1), output.detach().view(self.world, -1)
 
         def run(deadline: Deadline) -> None:
-            self._gather(whole, shard, chosen, deadline)
+            self._all_gather(whole, shard, chosen, deadline)
 
         return self._start("all_gather", chosen, run, (output, input), async_op)
 
@@ -133,7 +133,7 @@ class TwoLevelGroup:
         input: Tensor,
         op: str | dist.ReduceOp | dist.ReduceOp.RedOpType = "sum",
         *,
-        algorithm: Choice = "auto",
+        algorithm: RequestedAlgorithm = "auto",
         async_op: bool = False,
     ) -> Work | None:
         """Fill `output` with this rank's part of the reduction of all ranks' `input`, which is not modified.
@@ -150,7 +150,7 @@ class TwoLevelGroup:
         shard, whole = output.detach().view(-1), input.detach().view(self.world, -1)
 
         def run(deadline: Deadline) -> None:
-            self._reduce(shard, whole, reduction, chosen, deadline)
+            self._reduce_scatter(shard, whole, reduction, chosen, deadline)
 
         return self._start("reduce_scatter", chosen, run, (output, input), async_op)
 
@@ -159,7 +159,7 @@ class TwoLevelGroup:
         tensor: Tensor,
         op: str | dist.ReduceOp | dist.ReduceOp.RedOpType = "sum",
         *,
-        algorithm: Choice = "auto",
+        algorithm: RequestedAlgorithm = "auto",
         async_op: bool = False,
     ) -> Work | None:
         """Replace `tensor`, contiguous and of any size, by the reduction of all ranks' tensors.
@@ -184,8 +184,8 @@ class TwoLevelGroup:
                 padded[: flat.numel()].copy_(flat)
             whole = padded.view(self.world, elements)
             shard = torch.empty_like(whole[0])
-            self._reduce(shard, whole, reduction, chosen, deadline)
-            self._gather(whole, shard, chosen, deadline)
+            self._reduce_scatter(shard, whole, reduction, chosen, deadline)
+            self._all_gather(whole, shard, chosen, deadline)
             if padded is not flat:
                 flat.copy_(padded[: flat.numel()])
 
@@ -196,14 +196,14 @@ class TwoLevelGroup:
         for runner in self._runners.values():
             runner.close()
         self._failure = RuntimeError("it was closed")
-        for made in self._made:
-            dist.destroy_process_group(made)
+        for sub_group in self._sub_groups:
+            dist.destroy_process_group(sub_group)
         # gloo closes its connections once nothing refers to the groups
-        self._made.clear()
+        self._sub_groups.clear()
         self._inter_node = None
         self._intra_node = replace(self._intra_node, group=None)
 
-    def _gather(self, whole: Tensor, shard: Tensor, chosen: Algorithm, deadline: Deadline) -> None:
+    def _all_gather(self, whole: Tensor, shard: Tensor, chosen: Algorithm, deadline: Deadline) -> None:
         """All-gather every rank's `shard` [elements] into `whole` [world, elements]."""
         if chosen == "flat" or self._inter_node is None:
             intra_node_all_gather(whole, shard.unsqueeze(0), self._flat, deadline)
@@ -213,7 +213,9 @@ class TwoLevelGroup:
         inter_node_all_gather(slots, all_gather_steps(chosen, self.nodes.count), self._inter_node, deadline)
         intra_node_all_gather(whole, slots, self._intra_node, deadline)
 
-    def _reduce(self, shard: Tensor, whole: Tensor, reduction: str, chosen: Algorithm, deadline: Deadline) -> None:
+    def _reduce_scatter(
+        self, shard: Tensor, whole: Tensor, reduction: str, chosen: Algorithm, deadline: Deadline
+    ) -> None:
         """Reduce all ranks' `whole` [world, elements] and leave this rank's row in `shard` [elements]."""
         name = check_reduction(reduction, whole.dtype)
         divisor = self.world if name == "avg" else None
@@ -227,7 +229,7 @@ class TwoLevelGroup:
         )
         shard.copy_(slots[0])
 
-    def _choose(self, collective: Collective, tensor: Tensor, algorithm: Choice) -> Algorithm:
+    def _choose(self, collective: Collective, tensor: Tensor, algorithm: RequestedAlgorithm) -> Algorithm:
         if algorithm not in ("auto", *ALGORITHMS):
             raise ValueError(f"algorithm is {algorithm!r}: must be auto, {', '.join(ALGORITHMS)}")
         if self.nodes.count == 1:
@@ -296,14 +298,14 @@ class TwoLevelGroup:
         return find_nodes([host for _, _, host in everyone])
 
     def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A sub-group of ranks of the group, made by its members only: the group need not be everyone's."""
+        """Make a sub-group of these ranks. Only its members take part: other ranks of the job may not be here."""
         made = dist.new_group(
             [dist.get_global_rank(self._group, rank) for rank in ranks],
             timeout=timedelta(seconds=self._timeout),
             backend=dist.get_backend_config(self._group),
             use_local_synchronization=True,
         )
-        self._made.append(made)
+        self._sub_groups.append(made)
         return made
 
 
@@ -313,7 +315,7 @@ def _check_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def _check_pair(large_name: str, large: Tensor, small_name: str, small: Tensor, world: int) -> None:
-    """Refuse two tensors that are not of one kind, or where the large one has not `world` times the elements."""
+    """ValueError unless both tensors have one dtype and device, and the large one `world` times as many elements."""
     _check_contiguous(large_name, large)
     _check_contiguous(small_name, small)
     if (large.dtype, large.device) != (small.dtype, small.device):

@@ -138,19 +138,17 @@ def _all_to_all_and_reduce(
     divisor: int | None,
     deadline: Deadline,
 ) -> None:
-    """Exchange `staging` [ranks, slots, elements], which has a part for each rank; sum all ranks' parts for us into
-    `target`.
-    """
+    """Exchange `staging` [ranks, slots, elements], a part for each rank, and sum what arrives into `target`."""
     received = torch.empty_like(staging, memory_format=torch.contiguous_format)
     _run(dist.all_to_all_single, as_bytes(received), as_bytes(staging.contiguous()), node=node, deadline=deadline)
     reduce_rows(received.view(received.shape[0], *target.shape), target, reduction, divisor)
 
 
 def _owners(node: IntraNodeGroup, first: int, last: int) -> list[tuple[slice | Tensor, int, int]]:
-    """(ranks, begin, end): slots `begin` to `end` belong to nodes with these ranks; split where the rotation wraps
-    around.
+    """(ranks, begin, end): slots `begin` to `end` belong to nodes with these ranks.
 
-    Ranks are listed node by node, in the order of their places: as a slice where they are consecutive.
+    Splits where the rotation wraps around. Ranks are listed node by node, in the order of their places: as a slice
+    where they are consecutive.
     """
     nodes = node.nodes
     split = min(max(nodes.count - node.node, first), last)

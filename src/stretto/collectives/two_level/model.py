@@ -125,10 +125,10 @@ def choose(
 def find_crossovers(
     sizes: Sequence[float], first: Callable[[float], float], second: Callable[[float], float]
 ) -> list[float]:
-    """The sizes at which `first` and `second` (seconds as functions of a size) cross, between neighbours of rising
-    `sizes`.
+    """The sizes at which two algorithms take equally long; `first` and `second` give seconds for a size.
 
-    Interpolates the logarithms of both times linearly over the logarithm of the size.
+    Looks between neighbours of the rising `sizes`, where it interpolates the logarithms of both times linearly over the
+    logarithm of the size.
     """
     found = []
     gaps = [math.log(first(size) / second(size)) for size in sizes]
@@ -145,10 +145,10 @@ def _flat(shard_bytes: float, nodes: int, size: int, links: Links) -> float:
     across = (links.latency, shard_bytes * links.slowdown(1, nodes) / links.node_bandwidth)
     # Place 0 receives from the previous node, the others from the place before them.
     hops = [inside if nodes == 1 else across, *[inside] * (size - 1)]
-    come = [0.0] * size  # when the newest block of a place arrived; at first, its own
+    arrived = [0.0] * size  # when the newest block of a place arrived; at first, its own
     free = [0.0] * size  # when the link to a place has sent the previous block
     for _ in range(nodes * size - 1):
-        begin = [max(come[place - 1], free[place]) for place in range(size)]
+        begin = [max(arrived[place - 1], free[place]) for place in range(size)]
         free = [start + serial for start, (_, serial) in zip(begin, hops, strict=True)]
-        come = [end + latency for end, (latency, _) in zip(free, hops, strict=True)]
-    return max(come)
+        arrived = [end + latency for end, (latency, _) in zip(free, hops, strict=True)]
+    return max(arrived)

@@ -19,8 +19,9 @@ from stretto.memory import PeerError
 
 
 class Work(Protocol):
-    """Handle of a collective that was started. Until `wait` returns, do not write its tensors and do not read the
-    output.
+    """Handle of a collective that was started.
+
+    Until `wait` has returned, do not write the collective's tensors, and do not read its output.
     """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
