@@ -1,4 +1,4 @@
-"""The optimizer of a run. AdamW and SGD work number by number: each rank updates its own shards, as plain tensors."""
+"""Optimizers of a run: of a model's shards (AdamW, SGD) and of embedding tables; the learning-rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from stretto.train.config.options import RunOptions
 
 
 class ShardOptimizer:
-    """A torch.optim.Optimizer over this rank's shards of a model's parameters.
+    """A torch.optim.Optimizer over this rank's shards of a model's parameters, as plain tensors.
 
-    Over the DTensors themselves every operation would be dispatched through their placements, at a cost that
-    a small model feels in each step and any model in its first. `make` is given the parameter groups, and
-    returns an optimizer that treats each number on its own (AdamW, SGD, not Muon). Matrices are decayed by
-    `weight_decay`; vectors, which are norms and biases, are not.
+    On DTensors every operation would be dispatched through their placements, which slows each step of a small model and
+    the first step of any. `make` takes the parameter groups and returns an elementwise optimizer (AdamW, SGD, not
+    Muon), so that each rank can update its own shards. `weight_decay` applies to matrices, and not to vectors (norms
+    and biases).
     """
 
     def __init__(
         self, model: nn.Module, make: Callable[[list[dict[str, Any]]], Optimizer], *, weight_decay: float
     ) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # A shard shares its parameter's memory: what the optimizer writes, the model has.
+        # A shard shares its parameter's memory, so the optimizer updates the model.
         self._shards = {name: nn.Parameter(local_shard(p)) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
             share_copy(parameter, self._shards[name])
@@ -41,13 +41,14 @@ class ShardOptimizer:
 
     @property
     def name(self) -> str:
-        """What configurations and checkpoints call it: "adamw" or "sgd"."""
+        """The optimizer's name in configurations and checkpoints: "adamw" or "sgd"."""
         return type(self.inner).__name__.lower()
 
     def step(self, lr: float | Tensor, scale: Tensor | None = None) -> None:
-        """Update the parameters by their gradients times `scale`, at learning rate `lr`, and drop the gradients.
+        """Update the parameters from their gradients times `scale`, at learning rate `lr`, and drop the gradients.
 
-        Both may be 0-dim tensors on the parameters' device. ValueError if the model was converted since.
+        Both may be 0-dim tensors on the parameters' device. Raises ValueError if the model was converted after this
+        optimizer was made.
         """
         for group in self.inner.param_groups:
             group["lr"] = lr
@@ -70,26 +71,27 @@ class ShardOptimizer:
             parameter.grad = None
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """The state of one parameter, by key: shards like its own, and 0-dim counts of steps."""
+        """The state of one parameter, by key: tensors sharded like the parameter, and 0-dim step counts."""
         return self.inner.state[self._shards[name]]
 
     def make_slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed place for state of a whole `shape`: a shard like the parameter's, or for () a count of steps.
+        """Allocate a zeroed state tensor of the whole shape `shape`: a shard like the parameter's, or a count for ().
 
-        `dtype` is the count's. A shard has the parameter's, whatever a checkpoint has: the optimizer mixes none.
+        dtype: of a count. A shard has its parameter's dtype, even if a checkpoint has another: the optimizer does not
+        mix dtypes.
         """
         shard = self._shards[name]
         if shape:
             return torch.zeros_like(shard, requires_grad=False)
-        # The count lives on the host unless a fused kernel reads it.
+        # The count is on the host, unless a fused kernel reads it.
         is_fused = any(group.get("fused") for group in self.inner.param_groups)
         return torch.zeros((), dtype=dtype, device=shard.device if is_fused else "cpu")
 
 
 def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: bool = False) -> ShardOptimizer:
-    """The optimizer that a run's options name: AdamW, or SGD with momentum; fused kernels on a GPU.
+    """Build the optimizer that a run's options name: AdamW, or SGD with momentum; with fused kernels on a GPU.
 
-    writes_copies: see AdamW.
+    writes_copies: AdamW also writes the weights' low-precision copies (`stretto.optim.AdamW`).
     """
     is_cuda = any(parameter.is_cuda for parameter in model.parameters())
 
@@ -103,7 +105,7 @@ def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: boo
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; a plain tensor as it is. Detached."""
+    """Return this rank's shard of a DTensor, which shares its memory, or a plain tensor itself. Detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -111,10 +113,10 @@ TableOptimizerKind = Literal["rowwise-adagrad", "sgd"]
 
 
 class TableOptimizer:
-    """Updates this rank's tables. A rank without tables has one too.
+    """Updates this rank's embedding tables: in the fused operator's backward pass, or in `step` after it.
 
-    `set_lr` comes before the backward pass, which may already be what updates; `step` after it. `states` are row-wise
-    Adagrad's sums, [rows] of each table in order of number, wherever they are kept; none for SGD.
+    Call `set_lr` before the backward pass, and `step` after it. Every rank has one, also a rank without tables. states:
+    row-wise Adagrad's sums, [rows] of each table in order of table number; empty for SGD.
     """
 
     def __init__(self, tables: ShardedTables, kind: TableOptimizerKind, *, eps: float, device: torch.device) -> None:
@@ -135,7 +137,7 @@ class TableOptimizer:
             self._inner = torch.optim.SGD(self._weights)
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the updates that follow."""
+        """Set the learning rate of the next updates."""
         if self._settings is not None:
             self._settings[0].fill_(lr)
         if self._inner is not None:
@@ -143,20 +145,20 @@ class TableOptimizer:
                 group["lr"] = lr
 
     def step(self) -> None:
-        """Update the tables, if the backward pass has not, and drop their gradients."""
+        """Update the tables and drop their gradients, unless the backward pass has updated them."""
         if self._inner is not None:
             self._inner.step()
             self._inner.zero_grad()
 
 
 def learning_rate(step: int, *, lr: float, min_lr: float, warmup_steps: int, steps: int) -> float:
-    """The learning rate of `step` (1 is the first): linear warm-up to `lr`, then a cosine down to `min_lr`.
+    """The learning rate of `step` (the first is 1): linear warm-up to `lr`, then cosine decay to `min_lr`.
 
-    The last step of the warm-up and the first after it take `lr` itself. The cosine reaches `min_lr` when
-    training ends, after `steps`: no step is spent at a rate of zero.
+    The last warm-up step and the first step after it use `lr` itself. The cosine reaches `min_lr` after the last of
+    `steps`, so no step is wasted at a rate of zero.
     """
     if step <= warmup_steps:
         return lr * (step / warmup_steps)
     progress = min((step - 1 - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
-    share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return lr * share + min_lr * (1.0 - share)
+    weight = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return lr * weight + min_lr * (1.0 - weight)

@@ -89,10 +89,10 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         stop = stack.enter_context(StopRequest())
         recorder = StepRecorder(config.items_a_step, log, reporter, unit=config.unit)
         if is_first and (layout := task.layout()) is not None:
-            reporter.say(layout)
+            reporter.print_message(layout)
         predicted = task.predict() if is_first else None
         if predicted is not None:
-            reporter.say(_describe_prediction(predicted))
+            reporter.print_message(_describe_prediction(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
         try:
@@ -179,7 +179,7 @@ def _train_steps(
             task.save(step)
             recorder.restart_clock()
         if is_stopping:
-            reporter.say(f"stopped after step {step}; train.resume='latest' continues from there")
+            reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")
             break
     tracer.finish()
     return bytes_sent

@@ -154,12 +154,12 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
 def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
     out: Path, monkeypatch: pytest.MonkeyPatch, entry: Callable[[TrainConfig], None], reason: str
 ) -> None:
-    look, looks = Supervisor.look, []
+    check, looks = Supervisor.check, []
 
     def look_too_early(supervisor: Supervisor) -> None:
         looks.append(True)
         if len(looks) > 1:
-            look(supervisor)
+            check(supervisor)
         else:  # at ranks that all run, and return when one has failed
             deadline = time.monotonic() + 60
             while not any(rank.has_failed() for rank in supervisor._ranks.values()):
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_just_after_it_was_looked_at_fails_the_job(
                 time.sleep(0.01)
             time.sleep(0.5)
 
-    monkeypatch.setattr(Supervisor, "look", look_too_early)
+    monkeypatch.setattr(Supervisor, "check", look_too_early)
     with pytest.raises(RankFailure, match=reason):
         launch(entry, config_for(out, 2), QUICK)
     assert_nothing_left(out, pids(out, 2))

@@ -38,7 +38,7 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
 def test_nothing_is_shown_where_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with open_reporter("none", start=0, steps=1, every=1) as reporter:
         reporter.show(metrics(1))
-        reporter.say("stopped")
+        reporter.print_message("stopped")
     assert capsys.readouterr() == ("", "")
 
 
@@ -47,7 +47,7 @@ def test_on_a_terminal_a_bar_has_loss_rate_and_time_left() -> None:
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     with Bar(console, start=0, steps=20) as bar:
         bar.show(metrics(10))
-        bar.say("stopped after step 10")
+        bar.print_message("stopped after step 10")
     shown = screen.getvalue()
     for part in ("10/20", "loss 0.5000", "12,346 tokens/s", "left", "stopped after step 10"):
         assert part in shown

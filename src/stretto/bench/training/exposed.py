@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.bench.training.runs import Step
-from stretto.train.observe.timeline import Interval, copying_streams, is_pushed, merge, subtract, total
+from stretto.train.observe.timeline import Interval, copying_streams, is_by_copy_engine, merge, subtract, total
 
 STEPS = 2
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -55,6 +55,6 @@ def exposed_time(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in WORK:
             start, is_nccl = float(event["ts"]), "nccl" in str(event["name"]).lower()
-            intervals[is_nccl or is_pushed(event, copying)].append((start, start + float(event["dur"])))
+            intervals[is_nccl or is_by_copy_engine(event, copying)].append((start, start + float(event["dur"])))
     collectives, work = merge(intervals[True]), merge(intervals[False])
     return total(subtract(collectives, work)), total(collectives)

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run, and prepares the run's folder for new ones."""
+"""Checkpoint folders: finds the checkpoints of a run, and prepares the run's folder for new ones."""
 
 import logging
 import os
@@ -14,19 +14,17 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def checkpoint_path(out: Path, step: int) -> Path:
-    """Where the checkpoint of `step` of the run in `out` lies."""
+    """The folder of the checkpoint of `step`, of the run in `out`."""
     return out / "checkpoints" / f"step-{step:08d}"
 
 
 def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
-    """The checkpoint that `resume` means: none, the "latest" of the run in `out`, or that of a folder.
+    """Find the checkpoint that the option `train.resume` names. Needs no process group.
 
-    The folder is a checkpoint's, or a run's, whose latest is taken.
-
-    Needs no process group. "latest" is the newest complete one, and None when the run has none yet; one that
-    is not complete is reported and passed over. Raises ValueError when a folder that was named has no
-    complete checkpoint, and when "latest" finds checkpoints of which none is complete: to train from the beginning
-    must be asked for.
+    resume: None for none; "latest" for the newest complete checkpoint of the run in `out`, or None if the run has no
+    checkpoint yet; otherwise the folder of a checkpoint, or of a run whose newest one is taken. Incomplete checkpoints
+    are reported and skipped. Raises ValueError if a named folder has no complete checkpoint, and if "latest" finds only
+    incomplete ones: starting over must be asked for.
     """
     if resume is None:
         return None
@@ -41,9 +39,9 @@ def find_checkpoint(out: Path, resume: str | Path | None) -> Path | None:
 
 
 def newest_checkpoint(out: Path, *, before: Path | None = None) -> Path | None:
-    """The newest complete checkpoint of the run in `out` (of those older than `before`, if given), or None.
+    """Find the newest complete checkpoint of the run in `out`, older than `before` if that is given, or None.
 
-    One that is not complete is reported and passed over.
+    Incomplete checkpoints are reported and skipped.
     """
     for path in reversed(checkpoints_by_step(out)):
         if before is not None and _step_of(path) >= _step_of(before):
@@ -56,7 +54,7 @@ def newest_checkpoint(out: Path, *, before: Path | None = None) -> Path | None:
 
 
 def resolve_checkpoint(folder: Path) -> Path:
-    """The checkpoint in `folder`: itself, or where it is a run's folder, the newest complete one of the run.
+    """Find the checkpoint that a folder means: itself, or the newest complete one if it is a run's folder.
 
     Raises ValueError when there is none.
     """
@@ -69,10 +67,10 @@ def resolve_checkpoint(folder: Path) -> Path:
 
 
 def prepare_folder(out: Path, step: int) -> None:
-    """Make `out` ready for a run that starts after `step`. For rank 0, before it trains.
+    """Prepare `out` for a run that starts after `step`. For rank 0, before it trains.
 
-    What an interrupted process left half-written or half-deleted goes. Checkpoints of later steps belong to
-    an earlier run that this one starts over: they are set aside, so that "latest" means this run's.
+    Deletes what an interrupted process left half-written or half-deleted. Checkpoints of later steps belong to an
+    earlier run that this one restarts: they are moved to another folder, so that "latest" finds this run's.
     """
     folder = out / "checkpoints"
     if not folder.is_dir():
@@ -91,13 +89,13 @@ def prepare_folder(out: Path, step: int) -> None:
 
 
 def checkpoints_by_step(out: Path) -> list[Path]:
-    """The checkpoints of the run in `out`, oldest first."""
+    """List the checkpoints of the run in `out`, complete or not, oldest first."""
     found = [path for path in (out / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_step_of)
 
 
 def _fault(path: Path) -> str | None:
-    """Why the checkpoint at `path` cannot be used, if it cannot."""
+    """Say why the checkpoint at `path` cannot be used; None if it can."""
     try:
         read_metadata(path)
     except ValueError as error:

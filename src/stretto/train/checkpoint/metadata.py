@@ -1,4 +1,4 @@
-"""`metadata.json`, the index of a checkpoint: what is in it and where, as plain data, checked before use."""
+"""The index of a checkpoint, `metadata.json`: which tensors it has and where, as plain data, checked before use."""
 
 import json
 from collections import Counter
@@ -14,9 +14,9 @@ from stretto.cluster import read_bounded
 
 METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 1
-MAX_METADATA_BYTES = 1 << 28  # a piece of a tensor takes about 100
-# What a resumed run may change of its model: parameters of the same shapes then still mean the same. Where positions
-# are learned, their shape tells of another max_seq_len.
+MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
+# Options of the model that a resumed run may change, because the parameters' meaning does not depend on them. With
+# learned positions, another max_seq_len changes a shape, which is checked anyway.
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len")
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
@@ -24,19 +24,19 @@ _Index = Annotated[int, Field(ge=0)]
 
 
 class StoredBox(BaseModel):
-    """One box of a tensor, and the bytes of a shard file in which torch.save has written it."""
+    """One box of a tensor, and the bytes of a shard file to which torch.save has written it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     offsets: tuple[_Index, ...]
     sizes: tuple[_Index, ...]
-    # A bare name of the form that torch gives: a path could lead out of the checkpoint.
+    # Only names that torch gives: a path could lead out of the checkpoint.
     file: Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
     start: _Index
     bytes: _Index
 
 
 class TensorEntry(BaseModel):
-    """A tensor of the checkpoint: its whole shape, its dtype, and the boxes that make it up."""
+    """A tensor of the checkpoint: its whole shape, its dtype, and its boxes (`chunks` in the file)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     shape: tuple[_Index, ...]
@@ -48,7 +48,7 @@ class TensorEntry(BaseModel):
         return _DTYPES[self.dtype]
 
     def fault(self) -> str | None:
-        """What is wrong with the boxes, if anything: they must lie inside the shape and add up to it."""
+        """Say what is wrong with the boxes, if anything: they must lie inside the shape and add up to it."""
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape) or any(
                 offset + size > end for offset, size, end in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
@@ -64,9 +64,8 @@ class TensorEntry(BaseModel):
 class CheckpointMetadata(BaseModel):
     """The contents of `metadata.json`.
 
-    `tensors` holds parameters as `model.<name>` and optimizer state as `optimizer.<name>.<key>`; `model` is
-    the model's configuration and `run` the run's; `data` says which text and which order of it the run was
-    reading.
+    `tensors` has parameters as `model.<name>` and optimizer state as `optimizer.<name>.<key>`; `model` is the model's
+    configuration and `run` the run's; `data` identifies the data and its order.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,8 +90,8 @@ class CheckpointMetadata(BaseModel):
 def read_metadata(path: Path) -> CheckpointMetadata:
     """Read and verify a checkpoint's index, and that its shard files are there, whole.
 
-    Raises ValueError that names what is wrong: no checkpoint, an index larger than MAX_METADATA_BYTES, another format,
-    a shard file that is missing or too short.
+    Raises ValueError for a folder without a checkpoint, an index larger than MAX_METADATA_BYTES, another format, and a
+    shard file that is missing or too short.
     """
     file = path / METADATA_FILE
     if not file.is_file():
@@ -138,15 +137,15 @@ def _check_files(path: Path, metadata: CheckpointMetadata) -> None:
             raise ValueError(
                 f"the checkpoint's file {file} is truncated: {file.stat().st_size} bytes of {size} are there"
             )
-        if total[name] > size:  # else a small file could stand for any amount of memory
+        if total[name] > size:  # otherwise a small file could demand any amount of memory
             raise ValueError(f"{path / METADATA_FILE} is damaged: pieces in {name} overlap")
 
 
 def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """The first option in which a checkpoint's model (`found`: as in `metadata.json`) differs from a model, in words.
+    """Describe the first option in which a checkpoint's model (`found`, from `metadata.json`) differs from a model.
 
-    The shapes of parameters do not tell of all: 4 heads and 8 have the same weights and compute something else. An
-    option that `found` does not name, because an older version wrote it, is not compared.
+    Equal shapes of parameters do not suffice: 4 and 8 heads have the same weights and compute different things. An
+    option that `found` lacks, because an older version wrote it, is not compared.
     """
     found, wanted = _with_defaults(found), _with_defaults(wanted)
     for name, value in wanted.items():
@@ -156,7 +155,7 @@ def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any
 
 
 def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's options with what None stands for in its place: the same model may be written in two ways."""
+    """Replace None in a model's options by its meaning, so that two spellings of one model are equal."""
     options = dict(model)
     if options.get("kv_heads", 0) is None and "heads" in options:
         options["kv_heads"] = options["heads"]
@@ -166,7 +165,7 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_difference(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The first parameter in which a file (`found`: names and shapes) differs from a model, in words."""
+    """Describe the first parameter in which a file (`found`: names and shapes) differs from a model."""
     for name, shape in wanted.items():
         if name not in found:
             return f"{name} is missing"

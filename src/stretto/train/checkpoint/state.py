@@ -1,7 +1,7 @@
-"""Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks.
+"""Saves and loads the training state, on any grid and number of ranks.
 
-A tensor is stored as the boxes that ranks held, so another grid reads just what overlaps its own shards.
-Writing is atomic; loading runs no code from the files (`checkpoint_storage` says how).
+A tensor is stored as the boxes that the ranks held; a rank of another grid reads only what overlaps its own shards.
+Writing is atomic, and loading runs no code from the files (see `checkpoint.storage`).
 """
 
 import warnings
@@ -44,12 +44,10 @@ from stretto.train.optimizer import ShardOptimizer, local_shard
 
 
 def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> CheckpointMetadata:
-    """Check that this model, and this optimizer ("adamw" or "sgd"), can resume a checkpoint, on any grid.
+    """Check that this GPT, and this optimizer ("adamw" or "sgd"), can resume a checkpoint. Returns the index.
 
-    Returns its index.
-
-    Needs no process group and takes no memory for weights. Raises ValueError that names the missing or
-    truncated file, the first option of the model that differs, or the first parameter.
+    Needs no process group and allocates no weights. Raises ValueError that names the missing or truncated file, or the
+    first option or parameter of the model that differs.
     """
     with torch.device("meta"):
         shapes = _shapes(GPT(model))
@@ -69,11 +67,10 @@ def save_checkpoint(
     data: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write the state after `step`, delete all but the `keep` newest checkpoints, and return the path.
+    """Write the state after `step`, delete all but the `keep` newest checkpoints, and return the path. Collective.
 
-    Collective: every rank calls it, and on return it is on the disk. `run` and `data` describe the run's
-    configuration and its text in JSON's types. DivergenceError, on all ranks, if a weight is not finite: nothing is
-    written or deleted then.
+    On return the checkpoint is on the disk. `run` and `data` describe the run's configuration and its data in JSON's
+    types. Raises DivergenceError, on all ranks, if a weight is not finite; nothing is written or deleted then.
     """
     description = {"optimizer": optimizer.name, "model": asdict(model_config), "run": run, "data": data}
     return save_state(out, step, training_state(model, optimizer), description, keep=keep)
@@ -82,8 +79,9 @@ def save_checkpoint(
 def save_state(out: Path, step: int, state: dict[str, ShardedState], description: dict[str, Any], *, keep: int) -> Path:
     """Write a training state, `model.<name>` and `optimizer.<name>.<key>`, as `save_checkpoint` does. Collective.
 
-    A tensor of which this rank holds nothing may be left out. `description`: CheckpointMetadata's optimizer, model, run
-    and data. PeerError, on all ranks, where a wait for another rank has failed on one of them: nothing is written then.
+    state: may omit tensors of which this rank holds nothing. description: CheckpointMetadata's optimizer, model, run
+    and data. Raises PeerError, on all ranks, if a wait for another rank has failed on any of them; nothing is written
+    then.
     """
     _require_no_failure()
     require_finite_weights(state, step)
@@ -101,13 +99,13 @@ def save_state(out: Path, step: int, state: dict[str, ShardedState], description
 
 
 def require_finite_weights(state: Mapping[str, ShardedState], step: int) -> None:
-    """DivergenceError, on all ranks, if a weight (`model.<name>`) is not finite after `step` on any. Collective.
+    """Raise DivergenceError, on all ranks, if a weight (`model.<name>`) of any rank is not finite. Collective.
 
-    A step's loss and norm are of the weights before it, so they do not tell.
+    The loss and norm of `step` do not show it: they belong to the weights before the step.
     """
-    pieces = [(name, piece.values) for name, whole in state.items() for piece in whole.boxes]
-    weights = [(name, values) for name, values in pieces if name.startswith("model.") and values.numel()]
-    # The least and the largest number, which NaN passes through: no copy of a weight is made.
+    boxes = [(name, box.values) for name, whole in state.items() for box in whole.boxes]
+    weights = [(name, values) for name, values in boxes if name.startswith("model.") and values.numel()]
+    # Minimum and maximum propagate NaN, and need no copy of the weight.
     bounds = [torch.stack(torch.aminmax(values)).isfinite().all() for _, values in weights]
     are_finite = torch.stack(bounds).tolist() if bounds else []
     own = next((name for (name, _), is_finite in zip(weights, are_finite, strict=True) if not is_finite), None)
@@ -119,7 +117,7 @@ def require_finite_weights(state: Mapping[str, ShardedState], step: int) -> None
 
 
 def _require_no_failure() -> None:
-    """PeerError, on all ranks, unless all that they have launched has ended without a failed wait. Collective."""
+    """Raise PeerError, on all ranks, if a wait has failed in any work that they have launched. Collective."""
     error = ""
     try:
         if torch.cuda.is_initialized():
@@ -137,10 +135,10 @@ def _require_no_failure() -> None:
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | None = None) -> CheckpointMetadata:
-    """Read a checkpoint, whatever grid wrote it, into the model and its optimizer, and return its index.
+    """Read a checkpoint, whatever grid wrote it, into a model and its optimizer. Returns the index.
 
-    Collective where there is a process group. `model` may be plain or made by `parallelize`. Raises ValueError like
-    `check_checkpoint`.
+    Collective if there is a process group. `model` may be plain or returned by `parallelize`. Raises ValueError as
+    `check_checkpoint` does.
     """
     metadata = read_metadata(path)
     name = None if optimizer is None else optimizer.name
@@ -152,7 +150,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
 
 
 def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, ShardedState]) -> None:
-    """Read what this rank holds of a training state from a checkpoint, in place. Collective, if there is a group.
+    """Read this rank's part of a training state from a checkpoint, in place. Collective if there is a process group.
 
     Raises ValueError when the checkpoint's contents are damaged.
     """
@@ -162,13 +160,13 @@ def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, Sharde
 
 
 def unreadable(path: Path) -> str:
-    """How `load_checkpoint`'s message begins when the contents of a checkpoint are damaged."""
+    """The beginning of the error message when the contents of a checkpoint are damaged."""
     return f"the checkpoint {path} cannot be read"
 
 
 @contextmanager
 def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, a BaseException with a traceback a rank, into an error with one cause."""
+    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -178,7 +176,7 @@ def _first_failure(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[str, ShardedState]:
-    """Parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`."""
+    """Collect parameters as `model.<name>`, and the optimizer's tensors as `optimizer.<name>.<key>`."""
     state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in model.named_parameters()}
     if optimizer is not None:
         for name, parameter in optimizer.parameters.items():
@@ -189,7 +187,7 @@ def training_state(model: nn.Module, optimizer: ShardOptimizer | None) -> dict[s
 
 
 def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedState:
-    """What this rank holds of a parameter, or of a tensor that is cut like it and of which `shard` is our part."""
+    """Describe this rank's boxes of a parameter, or of a tensor sharded like it, whose local part is `shard`."""
     shape, shard = tuple(parameter.shape), local_shard(parameter) if shard is None else shard
     if not isinstance(parameter, DTensor):
         return ShardedState(shape, (LocalBox((0,) * len(shape), shard),))
@@ -197,21 +195,21 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
     assert mesh.mesh_dim_names is not None
     sizes = dict.fromkeys(NAMES, 1) | {axis: mesh.size(dim) for dim, axis in enumerate(mesh.mesh_dim_names)}
     coordinates = dict.fromkeys(NAMES, 0) | {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
-    pieces = []
+    held = []
     for box in layout_of(parameter).boxes(sizes, coordinates):
         values = shard
         for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
             values = values.narrow(dim, start, length)
-        pieces.append(LocalBox(box.offsets, values))
-    return ShardedState(shape, tuple(pieces))
+        held.append(LocalBox(box.offsets, values))
+    return ShardedState(shape, tuple(held))
 
 
 def allocate_slots(
     path: Path, metadata: CheckpointMetadata, optimizer: ShardOptimizer, *, but: tuple[str, ...] = ()
 ) -> None:
-    """Give the optimizer the tensors that it makes in its first step, to be read into.
+    """Allocate the optimizer's state, which its first step would allocate, to read a checkpoint into.
 
-    `but`: prefixes of the names of parameters that are not its own.
+    but: prefixes of the names of parameters that belong to another optimizer.
     """
     for full_name, entry in metadata.tensors.items():
         is_other = full_name.removeprefix("optimizer.").startswith(but)

@@ -1,8 +1,8 @@
-"""How a checkpoint lies on disk: torch.distributed.checkpoint's shard files, indexed by a `metadata.json`.
+"""Reads and writes a checkpoint's files: torch.distributed.checkpoint's shard files, indexed by a `metadata.json`.
 
-torch keeps the index of a checkpoint in `.metadata`, which is a pickle: to load it is to run it. It is
-written here too, so that torch's own tools can read a checkpoint that their user trusts, but Stretto reads
-only `metadata.json`, and the shards with `weights_only=True`. Nothing in a checkpoint can run code.
+torch stores its own index in `.metadata`, a pickle, which can run code when it is loaded. It is written here too, so
+that torch's tools can read a checkpoint that their user trusts, but Stretto reads only `metadata.json`, and the shards
+with `weights_only=True`. Nothing in a checkpoint can run code.
 """
 
 import io
@@ -44,13 +44,13 @@ from stretto.train.checkpoint.metadata import (
     TensorEntry,
 )
 
-# In place of torch's own words, which advise to run what is in the file.
+# Replaces torch's message, which advises to load the file with weights_only=False.
 NO_TENSOR = "a shard holds what is no tensor"
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A rectangle of a tensor that this rank holds: where it starts in the whole, and a view of it."""
+    """A box of a tensor that this rank holds: its offsets in the whole tensor, and a view of its values."""
 
     offsets: tuple[int, ...]
     values: Tensor
@@ -61,18 +61,18 @@ class LocalBox:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """A tensor of the training state: its whole shape and the pieces that this rank holds."""
+    """A tensor of the training state: its whole shape and the boxes that this rank holds."""
 
     shape: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
 
     def box_at(self, offsets: Iterable[int] | None) -> Tensor:
         wanted = tuple(offsets or ())
-        return next(piece.values for piece in self.boxes if piece.offsets == wanted)
+        return next(box.values for box in self.boxes if box.offsets == wanted)
 
 
 class StateSavePlanner(DefaultSavePlanner):
-    """Plans the writing of a `dict[str, ShardedState]`: a piece that several ranks hold is written once."""
+    """Plans the writing of a `dict[str, ShardedState]`. torch writes a box that several ranks hold once."""
 
     state_dict: dict[str, ShardedState]
 
@@ -83,16 +83,16 @@ class StateSavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(
             [
                 WriteItem(
-                    index=MetadataIndex(name, piece.offsets),
+                    index=MetadataIndex(name, box.offsets),
                     type=WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        chunk=piece.chunk(),
-                        properties=TensorProperties(dtype=piece.values.dtype),
+                        chunk=box.chunk(),
+                        properties=TensorProperties(dtype=box.values.dtype),
                         size=torch.Size(state.shape),
                     ),
                 )
                 for name, state in self.state_dict.items()
-                for piece in state.boxes
+                for box in state.boxes
             ]
         )
         return self.plan
@@ -102,7 +102,7 @@ class StateSavePlanner(DefaultSavePlanner):
 
 
 class StateLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading into a `dict[str, ShardedState]`: each rank reads what overlaps its own pieces."""
+    """Plans the reading into a `dict[str, ShardedState]`: each rank reads what overlaps its own boxes."""
 
     state_dict: dict[str, ShardedState]
 
@@ -120,7 +120,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         for name, state in self.state_dict.items():
             entry = self.metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, entry, [piece.chunk() for piece in state.boxes])
+            items += create_read_items_for_chunk_list(name, entry, [box.chunk() for box in state.boxes])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -128,10 +128,10 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
 
 class AtomicWriter(FileSystemWriter):
-    """Writes a checkpoint beside its final path and moves it there when all of it is on the disk.
+    """Writes a checkpoint to a hidden folder and renames it to its final path when all of it is on the disk.
 
-    The move is rank 0's, in `finish`, which torch calls when every rank has written and synced its files. A
-    checkpoint that can be seen under its name is therefore whole, whenever a process was killed.
+    Rank 0 renames it in `finish`, which torch calls when every rank has written and synced its files. A checkpoint
+    under its final name is therefore complete, even if processes are killed at any time.
     """
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class AtomicWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Rank 0 only, and before any rank writes: the one moment at which the folder can be emptied.
+        # torch calls this on rank 0, before any rank writes: only here can the folder be emptied.
         shutil.rmtree(self.working_path, ignore_errors=True)
         self.working_path.mkdir(parents=True)
         return super().prepare_global_plan(plans)
@@ -192,7 +192,7 @@ def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataInde
 
 
 class SafeReader(FileSystemReader):
-    """Reads shard files by the index of `metadata.json`; torch's own index, a pickle, is not opened."""
+    """Reads shard files by the index in `metadata.json`. It does not open torch's own index, a pickle."""
 
     def __init__(self, path: Path, metadata: CheckpointMetadata) -> None:
         super().__init__(path)
@@ -213,27 +213,27 @@ class SafeReader(FileSystemReader):
 
 
 def read_tensor(path: Path, entry: TensorEntry) -> Tensor:
-    """A whole tensor of the checkpoint at `path`, on the CPU. Raises ValueError for a damaged shard."""
+    """Read a whole tensor of the checkpoint at `path` to the CPU. Raises ValueError for a damaged shard."""
     whole = torch.empty(entry.shape, dtype=entry.torch_dtype)
     for chunk in entry.chunks:
         with open(path / chunk.file, "rb") as file:
             file.seek(chunk.start)
             content = io.BytesIO(file.read(chunk.bytes))
         try:
-            piece = torch.load(content, map_location="cpu", weights_only=True)
+            values = torch.load(content, map_location="cpu", weights_only=True)
         except RuntimeError as error:
             raise ValueError(f"{path / chunk.file} is damaged: {error}") from error
         except pickle.UnpicklingError as error:
             raise ValueError(f"{path / chunk.file} is damaged: {NO_TENSOR}") from error
-        if not isinstance(piece, Tensor) or piece.shape != chunk.sizes or piece.dtype != whole.dtype:
+        if not isinstance(values, Tensor) or values.shape != chunk.sizes or values.dtype != whole.dtype:
             raise ValueError(f"{path / chunk.file} is damaged: it holds something else at byte {chunk.start}")
         box = zip(chunk.offsets, chunk.sizes, strict=True)
-        whole[tuple(slice(start, start + length) for start, length in box)] = piece
+        whole[tuple(slice(start, start + length) for start, length in box)] = values
     return whole
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a checkpoint so that half of one is never seen under its name."""
+    """Delete a checkpoint. It is renamed first, so that an incomplete one never has its name."""
     if not path.exists():
         return
     doomed = path.with_name(f".{path.name}.deleting")

@@ -1,4 +1,4 @@
-"""Weights in and out as safetensors, the format that other libraries read: names and shapes as the model has them."""
+"""Exports and imports weights as safetensors, which other libraries read, under the model's own names and shapes."""
 
 import json
 import os
@@ -23,12 +23,11 @@ _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16"}
 
 
 def export_safetensors(checkpoint: Path, file: Path, *, max_file_bytes: int | None = None) -> list[Path]:
-    """Write a checkpoint's weights to `file`, and return the files written.
+    """Write a checkpoint's weights to `file`, and return the paths of all files written.
 
-    Runs in one process and holds one tensor at a time. `checkpoint` is a checkpoint's folder, or a run's,
-    whose newest is taken. Tied weights are written once. With `max_file_bytes`, weights that are more go to
-    several files, with an index beside them as Hugging Face's libraries write it. Raises ValueError for a
-    checkpoint that is not complete.
+    Runs in one process and holds one tensor at a time. checkpoint: the folder of a checkpoint, or of a run whose newest
+    one is taken. max_file_bytes: larger models are split over several files with an index, as Hugging Face's libraries
+    write it. Tied weights are written once. Raises ValueError for an incomplete checkpoint.
     """
     if file.suffix != ".safetensors":
         raise ValueError(f"{file} does not end in .safetensors; {file.with_suffix('.safetensors')} would do")
@@ -57,10 +56,9 @@ def export_safetensors(checkpoint: Path, file: Path, *, max_file_bytes: int | No
 def import_safetensors(model: nn.Module, file: Path) -> None:
     """Fill the model's parameters from `file`: a .safetensors file, or the .index.json of several.
 
-    `model` is plain or made by `parallelize`: each rank reads just what it holds, and converts it to its
-    parameters' dtype. Raises ValueError, before anything is changed, for a file that is no safetensors file,
-    and for the first parameter that is missing there, unexpected or of another shape. A tied weight may stand
-    under any of its names.
+    `model` is plain or returned by `parallelize`: each rank reads only its own part, and converts it to the dtype of
+    its parameters. A tied weight may have any of its names in the file. Raises ValueError, before anything is changed,
+    for a file that is not safetensors, and for the first parameter that is missing, unexpected or of another shape.
     """
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
@@ -77,13 +75,13 @@ def import_safetensors(model: nn.Module, file: Path) -> None:
             raise ValueError(f"{file} is of another model: {difference}")
         parameters = dict(model.named_parameters())
         for name_there, name in names.items():
-            for piece in sharded_state_of(parameters[name]).boxes:
-                box = zip(piece.offsets, piece.values.shape, strict=True)
-                piece.values.copy_(sources[name_there][tuple(slice(start, start + length) for start, length in box)])
+            for held in sharded_state_of(parameters[name]).boxes:
+                box = zip(held.offsets, held.values.shape, strict=True)
+                held.values.copy_(sources[name_there][tuple(slice(start, start + length) for start, length in box)])
 
 
 def _names_in_file(model: nn.Module, sources: Mapping[str, Any]) -> dict[str, str]:
-    """The file's names of the model's parameters, to the names that `named_parameters` gives them."""
+    """Map the file's names of the model's parameters to the names that `named_parameters` gives them."""
     own_name = {parameter: name for name, parameter in model.named_parameters()}
     names = {}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
@@ -107,7 +105,7 @@ def _files_of(file: Path) -> list[Path]:
 
 
 def _split(entries: Mapping[str, TensorEntry], max_bytes: int | None) -> Sequence[Mapping[str, TensorEntry]]:
-    """Consecutive tensors in as few parts as hold at most `max_bytes` each; a larger tensor has one for itself."""
+    """Split tensors in order into as few parts of at most `max_bytes` as possible; a larger tensor is a part alone."""
     parts: list[dict[str, TensorEntry]] = [{}]
     size = 0
     for name, entry in entries.items():
@@ -122,10 +120,10 @@ def _split(entries: Mapping[str, TensorEntry], max_bytes: int | None) -> Sequenc
 def _write_file(checkpoint: Path, file: Path, entries: Mapping[str, TensorEntry]) -> None:
     """Write one safetensors file: the length of the header, the header, then each tensor's bytes in order.
 
-    The library's own writer wants all tensors in memory at once.
+    The library's own writer needs all tensors in memory at once.
     """
     header = json.dumps({"__metadata__": {"format": "pt"}} | dict(_header(entries))).encode()
-    header += b" " * (-len(header) % 8)  # so that the numbers are aligned
+    header += b" " * (-len(header) % 8)  # aligns the tensors' bytes
     unfinished = file.with_name(f".{file.name}.writing")
     with open(unfinished, "wb") as out:
         out.write(len(header).to_bytes(8, "little"))

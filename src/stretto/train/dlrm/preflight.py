@@ -1,4 +1,4 @@
-"""What can be checked of a DLRM's run before any process starts: its data, its size, its checkpoint."""
+"""Checks a DLRM's run before any process starts: data, implementation, memory, checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class ClickData:
-    """What a run is trained on, the first `samples` of `training`; and evaluated on, so many of `evaluation`."""
+    """A run's data: it trains on the first `samples` of `training`, and evaluates on a range of `evaluation`."""
 
     training: ClickDataset
     samples: int
@@ -30,7 +30,7 @@ class ClickData:
 
 
 def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
-    """Check that a run can start. Returns the index of the checkpoint to resume. ValueError for what cannot be."""
+    """Check what only DLRMs have. Returns the index of the checkpoint to resume, if any. Raises ValueError."""
     for paths in (config.data.path, config.data.evaluation_path):
         check_outside_data(config.out, paths or [])
     model, dtype = config.model.to_dlrm(), DTYPES[config.train.dtype]
@@ -42,7 +42,7 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
 
 
 def open_clicks(config: DLRMTrainConfig) -> ClickData:
-    """The samples of a run. Criteo's text is parsed where that has not been done. ValueError for other files."""
+    """Open the samples of a run. Parses Criteo's text if no parsed file is cached. Raises ValueError for bad files."""
     model, data = config.model.to_dlrm(), config.data
     if data.format == "synthetic":
         count = data.samples + data.evaluation_samples
@@ -69,23 +69,23 @@ def open_clicks(config: DLRMTrainConfig) -> ClickData:
 
 
 def optimizer_name(config: DLRMTrainConfig) -> str:
-    """What a checkpoint says of the optimizers: the MLPs', then the tables'."""
+    """The optimizers' name in a checkpoint: the MLPs', then the tables'."""
     return f"{config.train.optimizer}, {config.train.table_optimizer}"
 
 
 def whole_shapes(model: DLRMConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model, wherever it is."""
+    """The whole shape of every parameter of the model, whichever rank has it."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in DLRM(model).named_parameters()}
 
 
 def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMetadata:
-    """Check that a run can resume a checkpoint, on any number of ranks. Returns its index. ValueError otherwise."""
+    """Check that a run can resume a checkpoint, on any number of ranks. Returns its index. Raises ValueError."""
     metadata, wanted = read_metadata(path), describe(config)
     if (kind := metadata.model.get("kind", "gpt")) != "dlrm":
         raise ValueError(f"the checkpoint {path} is of another model: a {kind}, and model.kind is 'dlrm'")
     for name, value in wanted.items():
-        if name != "pooling" and metadata.model.get(name) != value:  # other bags do not change what weights mean
+        if name != "pooling" and metadata.model.get(name) != value:  # weights do not depend on the sizes of bags
             raise ValueError(
                 f"the checkpoint {path} is of another model: model.{name} is {metadata.model.get(name)!r} there and "
                 f"{value!r} here"
@@ -102,7 +102,10 @@ def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMeta
 
 
 def _check_fits(config: DLRMTrainConfig, model: DLRMConfig) -> None:
-    """Refuse tables that this machine's memory cannot hold. Only for CPUs: a GPU says at once what it cannot hold."""
+    """Raise ValueError if the tables do not fit into this machine's memory.
+
+    Only for CPUs: a GPU reports at once what it cannot hold.
+    """
     if config.device != "cpu":
         return
     numbers = sum(rows * model.dim for rows in model.rows)

@@ -1,4 +1,4 @@
-"""Text from a trained model, a token at a time."""
+"""Generates text with a trained GPT, token by token."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,10 @@ from stretto.models import GPT
 def generate(
     model: GPT, prompt_tokens: Sequence[int], steps: int, *, temperature: float = 1.0, seed: int = 0
 ) -> list[int]:
-    """`steps` more tokens after the prompt, from a model in one process; returns prompt and tokens together.
+    """Generate `steps` tokens after the prompt, with a model in one process. Returns the prompt and the new tokens.
 
-    A token is drawn with probability softmax(logits / temperature); a temperature of 0 takes the likeliest.
-    The model sees the last `max_seq_len` tokens. Raises ValueError for an empty prompt or a negative
-    temperature.
+    A token is sampled with probability softmax(logits / temperature); temperature 0 takes the most probable one. The
+    model sees the last `max_seq_len` tokens. Raises ValueError for an empty prompt or a negative temperature.
     """
     if not prompt_tokens:
         raise ValueError("the prompt is empty: give at least one token")

@@ -1,11 +1,11 @@
-"""Start a run's ranks with torchrun's machinery, and see them to their end.
+"""Launches the ranks of a run with torchrun's agent, forwards signals to them, and reports the rank that failed.
 
-Who started this process decides. torchrun (or whatever else sets RANK and WORLD_SIZE) has made it one of the ranks,
-and the function is called here; so it is for one rank. Otherwise torchrun's agent starts a process a rank.
+In a process that torchrun (or anything else that sets RANK and WORLD_SIZE) has started, and for a run of one rank, the
+entry function is called directly. Otherwise torchrun's agent starts a process for each rank.
 
-SIGINT, SIGTERM and SIGHUP are passed on, as SIGTERM, to the ranks, which write a checkpoint and end; a second signal,
-or too much time, kills them. When a rank fails, the others are told to end and then killed, since they may wait for
-it in a collective. Each rank leads a session of its own: a terminal's Ctrl-C reaches only this process.
+SIGINT, SIGTERM and SIGHUP are forwarded as SIGTERM to the ranks, which write a checkpoint and exit; a second signal, or
+a time limit, kills them. When a rank fails, the others are asked to exit and then killed, since they may wait for it in
+a collective. Each rank leads its own session, so a terminal's Ctrl-C reaches only this process.
 """
 
 import logging
@@ -43,15 +43,15 @@ Entry = Callable[[JobConfig], None]
 
 
 class RankFailure(RuntimeError):
-    """A rank failed. `rank` is its number, `reason` its signal or exception, `checkpoint` the last complete one."""
+    """A rank failed. `reason`: its signal or exception. `checkpoint`: the newest complete one that can be loaded."""
 
     def __init__(self, failure: Failure, config: JobConfig, trace_file: Path | None) -> None:
         self.rank, self.reason = failure.rank, failure.reason
         self.checkpoint = newest = newest_checkpoint(config.out)
         if newest is not None and failure.reason.partition(": ")[2].startswith(unreadable(newest)):
-            self.checkpoint = newest_checkpoint(config.out, before=newest)  # "latest" would fail again
+            self.checkpoint = newest_checkpoint(config.out, before=newest)  # the newest is damaged
         lines = [f"rank {failure.rank} of {config.ranks} failed: {failure.reason}"]
-        if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # which says itself how to go on
+        if not failure.reason.startswith(f"{DivergenceError.__name__}: "):  # its message says how to continue
             lines.append(where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
@@ -61,10 +61,10 @@ class RankFailure(RuntimeError):
 def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None) -> signal.Signals | None:
     """Call `entry(config)` on every rank. Returns when all have ended: None, or the signal that stopped them.
 
-    `entry` is a function of a module, which ranks import by name, and returns soon after SIGTERM. Raises RankFailure
-    within seconds after a rank has failed, be it this process, and ValueError when torchrun started another number of
-    ranks than `config.ranks`. Leaves no process and no file but those of `entry`, and in `config.out` a failed rank's
-    traceback.
+    entry: a function at the top of a module, which ranks import by name; it must return soon after SIGTERM. Raises
+    RankFailure within seconds after a rank (this process, too) has failed, and ValueError if torchrun started another
+    number of ranks than `config.ranks`. Leaves no process behind, and no file except those of `entry` and the traceback
+    of a failed rank in `config.out`.
     """
     check_started_ranks(config)
     if is_rank() or config.ranks == 1:
@@ -73,7 +73,7 @@ def launch(entry: Entry, config: JobConfig, timeouts: StopTimeouts | None = None
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank that torchrun, or something like it, has started."""
+    """Check whether torchrun, or something similar, has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -85,14 +85,14 @@ def check_started_ranks(config: JobConfig) -> None:
 
 
 def resolve_device(config: AnyConfig) -> AnyConfig:
-    """The configuration with device "cuda" or "cpu" in place of "auto": cuda where there is a GPU for each rank.
+    """Replace device "auto" by "cuda", if there is a GPU for each rank of this machine, or else by "cpu".
 
-    Raises ValueError when cuda is asked for and there are too few GPUs, or what only cuda has where there is none.
+    Raises ValueError if "cuda" was asked for and there are too few GPUs, and for options that need a GPU on a CPU.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     gpus = torch.cuda.device_count()
     if gpus and shared_gpus.is_enabled():
-        gpus = max(gpus, ranks_here)  # as many as ranks want
+        gpus = max(gpus, ranks_here)  # any number of ranks may share the GPUs
     if config.device == "cuda" and gpus < ranks_here:
         remedy = f"ranks={gpus} or device='cpu'" if gpus else "device='cpu'"
         raise ValueError(
@@ -108,13 +108,13 @@ def resolve_device(config: AnyConfig) -> AnyConfig:
 
 
 def remove_traces(out: Path) -> None:
-    """Delete the tracebacks that ranks of an earlier run have left."""
+    """Delete the traceback files of an earlier run's ranks."""
     for file in out.glob("rank-*-error.txt"):
         file.unlink(missing_ok=True)
 
 
 def where_to_continue(checkpoint: Path | None, *, is_latest: bool = True) -> str:
-    """The last checkpoint that can be used and how to use it, in a line."""
+    """Say in a line which checkpoint to continue from, and how."""
     if checkpoint is None:
         return "there is no checkpoint to continue from"
     if not is_latest:
@@ -123,8 +123,8 @@ def where_to_continue(checkpoint: Path | None, *, is_latest: bool = True) -> str
 
 
 def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
-    """Call `entry` in this process. Its exception becomes what a rank's of its own process would be."""
-    call = record(entry) if is_rank() else entry  # torchrun reads the file that `record` writes
+    """Call `entry` in this process. Its exception is raised as the RankFailure of a separate process would be."""
+    call = record(entry) if is_rank() else entry  # `record` writes a file that torchrun reads
     try:
         with _signals_received() as received:
             call(config)
@@ -139,9 +139,9 @@ def _run_here(entry: Entry, config: JobConfig) -> signal.Signals | None:
 
 @contextmanager
 def _signals_received() -> Iterator[list[signal.Signals]]:
-    """A list of the STOP_SIGNALS that came, filled at the end. Who handles them may change meanwhile."""
+    """Yield a list that holds, after the block, the STOP_SIGNALS received in it, whoever has handled them."""
     received: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():  # only it can be told of signals
+    if threading.current_thread() is not threading.main_thread():  # Python notifies only the main thread of signals
         yield received
         return
     reader, writer = os.pipe()
@@ -158,6 +158,7 @@ def _signals_received() -> Iterator[list[signal.Signals]]:
 
 
 def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signal.Signals | None:
+    """Start a process for each rank with torchrun's agent, and wait for them under a supervisor."""
     supervisor = Supervisor(timeouts)
     with tempfile.TemporaryDirectory(prefix="stretto-launch-") as folder:
         config_file = Path(folder) / "config.json"
@@ -184,10 +185,10 @@ def _run_ranks(entry: Entry, config: JobConfig, timeouts: StopTimeouts) -> signa
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, with a supervisor that looks at the ranks before it does.
+    """torchrun's agent with a supervisor, which checks the ranks before the agent does.
 
-    Alone, it gives a survivor that hangs in a collective 30 seconds, and loses track of ranks when a signal comes while
-    they start or a second one while they stop.
+    Without it, torchrun gives a rank that hangs in a collective 30 seconds to exit, and loses track of ranks if a
+    signal arrives while they start, or a second signal while they stop.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, supervisor: Supervisor) -> None:
@@ -196,24 +197,24 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         workers = super()._start_workers(worker_group)
-        assert isinstance(self._pcontext, SubprocessContext)  # as always for a program to run
+        assert isinstance(self._pcontext, SubprocessContext)  # torch uses it for every entry point that is a program
         for rank, handler in self._pcontext.subprocess_handlers.items():
             self._supervisor.add(rank, handler.proc, Path(self._pcontext.error_files[rank]))
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._supervisor.look()
+        self._supervisor.check()
         if self._supervisor.has_running_ranks():
-            # torch's own look, a moment later, would end all ranks for one that has failed meanwhile.
+            # torch's own check, a moment later, would end all ranks if one had failed in between.
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if result.state != WorkerState.SUCCEEDED and not self._supervisor.failures:
-            self._supervisor.look()  # the last rank failed between the two looks
+            self._supervisor.check()  # the last rank failed between the two checks
         return result
 
 
 def _rendezvous() -> RendezvousHandler:
-    """Where the ranks meet: a store in this process, on a free port."""
+    """Make the ranks' rendezvous: a store in this process, on a free port."""
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
@@ -227,42 +228,43 @@ def _rendezvous() -> RendezvousHandler:
 
 
 def _rank_arguments(entry: Entry, config_file: Path) -> tuple[str, str, str]:
-    """What `stretto.train.launch.rank` takes: the function's name, the configuration, and who to stop with."""
+    """The arguments of `stretto.train.launch.rank`: the function's name, the configuration, and this process's id."""
     return f"{entry.__module__}:{entry.__qualname__}", str(config_file), str(os.getpid())
 
 
 def _rank_environment(ranks: int) -> dict[str, str]:
     return {
-        # Each rank would otherwise take every core.
+        # Otherwise each rank would start a thread for every core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
-        # Ranks find modules where this process found them.
+        # Ranks must find modules where this process found them.
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        # The agent's own handlers would replace the supervisor's.
+        # The agent's signal handlers would replace the supervisor's.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     } | allocator_environment()
 
 
 def allocator_environment() -> dict[str, str]:
-    """What ranks' allocators are told, unless the user has told them something.
+    """The environment variables that configure the ranks' CUDA allocators, unless the user has set any.
 
-    An optimizer's state is made after the first backward pass, in what that has freed. In segments that cannot grow it
-    leaves holes that the next step's activations do not fit into: a sixth of a GPU was lost so. NCCL registers what it
-    finds in a CUDA graph as if segments could not grow, and a replay then hangs (`parallel.capture`).
+    Optimizer state is allocated after the first backward pass, in memory that the pass has freed. In segments of fixed
+    size it leaves holes that are too small for the next step's activations: measured, a sixth of a GPU was lost. So
+    segments are expandable. NCCL's graph registration assumes fixed segments, and the replay of a CUDA graph then hangs
+    (`parallel.capture`), so it is turned off.
     """
     if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return {}
-    told = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return told if REGISTERS in os.environ else told | {REGISTERS: "0"}
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return variables if REGISTERS in os.environ else variables | {REGISTERS: "0"}
 
 
 def _cores() -> int:
-    """Cores that this process may use, which a container may bound."""
+    """Count the cores that this process may use; a container may limit them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started inside."""
+    """Set environment variables for the processes started in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -277,7 +279,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's log of processes and signals off the screen."""
+    """Silence the agent's log of processes and signals in the block."""
     agent_logger = logging.getLogger("torch.distributed.elastic")
     nowhere, before = logging.NullHandler(), agent_logger.propagate
     agent_logger.addHandler(nowhere)
@@ -290,13 +292,14 @@ def _quiet_agent() -> Iterator[None]:
 
 
 def _explain(failure: Failure, config: JobConfig) -> RankFailure:
+    """Make the exception for a failed rank, and write its traceback, if it has one, to the run's folder."""
     trace_file = None
     if failure.trace is not None:
         trace_file = config.out / f"rank-{failure.rank}-error.txt"
         try:
             config.out.mkdir(parents=True, exist_ok=True)
             trace_file.write_text(failure.trace, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:  # the disk may be full, and the rank have failed for that
+        except OSError as error:  # a full disk may be the reason why the rank failed
             logger.warning("%s cannot be written: %s", trace_file, error.strerror or error)
             with suppress(OSError):
                 trace_file.unlink(missing_ok=True)

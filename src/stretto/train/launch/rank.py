@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main(function: str, config_file: str, launcher: str) -> None:
-    """Import the function and call it with the configuration. What it raises goes to the launcher's error file."""
+    """Import the function and call it with the configuration. Its exception is written to the launcher's error file."""
     _stop_with(int(launcher))
     module, _, name = function.partition(":")
     entry = reduce(getattr, name.split("."), import_module(module))
@@ -26,21 +26,21 @@ def main(function: str, config_file: str, launcher: str) -> None:
 
 
 def _stop_with(launcher: int) -> None:
-    """Have the kernel send SIGTERM should the launcher be killed, so that the rank stops as if asked to."""
+    """Ask the kernel to send SIGTERM if the launcher is killed, so that the rank then stops as if it was asked to."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:  # it died before the call
+    if os.getppid() != launcher:  # the launcher died before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print no traceback: all ranks fail when one does, and the launcher shows the one that matters."""
-    if not issubclass(kind, Exception):  # `record` keeps these out of the error file
+    """Print no traceback: when one rank fails all do, and the launcher shows the error that came first."""
+    if not issubclass(kind, Exception):  # `record` does not write these to the error file
         sys.__excepthook__(kind, error, trace)
 
 
 if __name__ == "__main__":
-    # torch's advice to those who call it is not for those who train.
+    # torch's FutureWarnings are for developers, not for users who train.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     sys.excepthook = _leave_reporting_to_launcher
     record(main)(*sys.argv[1:])

@@ -1,7 +1,7 @@
-"""One run at a time in a folder. The kernel lets go of a lock when its process ends, however it ends.
+"""Locks a run's folder, so that only one run at a time uses it. The kernel releases a lock when its process ends.
 
-There are two locks, since two processes own a run. The command (the launcher, or torchrun's rank 0) has one while it
-writes and reads the folder; rank 0 has the other while it trains, also after its launcher was killed.
+There are two locks, since two processes use the folder. The command (the launcher, or torchrun's rank 0) holds one
+while it writes and reads the folder; rank 0 holds the other while it trains, also after its launcher was killed.
 """
 
 import fcntl
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def command_lock(out: Path) -> Iterator[None]:
-    """Own the folder of a run, which is made where it is not there, and see that nobody trains in it.
+    """Hold the command's lock on a run's folder, which is made if it does not exist, if nobody trains in it.
 
-    Raises ValueError while another process does.
+    Raises ValueError while another process holds one of the locks.
     """
     with _locked(out, COMMAND_LOCK):
         with _locked(out, TRAINING_LOCK):
@@ -32,7 +32,7 @@ def command_lock(out: Path) -> Iterator[None]:
 
 @contextmanager
 def training_lock(out: Path) -> Iterator[None]:
-    """Own the checkpoints and the metrics of a run. For rank 0. Raises ValueError while another process does."""
+    """Hold rank 0's lock on a run's checkpoints and metrics. Raises ValueError while another process holds it."""
     with _locked(out, TRAINING_LOCK):
         yield
 
@@ -46,15 +46,15 @@ def _locked(out: Path, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before letting go: whoever takes this file next sees that it is gone
+        path.unlink(missing_ok=True)  # before the release: the next process to lock this file sees that it was deleted
         file.close()
         if is_new:
-            with suppress(OSError):  # it is not empty, as it should be
+            with suppress(OSError):  # usually the run has written files
                 out.rmdir()
 
 
 def _take(out: Path, path: Path) -> FileIO:
-    """The file, locked."""
+    """Open the file and lock it."""
     while True:
         file = open(path, "a+b", buffering=0)  # noqa: SIM115  (`_locked` closes it)
         try:
@@ -68,13 +68,13 @@ def _take(out: Path, path: Path) -> FileIO:
                 "another out"
             ) from None
         except OSError as error:
-            # Some network file systems have no locks. Nothing then keeps two runs apart.
+            # Some network file systems have no locks. Two runs in one folder are then not detected.
             logger.info("no lock on %s: %s", path, error)
             return file
         # The file may have been deleted by its last owner after it was opened here.
         with suppress(FileNotFoundError):
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-                with suppress(OSError):  # a full disk has no room to say who it is
+                with suppress(OSError):  # the disk may be full
                     file.truncate(0)
                     file.write(str(os.getpid()).encode())
                 return file

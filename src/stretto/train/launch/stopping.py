@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: all ranks end after the same step."""
+"""Stops training on Ctrl-C, SIGTERM or SIGHUP: the ranks agree to end after the same step."""
 
 import signal
 import threading
@@ -12,29 +12,28 @@ import torch.distributed as dist
 
 from stretto.memory import group_timeout
 
-# A launcher passes on the signal that the terminal has already sent to every process: within this time, in
-# seconds, it is one request and not two.
+# Seconds; signals closer together count as one request: a launcher may forward a signal that the terminal has already
+# sent to every process.
 ONE_REQUEST = 1.0
 
 
 class StopRequest:
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, and lets the ranks agree on them.
+    """Context manager that records SIGINT, SIGTERM and SIGHUP, and lets the ranks agree to stop.
 
-    The first signal asks for an end after the current step. A second one, at least a second later, ends this
-    process at once, as it would have without us.
+    The first signal requests a stop after the current step. A second one, at least a second later, has its default
+    effect: it ends this process at once.
     """
 
     def __init__(self) -> None:
         self._received_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
-        # Signals reach single ranks at any time. The ranks must agree from the host, without waiting for a
-        # GPU.
+        # Signals reach single ranks at any time. The ranks agree on the host (gloo), without waiting for a GPU.
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=group_timeout(None)))
 
     def is_agreed(self) -> bool:
-        """Whether any rank has been asked to stop: one answer for all. Collective, of a few bytes."""
+        """Check whether any rank was asked to stop; all ranks get the same answer. Collective, of a few bytes."""
         is_asked = self._received_at is not None
         if self._group is None:
             return is_asked
@@ -43,9 +42,9 @@ class StopRequest:
         return bool(asked.item())
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup, or in the background
+                if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup, or in the background
                     self._before[number] = signal.signal(number, self._note)
         return self
 

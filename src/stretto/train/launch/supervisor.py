@@ -1,4 +1,4 @@
-"""Watches the processes of a run's ranks: passes signals on to them, and ends all when one fails."""
+"""Supervises the processes of a run's ranks: forwards signals to them, and ends all of them when one fails."""
 
 import json
 import logging
@@ -16,9 +16,9 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ONE_REQUEST = 1.0  # seconds within which signals count as one: `timeout`, for one, sends its own twice
+ONE_REQUEST = 1.0  # seconds; signals closer together count as one request (`timeout` sends its signal twice)
 POLL = 0.05  # seconds
-# What ranks say whose peer has gone, and so not why.
+# Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it.
 LOST_PEER = (
     "closed by peer", "reset by peer", "broken pipe",  # gloo
     "remote process exited", "communicator was aborted",  # NCCL
@@ -28,8 +28,11 @@ LOST_PEER = (
 
 @dataclass(frozen=True)
 class StopTimeouts:
-    """Seconds to wait: `stop`, for ranks that were asked to stop. Once one has failed: `report`, for the others
-    to say what they saw, and `end`, for them to end when told to."""
+    """Time limits in seconds.
+
+    stop: for ranks that were asked to stop. After a rank has failed, report: for the others to write their own errors;
+    end: for them to exit when they are asked to.
+    """
 
     stop: float = 60.0
     report: float = 1.0
@@ -38,7 +41,7 @@ class StopTimeouts:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: `reason` in a line, `trace` if it left one. The lowest `order` came first."""
+    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The failure of the lowest `order` came first."""
 
     rank: int
     reason: str
@@ -55,12 +58,12 @@ class _RankProcess:
         return self.process.poll() is None
 
     def has_failed(self) -> bool:
-        """A process that hangs while it exits has failed too, once it has written its error."""
+        """Check whether the rank exited with an error, or has written its error and hangs while it exits."""
         return self.process.poll() not in (None, 0) or self.error_file.exists()
 
 
 class Supervisor:
-    """The ranks of one job, each the leader of its own session. `look` is called several times a second."""
+    """The processes of one job's ranks, each the leader of its own session. Call `check` several times a second."""
 
     def __init__(self, timeouts: StopTimeouts) -> None:
         self._timeouts = timeouts
@@ -68,7 +71,7 @@ class Supervisor:
         self._stop_signal: signal.Signals | None = None
         self._stop_requested = 0.0
         self._is_second_request = False
-        self._has_passed_on = False
+        self._has_forwarded = False
         self.failures: list[Failure] = []
 
     @property
@@ -79,16 +82,16 @@ class Supervisor:
     def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         self._ranks[rank] = _RankProcess(process, error_file)
 
-    def look(self) -> None:
-        """Pass on a signal that has come; end all ranks when one has failed or when they took too long to stop."""
+    def check(self) -> None:
+        """Forward a signal that was received; end all ranks if one has failed or if they take too long to stop."""
         if any(rank.has_failed() for rank in self._ranks.values()):
             self._wait(self._timeouts.report)
             self.failures = sorted(self._find_failures(), key=lambda failure: failure.order)
             self._signal_all(signal.SIGTERM)
             self._wait(self._timeouts.end)
             self.kill()
-        elif self._stop_signal is not None and not self._has_passed_on:
-            self._has_passed_on = True
+        elif self._stop_signal is not None and not self._has_forwarded:
+            self._has_forwarded = True
             self._signal_all(signal.SIGTERM)
         elif self._is_second_request:
             self._stop_at_once()
@@ -98,14 +101,14 @@ class Supervisor:
 
     def _stop_at_once(self) -> None:
         self.kill()
-        self._ranks = {}  # that they were killed is no failure
+        self._ranks = {}  # ranks killed on request have not failed
 
     def has_running_ranks(self) -> bool:
-        """Whether a rank's process has not ended."""
+        """Check whether any rank's process is still running."""
         return any(rank.is_running() for rank in self._ranks.values())
 
     def kill(self) -> None:
-        """Kill what is left of every rank, with the processes it has started, and wait until it is gone."""
+        """Kill the remaining processes of every rank, those that it has started too, and wait until they are gone."""
         for rank in self._ranks.values():
             if rank.is_running() or rank.process.returncode != 0:
                 with suppress(ProcessLookupError):
@@ -114,7 +117,7 @@ class Supervisor:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Have signals noted, to be passed on by `look`. Only Python's main thread can; another goes without."""
+        """Record signals in the block, so that `check` forwards them. Does nothing outside Python's main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -149,28 +152,28 @@ class Supervisor:
             if not rank.has_failed():
                 continue
             status = rank.process.poll()
-            if status == -signal.SIGTERM and self._has_passed_on:
-                continue  # it was asked to stop before it could note that
+            if status == -signal.SIGTERM and self._has_forwarded:
+                continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
                 reason, trace = _read_error(rank.error_file)
                 is_lost_peer = any(words in reason.lower() for words in LOST_PEER)
-                if is_lost_peer and self._has_passed_on:
-                    continue  # its peer was asked to stop before it could note that
+                if is_lost_peer and self._has_forwarded:
+                    continue  # its peer was asked to stop before it had installed its signal handler
                 yield Failure(number, reason, trace, (1 + is_lost_peer, rank.error_file.stat().st_mtime))
             elif status is not None and status < 0:
-                # Nothing else makes a process end so: it comes before the errors of those that lost it.
+                # A signal is always a cause: it is ordered before the errors of ranks that lost their peer.
                 yield Failure(number, _describe_signal(-status), None, (0, time.time()))
             else:
                 yield Failure(number, f"it exited with status {status}", None, (1, time.time()))
 
 
 def _read_error(error_file: Path) -> tuple[str, str | None]:
-    """An exception's type and first line, and its traceback."""
+    """Read the type and first line of a rank's exception, and its traceback."""
     try:
         content = json.loads(error_file.read_text())["message"]
         lines = str(content["message"]).strip().splitlines()
         return lines[0], str(content["extraInfo"]["py_callstack"])
-    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote
+    except (ValueError, KeyError, TypeError, IndexError):  # the rank was killed while it wrote the file
         return "an exception", None
 
 

@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, a line a step; summary.json at its end; TensorBoard events."""
+"""Writes and reads a run's metrics: metrics.jsonl with a line for each step, summary.json, and TensorBoard events."""
 
 import importlib.util
 import json
@@ -19,11 +19,12 @@ class DivergenceError(ArithmeticError):
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step: the mean loss over the global batch's tokens (or samples), the gradient's norm unclipped.
+    """The metrics of one optimizer step.
 
-    `seconds` is the step's duration, `rate` the whole job's tokens or samples a second in it, `seen` all that the model
-    has been trained on so far; `unit` says which of the two they count. `evaluation` is what was measured after the
-    step on samples that are not trained on, where that was done.
+    loss: the mean over the global batch's tokens (or samples). grad_norm: before clipping. seconds: the step's
+    duration. rate: tokens or samples per second of the whole job. seen: tokens or samples that the model has been
+    trained on so far. unit: which of the two they count. evaluation: measured on held-out samples after the step, if it
+    was due.
     """
 
     step: int
@@ -37,7 +38,7 @@ class StepMetrics:
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
 
     def as_line(self) -> dict[str, float | None]:
-        """The step as metrics.jsonl has it."""
+        """The step as an object of metrics.jsonl."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -53,13 +54,13 @@ class StepMetrics:
 class MetricsLog:
     """Appends steps to `out/metrics.jsonl`, each flushed, and to TensorBoard if asked. For rank 0.
 
-    A run that starts after step `start` keeps the lines up to it, so that no step is there twice.
+    A run that starts after step `start` keeps the file's lines up to `start`, so that no step is written twice.
     """
 
     def __init__(self, out: Path, start: int, *, tensorboard: bool = False) -> None:
         path = out / METRICS_FILE
         kept = [line for line, values in read_steps(path) if values["step"] <= start] if has_history(out, start) else []
-        # Written aside and moved, so that a kill right now does not lose the history.
+        # Written to another file and renamed, so that a kill at this moment does not lose the history.
         rewritten = path.with_name(f".{METRICS_FILE}.writing")
         rewritten.write_text("".join(kept), encoding="utf-8")
         os.replace(rewritten, path)
@@ -89,7 +90,7 @@ class MetricsLog:
 
 
 def has_history(out: Path, start: int) -> bool:
-    """Whether a run that starts after step `start` keeps lines of an earlier metrics.jsonl."""
+    """Check whether a run that starts after step `start` keeps lines of an earlier metrics.jsonl."""
     return start > 0 and (out / METRICS_FILE).is_file()
 
 
@@ -111,9 +112,9 @@ def write_summary(out: Path, summary: dict[str, Any]) -> None:
 
 
 def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a metrics.jsonl, and what is in them. A last line that a kill cut short is left out.
+    """Yield the lines of a metrics.jsonl and their contents. A truncated last line, left by a kill, is skipped.
 
-    Raises ValueError with the number of any other line that is not a step's.
+    Raises ValueError with the number of any other line that is not a step.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
@@ -135,6 +136,6 @@ def read_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _open_tensorboard(out: Path, start: int) -> Any:
     require_tensorboard()
-    from torch.utils.tensorboard import SummaryWriter  # an extra, which most runs do without
+    from torch.utils.tensorboard import SummaryWriter  # an optional dependency
 
     return SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)

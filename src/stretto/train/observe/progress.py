@@ -1,4 +1,4 @@
-"""Progress on the screen: a bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress on the screen: a progress bar on a terminal, lines of text elsewhere."""
 
 import os
 import sys
@@ -15,22 +15,22 @@ Display = Literal["auto", "lines", "none"]
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Shows steps as they end, and messages between them. This one shows nothing."""
+    """Shows finished steps, and messages between them. This base class shows nothing."""
 
     def show(self, metrics: StepMetrics) -> None:
-        """A step has ended."""
+        """Show a finished step."""
 
-    def say(self, message: str) -> None:
+    def print_message(self, message: str) -> None:
         """Print a line, above the bar if there is one."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the screen as it was."""
+        """Restore the terminal."""
 
 
 def open_reporter(display: Display, *, start: int, steps: int, every: int) -> ProgressReporter:
-    """A bar on a terminal ("auto"), else a line every `every` steps ("lines"); or nothing ("none")."""
+    """Make the reporter for `display`: "none", "lines" (one every `every` steps), or "auto": a bar on a terminal."""
     console = Console()
     if display == "none":
         return ProgressReporter()
@@ -40,7 +40,7 @@ def open_reporter(display: Display, *, start: int, steps: int, every: int) -> Pr
 
 
 class Bar(ProgressReporter):
-    """A progress bar with the loss, tokens (or samples) a second and the time left."""
+    """A progress bar with the loss, tokens (or samples) per second, and the remaining time."""
 
     def __init__(self, console: Console, *, start: int, steps: int) -> None:
         self._progress = Progress(
@@ -63,10 +63,10 @@ class Bar(ProgressReporter):
             rate=f"{metrics.rate:,.0f} {metrics.unit}/s",
         )
         if metrics.evaluation:
-            self.say(f"step {metrics.step}  {_evaluation(metrics).strip()}")
+            self.print_message(f"step {metrics.step}  {_evaluation(metrics).strip()}")
 
-    def say(self, message: str) -> None:
-        with suppress(OSError):  # the terminal may be gone
+    def print_message(self, message: str) -> None:
+        with suppress(OSError):  # the terminal may have been closed
             self._progress.console.print(message, markup=False, highlight=False)
 
     def __enter__(self) -> "Bar":
@@ -81,7 +81,7 @@ class Bar(ProgressReporter):
 
 
 class Lines(ProgressReporter):
-    """A line of text for the first step, every `every` steps and the last: for files and pipes."""
+    """Lines of text, for files and pipes: for the first step, every `every` steps, and the last step."""
 
     def __init__(self, console: Console, *, start: int, steps: int, every: int) -> None:
         self._console = console
@@ -94,23 +94,23 @@ class Lines(ProgressReporter):
         if not is_due and not metrics.evaluation:
             return
         left = self._seconds / (metrics.step - self._first + 1) * (self._steps - metrics.step)
-        self.say(
+        self.print_message(
             f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}  {_evaluation(metrics)}"
             f"{metrics.rate:,.0f} {metrics.unit}/s  {_clock(left)} left"
         )
 
-    def say(self, message: str) -> None:
+    def print_message(self, message: str) -> None:
         print_line(message, self._console.file)
 
 
 def _evaluation(metrics: StepMetrics) -> str:
-    """What was measured on samples that are not trained on, for a line of text."""
+    """Format the evaluation on held-out samples for a line of text."""
     shown = [(name.replace("_", " "), value) for name, value in metrics.evaluation.items()]
     return "".join(f"{name} {'undefined' if value is None else format(value, '.4f')}  " for name, value in shown)
 
 
 def print_line(text: str, file: IO[str] | None = None) -> None:
-    """Print on `file` (default: stdout). Once nobody reads it any more (`| head`), print nowhere: a run goes on."""
+    """Print to `file` (default: stdout). If its reader has gone (`| head`), discard the output: the run continues."""
     file = file or sys.stdout
     try:
         print(text, file=file, flush=True)
@@ -119,7 +119,7 @@ def print_line(text: str, file: IO[str] | None = None) -> None:
 
 
 def _send_nowhere(file: IO[str]) -> None:
-    """Have what `file` still holds, and all that follows, discarded: Python's end would fail on it too."""
+    """Discard what `file` has buffered and all later output. Otherwise Python's flush at exit would fail, too."""
     with suppress(OSError, ValueError):  # not every stream is a file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, file.fileno())

@@ -1,4 +1,4 @@
-"""Brings each step's numbers from the device to the log and the screen, and makes no step wait for them."""
+"""Records each step's loss, norm and duration in the log and on the screen, without stalling the device."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from stretto.train.observe.progress import ProgressReporter
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that the device has been given: where its loss and norm arrive, and between which marks it ran."""
+    """A launched step: where its loss and norm arrive, and the CUDA events before and after it."""
 
     step: int
     lr: float
@@ -28,9 +28,8 @@ class _Launched:
 class StepRecorder:
     """Turns steps into StepMetrics, for the log, the screen and the summary.
 
-    On a GPU a step's numbers are read when the next step has been launched, so the device never idles for
-    them; on a CPU they are read at once. Every rank reads its own and raises DivergenceError for the same
-    step.
+    On a GPU, a step's numbers are read after the next step was launched, so the device never idles for them; on a CPU
+    they are read at once. Every rank reads its own numbers, and all raise DivergenceError for the same step.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class StepRecorder:
         grad_norm: Tensor,
         evaluate: Callable[[], Mapping[str, float | None]] | None = None,
     ) -> None:
-        """Note a step whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet.
+        """Record a launched step, whose `loss` and `grad_norm` (0-dim, on the device) may not be computed yet.
 
-        With `evaluate`, wait for them, and then for what it measures, which is left out of the steps' times.
+        With `evaluate`, wait for the step, then evaluate. The evaluation's time does not count as a step's.
         """
         numbers = torch.stack((loss.detach().double(), grad_norm.detach().double()))
         began = self._mark
@@ -79,22 +78,22 @@ class StepRecorder:
             self._record(self._waiting.pop(0))
 
     def flush(self) -> None:
-        """Wait for every step's numbers: a checkpoint, for example, must not keep a diverged state."""
+        """Wait for all steps' numbers, for example so that no checkpoint stores a diverged state."""
         while self._waiting:
             self._record(self._waiting.pop(0))
 
     def restart_clock(self) -> None:
-        """Leave the time since the last step out of the next one's: it went into a checkpoint."""
+        """Start timing the next step now, so that what was done since the last step (a checkpoint) does not count."""
         self._clock = time.perf_counter()
         self._mark = _mark_now() if torch.cuda.is_initialized() else None
 
     def rate(self) -> float:
-        """Tokens or samples a second, over all steps but the first, which warms up, where there are more."""
+        """Tokens or samples per second, over all steps but the first, which warms up (if there are more)."""
         counted = self._durations[1:] or self._durations
         return self._items_a_step * len(counted) / sum(counted)
 
     def seconds(self) -> float:
-        """How long all steps took, checkpoints apart."""
+        """The duration of all steps, without checkpoints."""
         return sum(self._durations)
 
     def _record(self, launched: _Launched) -> None:
@@ -103,11 +102,11 @@ class StepRecorder:
     def _measure(self, launched: _Launched) -> StepMetrics:
         if launched.arrival is not None:
             launched.arrival.synchronize()
-        failures.check()  # a wait that failed in this step has made its numbers wrong
+        failures.check()  # if a wait failed in this step, its numbers are wrong
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if launched.began is not None and launched.arrival is not None:
-            # The host reads a step's numbers late, and those of the last two at once: the device knows.
+            # The host reads a step's numbers late, and the last two steps' together, so the device's events are used.
             seconds = launched.began.elapsed_time(launched.arrival) / 1e3
         loss, grad_norm = launched.numbers.tolist()
         for name, value in (("loss", loss), ("gradient's norm", grad_norm)):

@@ -1,12 +1,12 @@
-"""What a trace says: which of a step's time is computation, each axis's communication, exposed, or idle.
+"""Reads a trace into a timeline: how much of a step is computation, communication by axis, exposed, or idle.
 
 A trace is Chrome's (Perfetto's) JSON, as torch.profiler writes it, with a key "stretto" that `observe.tracing` adds:
 {"groups": {a process group's name: its axis}, "rank": this one, "grid": {axis: size}}.
 
-On a GPU, kernels and copies are computation, and NCCL's kernels communication of their group's axis. A collective's
-kernel also waits for the ranks that come later, so their delay counts as communication. On a CPU there are no kernels:
-operators (aten) are computation, and what gloo's threads do is communication; before the first step each axis
-communicates alone under a mark of its own, which shows whose threads those are.
+On a GPU, kernels and copies are computation, and NCCL's kernels are communication over their group's axis. A
+collective's kernel also waits for slower ranks, so their delay counts as communication. On a CPU there are no kernels:
+operators (aten) are computation, and the work of gloo's threads is communication; before the first step each axis
+communicates alone under its own mark, which identifies its threads.
 """
 
 import json
@@ -19,16 +19,16 @@ from typing import Any
 
 from stretto.axes import INNER_TO_OUTER, NAMES
 
-Interval = tuple[float, float]  # from, to; half-open, so that neighbours do not overlap
+Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
 
 TRACE_FILE = "trace.json"
 COMPUTE = "compute"
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
 ROWS = (COMPUTE, *INNER_TO_OUTER, OTHER)
-# Copy engines push over z alone; these kernels begin that, wait for it, and add up what has come.
-PUSHED_AXIS = "z"
-PUSHING_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
+# Copy engines communicate only over z; these kernels start their copies, wait for them, and sum what they brought.
+COPY_ENGINE_AXIS = "z"
+COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
@@ -36,7 +36,7 @@ _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran: in which row, its name, and from when to when, in seconds after the first step's start."""
+    """A kernel, copy or operator that ran: its row, its name, start and end in seconds after the first step's start."""
 
     row: str
     name: str
@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced step and its place in time, in seconds after the first one's start."""
+    """A traced step: its number, start and end in seconds after the first step's start."""
 
     number: int
     start: float
@@ -55,7 +55,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's traced steps. Seconds are those of a step: the mean over the steps that were traced."""
+    """One rank's traced steps. All durations are seconds per step: the mean over the traced steps."""
 
     grid: Mapping[str, int]
     rank: int
@@ -64,50 +64,50 @@ class Timeline:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Computation and the axes that communicate, in the order in which they are drawn."""
+        """Computation and the axes that communicate, in the order in which a plot draws them."""
         there = {span.row for span in self.spans}
         return tuple(row for row in ROWS if row in there or row == COMPUTE)
 
     def busy(self, row: str) -> Intervals:
-        """When something of a row runs."""
+        """The times at which anything in a row runs."""
         return self._busy.get(row, ())
 
     def exposed(self, row: str) -> Intervals:
-        """When an axis's collective runs and no computation does."""
+        """The times at which an axis's collective runs and no computation does."""
         return subtract(self.busy(row), self.busy(COMPUTE))
 
     @property
     def step_time(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         return (self.steps[-1].end - self.steps[0].start) / len(self.steps)
 
     @property
     def compute(self) -> float:
-        """Seconds a step in which computation runs."""
+        """Seconds per step in which computation runs."""
         return self._a_step(self.busy(COMPUTE))
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds a step in which an axis's collectives run, for every axis, and "other" where there is one."""
+        """Seconds per step in which an axis's collectives run, for every axis, and for "other" if it occurs."""
         return {row: self._a_step(self.busy(row)) for row in self._communication_rows}
 
     @property
     def exposed_by_axis(self) -> dict[str, float]:
-        """Seconds a step in which an axis's collectives run and no computation does: what is not hidden."""
+        """Exposed communication: seconds per step in which an axis's collectives run and no computation does."""
         return {row: self._a_step(self.exposed(row)) for row in self._communication_rows}
 
     @property
     def exposed_total(self) -> float:
-        """Seconds a step in which only communication runs. When two axes are exposed at once, it counts once."""
+        """Seconds per step in which only communication runs. Time in which two axes are exposed counts once."""
         return self._a_step(merge(part for row in self._communication_rows for part in self.exposed(row)))
 
     @property
     def idle(self) -> float:
-        """Seconds a step in which neither computation nor communication runs."""
+        """Seconds per step in which neither computation nor communication runs."""
         return self.step_time - self.compute - self.exposed_total
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, in seconds a step, for `summary.json`."""
+        """The numbers for `summary.json`, in seconds per step."""
         return {
             "traced_steps": [step.number for step in self.steps],
             "traced_step_time": self.step_time,
@@ -134,7 +134,7 @@ class Timeline:
 
 
 def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
-    """The timeline of a trace, a file or what it holds. Raises ValueError for one that no traced run has written."""
+    """Read the timeline of a trace: a file, or its content. Raises ValueError for traces that Stretto did not write."""
     if isinstance(trace, Path):
         where = str(trace)
         try:
@@ -166,12 +166,12 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
 
 
 def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
-    """From when to when, in seconds: the file counts in microseconds."""
+    """Start and end of an event in seconds; the file has microseconds."""
     return event["ts"] / 1e6, (event["ts"] + event.get("dur", 0)) / 1e6
 
 
 def _steps(events: Iterable[Mapping[str, Any]], category: str) -> list[TracedStep]:
-    """The steps by their marks: the host's, or those of a GPU's streams, over what was launched under the host's."""
+    """Find the steps by their marks: the host's, or those that span what a GPU's streams ran for the host's."""
     marks: dict[int, list[tuple[float, float]]] = {}
     for event in events:
         if event.get("cat") == category and (match := _STEP.fullmatch(event["name"])):
@@ -183,7 +183,7 @@ def _steps(events: Iterable[Mapping[str, Any]], category: str) -> list[TracedSte
 
 
 def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -> list[Span]:
-    """Kernels and copies. Which group NCCL works for is said with its kernel, or with the call that launched it."""
+    """Collect kernels and copies. NCCL's group is named by the kernel's event, or by the call that launched it."""
     calls = {
         event["args"]["External id"]: event["args"]
         for event in events
@@ -194,8 +194,8 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
             row = COMPUTE
-            if is_pushed(event, copying):
-                row = PUSHED_AXIS
+            if is_by_copy_engine(event, copying):
+                row = COPY_ENGINE_AXIS
             elif event["name"].startswith("nccl") or "Collective name" in about:
                 row = _axis_of_group(calls.get(about.get("External id"), {}) | about, groups)
             spans.append(Span(row, event["name"], *_interval(event)))
@@ -203,7 +203,7 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -
 
 
 def copying_streams(events: Iterable[Mapping[str, Any]]) -> set[Any]:
-    """The streams of a GPU that copies run on and kernels never do, as those of `stretto.tiles`' copies."""
+    """Find the GPU's streams on which copies run and kernels never do, such as the copy engines' of `stretto.tiles`."""
     streams: dict[str, set[Any]] = {"kernel": set(), "gpu_memcpy": set()}
     for event in events:
         if event.get("cat") in streams:
@@ -211,13 +211,14 @@ def copying_streams(events: Iterable[Mapping[str, Any]]) -> set[Any]:
     return streams["gpu_memcpy"] - streams["kernel"]
 
 
-def is_pushed(event: Mapping[str, Any], copying: Collection[Any]) -> bool:
-    """Whether a kernel or copy belongs to what copy engines push. copying: `copying_streams` of all events.
+def is_by_copy_engine(event: Mapping[str, Any], copying: Collection[Any]) -> bool:
+    """Check whether a kernel or copy belongs to the copy engines' communication. copying: `copying_streams(events)`.
 
-    Between two GPUs' memory a copy is called one within a device, or one between peers, as the driver mapped it.
+    A copy between two GPUs is named as one within a device (DtoD) or between peers (PtoP), depending on how the driver
+    has mapped the memory.
     """
     if event.get("cat") != "gpu_memcpy":
-        return event["name"] in PUSHING_KERNELS
+        return event["name"] in COPY_ENGINE_KERNELS
     is_within = "DtoD" in event["name"] and event.get("args", {}).get("stream") in copying
     return is_within or "PtoP" in event["name"]
 
@@ -229,7 +230,7 @@ def _axis_of_group(about: Mapping[str, Any], groups: Mapping[str, str]) -> str:
 
 
 def _cpu_spans(events: list[Mapping[str, Any]]) -> list[Span]:
-    """Operators that are inside no other operator, and what gloo's threads do."""
+    """Collect the outermost operators, and the work of gloo's threads."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
     axes = _axes_of_threads(events, gloo)
     spans = [
@@ -243,7 +244,7 @@ def _cpu_spans(events: list[Mapping[str, Any]]) -> list[Span]:
     busy_until: dict[Any, float] = {}
     for event in operators:
         (start, end), thread = _interval(event), event["tid"]
-        is_collective = event["name"].startswith("c10d::")  # only hands it to gloo, whatever operators that takes
+        is_collective = event["name"].startswith("c10d::")  # hands the work to gloo; the operators in it do not count
         if (is_collective or event["name"].startswith("aten::")) and start >= busy_until.get(thread, start):
             busy_until[thread] = end
             if not is_collective:
@@ -252,7 +253,7 @@ def _cpu_spans(events: list[Mapping[str, Any]]) -> list[Span]:
 
 
 def _axes_of_threads(events: Iterable[Mapping[str, Any]], gloo: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
-    """Which axis each of gloo's threads works for: that under whose mark it worked."""
+    """Map each of gloo's threads to its axis: the one under whose mark it worked."""
     marks = {
         event["name"].removeprefix(GROUP_MARK): _interval(event)
         for event in events
@@ -266,11 +267,11 @@ def _axes_of_threads(events: Iterable[Mapping[str, Any]], gloo: Iterable[Mapping
     }
 
 
-# --- sets of moments: sorted intervals that do not touch
+# --- intervals of time
 
 
 def merge(intervals: Iterable[Interval]) -> Intervals:
-    """The moments that are in any of the intervals, which may overlap and come in any order."""
+    """Unite intervals, which may overlap and come in any order, into sorted ones that do not touch."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if start >= end:
@@ -283,9 +284,9 @@ def merge(intervals: Iterable[Interval]) -> Intervals:
 
 
 def subtract(busy: Intervals, other: Intervals) -> Intervals:
-    """The moments of `busy` that are not in `other`; both are merged, and so is what comes out."""
+    """Remove `other` from `busy`. Both must be merged; the result is merged, too."""
     left: list[Interval] = []
-    first = 0  # the first of `other` that may still reach what follows
+    first = 0  # the first of `other` that may overlap with this or a later interval
     for start, end in busy:
         while first < len(other) and other[first][1] <= start:
             first += 1
@@ -301,5 +302,5 @@ def subtract(busy: Intervals, other: Intervals) -> Intervals:
 
 
 def total(intervals: Intervals) -> float:
-    """How long merged intervals are together."""
+    """The total length of merged intervals."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""Profiles some of a run's steps on rank 0 and writes `out/trace.json`, which `observe.timeline` reads."""
+"""Profiles some steps of a run on rank 0 and writes `out/trace.json`, which `observe.timeline` reads."""
 
 import json
 import os
@@ -19,24 +19,24 @@ from stretto.train.observe.progress import ProgressReporter
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import GROUP_MARK, STEP_MARK, TRACE_FILE, Timeline, read_timeline
 
-# Enough that each of the threads that gloo has for a group (two) gets some.
-SIGNS_OF_LIFE = 32
+# All-reduces that identify a group's gloo threads: enough that each of the two threads of a group runs some.
+PROBES = 32
 
 
 def steps_to_trace(start: int, end: int) -> range:
-    """Which of the steps after `start`, up to `end`, are traced: the fourth and fifth, by when a run goes its pace.
+    """Choose the steps to trace after `start`, up to `end`: the fourth and fifth, which are past the warm-up.
 
-    A shorter run's last two, or the last alone of one or two.
+    In a shorter run, the last two; of one or two steps, only the last.
     """
     steps = range(start + 1, end + 1)
     return steps[3:5] if len(steps) >= 5 else steps[-2:] if len(steps) >= 3 else steps[-1:]
 
 
 class StepTracer(AbstractContextManager["StepTracer"]):
-    """Profiles a run's `steps` on rank 0, and writes their trace into `file`; nothing where `steps` is empty.
+    """Profiles a run's `steps` on rank 0, and writes their trace to `file`. Does nothing if `steps` is empty.
 
-    Every rank of the grid has one, with the same steps. The steps' results are those without it. What it takes to
-    start and to write is left out of the steps' times. `timeline` is what was traced, once it is written, on rank 0.
+    Every rank of the grid has one, with the same steps. Tracing does not change the steps' results, and the time to
+    start and write it does not count as a step's. `timeline` is the trace's Timeline on rank 0, once it is written.
     Leaving the context by an exception writes nothing.
     """
 
@@ -50,7 +50,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """What runs inside is that step, and is profiled if it is one of those to trace."""
+        """Run a step in this context: it is profiled if it is one of the steps to trace."""
         if step not in self._steps:
             yield
             return
@@ -62,12 +62,12 @@ class StepTracer(AbstractContextManager["StepTracer"]):
                 self._wait_for_device()
 
     def end(self, step: int) -> None:
-        """The step has been recorded: write the trace if it was the last to trace."""
+        """Write the trace if `step`, which the recorder has, was the last one to trace."""
         if self._profiler is not None and step == self._steps[-1]:
             self.finish()
 
     def finish(self) -> None:
-        """Write what has been traced, also when the run ends before all of it was."""
+        """Write what has been traced, also if the run ends before the last step to trace."""
         if self._profiler is None:
             return
         self._recorder.flush()
@@ -75,7 +75,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
         profiler.stop()
         self._write(profiler)
         self.timeline = read_timeline(self._file)
-        self._reporter.say(_in_words(self.timeline))
+        self._reporter.print_message(_describe(self.timeline))
         self._recorder.restart_clock()
 
     def __exit__(
@@ -96,7 +96,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             with _quiet_profiler():
                 self._profiler.start()
         if self._grid.device.type == "cpu":
-            _show_threads(self._grid)
+            _identify_gloo_threads(self._grid)
         self._recorder.restart_clock()
 
     def _wait_for_device(self) -> None:
@@ -104,12 +104,12 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             torch.cuda.synchronize(self._grid.device)
 
     def _write(self, profiler: profile) -> None:
-        """The profiler's file, completed and moved into place whole."""
+        """Write the profiler's trace, add what `read_timeline` needs, and move it into place."""
         with tempfile.TemporaryDirectory(dir=self._file.parent, prefix=".trace-") as folder:
             path = Path(folder) / TRACE_FILE
             profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8"))
-            trace.pop("traceName", None)  # where the profiler wrote it
+            trace.pop("traceName", None)  # the temporary path
             trace["stretto"] = {
                 "groups": axes_of_groups(self._grid),
                 "rank": dist.get_rank(),
@@ -119,18 +119,22 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             os.replace(path, self._file)
 
 
-def _show_threads(grid: Grid) -> None:
-    """Let each axis communicate alone, under a mark: gloo has threads for each group, and the trace only their ids."""
+def _identify_gloo_threads(grid: Grid) -> None:
+    """Let each axis communicate alone, under a mark in the trace.
+
+    gloo has its own threads for each group, and the trace has only their ids: the mark tells which axis they work for.
+    """
     for axis in NAMES:
         if grid.size(axis) > 1:
             with record_function(GROUP_MARK + axis):
-                nothing = [torch.zeros(1) for _ in range(SIGNS_OF_LIFE)]
-                works = [dist.all_reduce(tensor, group=grid.group(axis), async_op=True) for tensor in nothing]
+                tensors = [torch.zeros(1) for _ in range(PROBES)]
+                works = [dist.all_reduce(tensor, group=grid.group(axis), async_op=True) for tensor in tensors]
                 for work in works:
                     work.wait()
 
 
-def _in_words(timeline: Timeline) -> str:
+def _describe(timeline: Timeline) -> str:
+    """Format a timeline as a line for the log."""
     first, last = timeline.steps[0].number, timeline.steps[-1].number
     which = f"steps {first} and {last}" if first != last else f"step {first}"
     exposed = [f"{axis} {seconds * 1e3:.1f}" for axis, seconds in timeline.exposed_by_axis.items() if seconds]
@@ -143,7 +147,7 @@ def _in_words(timeline: Timeline) -> str:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own messages off the screen: it reads how loud to be when it is first used."""
+    """Silence the profiler's own messages: it reads its log level when it is first used."""
     name = "KINETO_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ.setdefault(name, "99")
