@@ -593,9 +593,8 @@ def tune(folder):
     found = forward.find_tuned_config(LookupSize(2, 16, 1, 2, 2), offsets.device)
     other = forward.find_tuned_config(LookupSize(2, 16, 1, 4, 2), offsets.device)
     store = TuningStore()
-    store.add(
-        autotune._name_machine(offsets.device), {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]}
-    )
+    machine = autotune._autotuner(offsets.device).machine
+    store.add(machine, {"embedding x, 3/1/1/1/1/by_table": [1.0], "embedding y, z": [1.0]})
     autotune._load.cache_clear()
     again = forward.find_tuned_config(LookupSize(2, 16, 1, 2, 2), offsets.device)
     del os.environ["STRETTO_CACHE"]

@@ -3,8 +3,9 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import PROTOCOLS
 from stretto.collectives.verifier import verify
 from stretto.deprecated import alias
-from stretto.tuning import TuningStore, read_times
+from stretto.tuning import Autotuner, TimeKeys, TuningStore, read_times
 
 TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
 """Names the file of measured times that communicators read where they are given none."""
@@ -120,15 +121,21 @@ def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, choic
     return f"collective {collective} {dtype} {world_size} ranks {num_bytes} bytes by {choice.name}"
 
 
-class _Timed(NamedTuple):
-    """What a key of the store names, with its seconds."""
+class TimedCall(NamedTuple):
+    """A call of a collective whose choices were timed. num_bytes: of a rank's largest buffer."""
 
     collective: str
     dtype: str
     world_size: int
     num_bytes: int
-    choice: AlgorithmChoice
-    seconds: float
+
+
+_Times = Mapping[TimedCall, Mapping[AlgorithmChoice, float]]
+
+
+def time_keys(*, has_nvlink: bool) -> TimeKeys[TimedCall, AlgorithmChoice]:
+    """How a store names the seconds of a call's choices; those that are not safe on these links are refused."""
+    return TimeKeys(lambda call, choice: time_key(*call, choice), partial(_parse_key, has_nvlink=has_nvlink))
 
 
 @dataclass(frozen=True)
@@ -146,13 +153,8 @@ class Table:
     @classmethod
     def read(cls, machine: str, world_size: int, *, has_nvlink: bool, store: TuningStore | None = None) -> "Table":
         """What the store knows of this machine and number of ranks; whatever else it holds is left out."""
-        timed = []
-        for key, seconds in (store or TuningStore()).read(machine).items():
-            try:
-                timed.append(_parse(key, seconds, has_nvlink=has_nvlink))
-            except ValueError:  # measured by another version of Stretto, perhaps
-                continue
-        return cls(_find_fastest(one for one in timed if one.world_size == world_size), has_nvlink)
+        times = Autotuner(machine, time_keys(has_nvlink=has_nvlink), store).read()
+        return cls(_find_fastest(times, world_size), has_nvlink)
 
     @classmethod
     def load(cls, path: Path, machine: str, world_size: int, *, has_nvlink: bool) -> "Table":
@@ -166,19 +168,22 @@ class Table:
         if machine not in measured:
             others = "; ".join(measured) or "nothing"
             raise ValueError(f"{path} was measured on {others}, and this is {machine}: {remedy}")
-        timed = []
+        times: dict[TimedCall, dict[AlgorithmChoice, float]] = {}
         for key, seconds in measured[machine].items():
             if not key.startswith("collective "):
                 continue  # the store holds other measured choices too
             try:
-                timed.append(_parse(key, seconds, has_nvlink=has_nvlink))
+                call, choice = _parse_key(key, has_nvlink=has_nvlink)
+                if len(seconds) != 1:
+                    raise ValueError(f"a choice has one time, not {len(seconds)}")
             except ValueError as error:
                 raise ValueError(f"{path} has a row {key!r}: {error}") from error
-        sizes = sorted({one.world_size for one in timed})
+            times.setdefault(call, {})[choice] = seconds[0]
+        sizes = sorted({call.world_size for call in times})
         if world_size not in sizes:
             known = ", ".join(map(str, sizes)) or "no"
             raise ValueError(f"{path} was measured on {known} ranks, and this group has {world_size}: {remedy}")
-        rows = _find_fastest(one for one in timed if one.world_size == world_size)
+        rows = _find_fastest(times, world_size)
         try:
             for choice in {choice for row in rows.values() for _, choice in row}:
                 _require_runnable(choice, world_size)
@@ -210,19 +215,19 @@ def find_table_file(given: Path | str | None) -> Path | None:
     return Path(named) if named else None
 
 
-def _find_fastest(timed: Iterable[_Timed]) -> dict[tuple[str, str], tuple[tuple[int, AlgorithmChoice], ...]]:
-    """The library where nothing gains enough over it."""
-    best: dict[tuple[str, str], dict[int, tuple[float, AlgorithmChoice]]] = {}
-    for one in timed:
-        sizes = best.setdefault((one.collective, one.dtype), {})
-        seconds = one.seconds * (_GAIN if one.choice == LIBRARY else 1)
-        if one.num_bytes not in sizes or seconds < sizes[one.num_bytes][0]:
-            sizes[one.num_bytes] = seconds, one.choice
-    return {key: tuple((size, sizes[size][1]) for size in sorted(sizes)) for key, sizes in best.items()}
+def _find_fastest(times: _Times, world_size: int) -> dict[tuple[str, str], tuple[tuple[int, AlgorithmChoice], ...]]:
+    """The fastest choice at each size on so many ranks: the library where nothing gains enough over it."""
+    best: dict[tuple[str, str], dict[int, AlgorithmChoice]] = {}
+    for call, seconds in times.items():
+        if call.world_size == world_size:
+            counted = {choice: time * (_GAIN if choice == LIBRARY else 1) for choice, time in seconds.items()}
+            sizes = best.setdefault((call.collective, call.dtype), {})
+            sizes[call.num_bytes] = min(counted, key=counted.__getitem__)
+    return {key: tuple((size, sizes[size]) for size in sorted(sizes)) for key, sizes in best.items()}
 
 
-def _parse(key: str, seconds: Sequence[float], *, has_nvlink: bool) -> _Timed:
-    """ValueError with what is wrong with a row."""
+def _parse_key(key: str, *, has_nvlink: bool) -> tuple[TimedCall, AlgorithmChoice]:
+    """ValueError with what is wrong with a row's name."""
     match = _KEY.fullmatch(key)
     if match is None:
         raise ValueError("a row is `collective NAME DTYPE N ranks N bytes by WAY`")
@@ -233,9 +238,7 @@ def _parse(key: str, seconds: Sequence[float], *, has_nvlink: bool) -> _Timed:
         raise ValueError(f"there is no dtype {dtype!r}")
     if world_size < 1 or num_bytes < 1:
         raise ValueError("it has at least one rank and one byte")
-    if len(seconds) != 1:
-        raise ValueError(f"a choice has one time, not {len(seconds)}")
-    return _Timed(collective, dtype, world_size, num_bytes, _parse_choice(collective, match[5], has_nvlink), seconds[0])
+    return TimedCall(collective, dtype, world_size, num_bytes), _parse_choice(collective, match[5], has_nvlink)
 
 
 def _parse_choice(collective: str, name: str, has_nvlink: bool) -> AlgorithmChoice:

@@ -1,4 +1,4 @@
-"""Autotuner: times the candidates of a choice, keeps the times for this kind of machine, and chooses alike on all ranks.
+"""Autotuner: times the candidates of a choice, keeps the times for later runs, and chooses alike on all ranks.
 
 Every tuned choice (layouts of a GEMM, kernel configurations of operators and embeddings, algorithms of collectives)
 is made of these parts:
@@ -104,18 +104,18 @@ def decide_on_rank_0(
     decide: Callable[[], Decision], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Decision:
     """What `decide` returns on the group's rank 0, on all ranks; its ValueError is raised on all. Collective."""
-    found: list[Any] = [None, ""]
+    found: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            found[0] = decide()
+            found[0] = decide(), ""
         except ValueError as error:
-            found[1] = str(error)
+            found[0] = None, str(error)
     root = 0 if group is None else dist.get_global_rank(group, 0)
     dist.broadcast_object_list(found, src=root, group=group, device=device)
-    decision, refusal = found
+    decision, refusal = found[0]
     if refusal:
         raise ValueError(refusal)
-    return decision  # type: ignore[no-any-return]
+    return decision
 
 
 @dataclass(frozen=True)
@@ -157,5 +157,9 @@ class Autotuner(Generic[Problem, Choice]):
         """Add the times of several problems' choices to the store, on this rank alone."""
         self.store.add(
             self.machine,
-            {self.keys.name(problem, choice): [second] for problem, of in times.items() for choice, second in of.items()},
+            {
+                self.keys.name(problem, choice): [second]
+                for problem, of in times.items()
+                for choice, second in of.items()
+            },
         )

@@ -4,9 +4,8 @@ A BLAS library has kernels for row-major and for transposed operands, and they d
 a product: an operand is copied into the other layout, or the operands are swapped and the result transposed.
 """
 
+import functools
 import itertools
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.parallel.comm.collectives import all_reduce
-from stretto.tuning import TuningStore
+from stretto.tuning import TuningStore, machine_key, median_seconds, slowest_times, time_runs
 
 REPEATS = 5
 # A layout must take at most this part of the plain one's time to be chosen: the rest is noise of timing.
@@ -133,7 +131,7 @@ class MatmulTuner:
             return
         seen, self._seen = self._seen, None
         store = self.store or TuningStore()
-        machine = _machine(self.device)
+        machine = machine_key(self.device)
         known = store.read(machine)
         fresh: dict[str, Sequence[float]] = {}
         for product in seen.values():
@@ -142,11 +140,10 @@ class MatmulTuner:
                     _time(layout, product, self.device) for layout in GEMM_LAYOUTS
                 )
         places = sorted(seen)
-        times = torch.tensor([known[seen[p].key] for p in places], dtype=torch.float64, device=self.device)
-        all_reduce(times, self.world, dist.ReduceOp.MAX)
+        times = slowest_times([known[seen[place].key] for place in places], self.device, self.world)
         if fresh and dist.get_node_local_rank(0) == 0:  # by now every rank has read the store
             store.add(machine, fresh)
-        for place, row in zip(places, times.tolist(), strict=True):
+        for place, row in zip(places, times, strict=True):
             fastest = min(range(len(GEMM_LAYOUTS)), key=lambda number: row[number])
             self._chosen[place] = (seen[place], GEMM_LAYOUTS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
 
@@ -155,26 +152,7 @@ class MatmulTuner:
         return {place: layout for place, (_, layout) in self._chosen.items()}
 
 
-def _machine(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return f"{name}, torch {torch.__version__}"
-
-
 def _time(layout: GemmLayout, product: Product, device: torch.device) -> float:
     """The median seconds of one product."""
-    a, b = product.operands(device)
-    layout.multiply(a, b)
-    seconds = []
-    for _ in range(REPEATS):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            layout.multiply(a, b)
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            layout.multiply(a, b)
-            seconds.append(time.perf_counter() - began)
-    return max(statistics.median(seconds), 1e-9)
+    run = functools.partial(layout.multiply, *product.operands(device))
+    return median_seconds(time_runs(run, device, warmups=1, repeats=REPEATS))

@@ -19,7 +19,7 @@ from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, time_key
-from stretto.tuning import TuningStore
+from stretto.tuning import TuningStore, autotuner
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 MACHINE = "a GPU, NVLink"
@@ -45,9 +45,11 @@ def make(tmp_path, folder, monkeypatch):
             workspace.closes = 0
             workspace.close = lambda one=workspace: setattr(one, "closes", one.closes + 1)
             fakes = SimpleNamespace(
-                broadcast_object_list=broadcast, ProcessGroup=object, get_global_rank=lambda group, rank: rank
+                broadcast_object_list=broadcast,
+                get_rank=lambda group, rank=workspace.rank: rank,
+                get_global_rank=lambda group, rank: rank,
             )
-            monkeypatch.setattr(communicator, "dist", fakes)
+            monkeypatch.setattr(autotuner, "dist", fakes)
             monkeypatch.setattr(communicator, "CollectiveWorkspace", lambda group, timeout, one=workspace: one)
             try:
                 made.append(CudaCommunicator(**options))

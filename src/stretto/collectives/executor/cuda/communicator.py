@@ -17,7 +17,7 @@ from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, find_table_file
 from stretto.collectives.verifier import verify
-from stretto.memory import shared_gpus
+from stretto.tuning import decide_on_rank_0, machine_key
 
 Kernel = FusedScheduleKernel | CopyEngineExecutor
 
@@ -26,7 +26,7 @@ def machine_name(has_nvlink: bool) -> str:
     """What a table was measured on: the GPU, its links and the versions whose speed is in it; no machine's name."""
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
     links = "NVLink" if has_nvlink else "no NVLink"
-    return f"{torch.cuda.get_device_name()}, {links}, torch {torch.__version__}, NCCL {nccl}{shared_gpus.suffix()}"
+    return machine_key(torch.device("cuda", torch.cuda.current_device()), links=links, versions=(f"NCCL {nccl}",))
 
 
 class ResolvedCall(NamedTuple):
@@ -159,21 +159,14 @@ class CudaCommunicator:
     def _find_table(self, group: dist.ProcessGroup | None, path: Path | None) -> Table:
         """Rank 0's table on all ranks. ValueError on all where it cannot read the one that was named."""
         has_nvlink = self.workspace.has_nvlink
-        found: list[Table | str] = [""]
-        if self.workspace.rank == 0:
+
+        def read() -> Table:
             machine = machine_name(has_nvlink)
-            try:
-                if path is None:
-                    found = [Table.read(machine, self.world_size, has_nvlink=has_nvlink)]
-                else:
-                    found = [Table.load(path, machine, self.world_size, has_nvlink=has_nvlink)]
-            except ValueError as error:
-                found = [str(error)]
-        root = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(found, src=root, group=group, device=self.workspace.device)
-        if isinstance(found[0], str):
-            raise ValueError(found[0])
-        return found[0]
+            if path is None:
+                return Table.read(machine, self.world_size, has_nvlink=has_nvlink)
+            return Table.load(path, machine, self.world_size, has_nvlink=has_nvlink)
+
+        return decide_on_rank_0(read, self.workspace.device, group)
 
 
 def _name(dtype: torch.dtype) -> str:
