@@ -7,7 +7,7 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
     3. dispatcher.py       `Dispatcher.__call__` decides what runs the call, counts it, and logs it at debug level
          calls.py            describes the call (`BackendCall`), and tells whether any schedule could run it
          debug_check.py      with STRETTO_DEBUG=1: compares the call on all ranks first
-    4a. a schedule: installed by the user, or on GPUs the fastest measured one
+    4a. a schedule: installed by the user, or on GPUs the fastest known one
          runner.py           the interface `Runner`, one for each device type
          host_runner.py      CPU: a worker thread of the group (agreement.py: all ranks call the same), shared memory
          cuda_runner.py      GPU: kernels on the current stream

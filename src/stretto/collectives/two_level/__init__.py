@@ -1,9 +1,11 @@
 """Hierarchical collectives: one phase between nodes and one inside them, over torch.distributed's groups.
 
-```python from stretto.collectives.two_level import TwoLevelGroup
+from stretto.collectives.two_level import TwoLevelGroup
 
-two_level = TwoLevelGroup()  # finds from the hosts which ranks share a node two_level.all_gather(output, input) work =
-two_level.all_reduce(gradients, "avg", async_op=True) work.wait() ```
+two_level = TwoLevelGroup()  # finds from the hosts which ranks share a node
+two_level.all_gather(output, input)
+work = two_level.all_reduce(gradients, "avg", async_op=True)
+work.wait()
 
 The groups, for three nodes of two ranks (a rank is at a *place* of its *node*):
 

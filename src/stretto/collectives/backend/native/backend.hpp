@@ -100,60 +100,61 @@ class StrettoBackend : public Backend {
   // ------------------------------------------------------------------------ calls that a schedule may run
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    auto work = ask("broadcast", tensors, tensors, "", opts.rootRank, opts.timeout, note_of_root(opts.rootTensor));
+    const char* note = note_of_root(opts.rootTensor);
+    auto work = start_schedule("broadcast", tensors, tensors, "", opts.rootRank, opts.timeout, note);
     return work ? work : inner_of(tensors)->broadcast(tensors, opts);
   }
 
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    auto work = ask("allreduce", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("allreduce", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
     return work ? work : inner_of(tensors)->allreduce(tensors, opts);
   }
 
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
-    auto work = ask("allreduce_coalesced", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("allreduce_coalesced", tensors, tensors, name_of(opts.reduceOp), 0, opts.timeout);
     return work ? work : inner_of(tensors)->allreduce_coalesced(tensors, opts);
   }
 
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     const char* note = note_of_root(opts.rootTensor);
-    auto work = ask("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts.timeout, note);
+    auto work = start_schedule("reduce", tensors, tensors, name_of(opts.reduceOp), opts.rootRank, opts.timeout, note);
     return work ? work : inner_of(tensors)->reduce(tensors, opts);
   }
 
   intrusive_ptr<Work> allgather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto work = ask("allgather", first_of(outputs), inputs, "", 0, opts.timeout);
+    auto work = start_schedule("allgather", first_of(outputs), inputs, "", 0, opts.timeout);
     return work ? work : inner_of(inputs)->allgather(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> _allgather_base(
       at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    auto work = ask("_allgather_base", {output}, {input}, "", 0, opts.timeout);
+    auto work = start_schedule("_allgather_base", {output}, {input}, "", 0, opts.timeout);
     return work ? work : inner_of({input})->_allgather_base(output, input, opts);
   }
 
   intrusive_ptr<Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto work = ask("allgather_into_tensor_coalesced", outputs, inputs, "", 0, opts.timeout);
+    auto work = start_schedule("allgather_into_tensor_coalesced", outputs, inputs, "", 0, opts.timeout);
     return work ? work : inner_of(inputs)->allgather_into_tensor_coalesced(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
-    auto work = ask("reduce_scatter", outputs, first_of(inputs), name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("reduce_scatter", outputs, first_of(inputs), name_of(opts.reduceOp), 0, opts.timeout);
     return work ? work : inner_of(outputs)->reduce_scatter(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
-    auto work = ask("_reduce_scatter_base", {output}, {input}, name_of(opts.reduceOp), 0, opts.timeout);
+    auto work = start_schedule("_reduce_scatter_base", {output}, {input}, name_of(opts.reduceOp), 0, opts.timeout);
     return work ? work : inner_of({input})->_reduce_scatter_base(output, input, opts);
   }
 
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto work =
-        ask("reduce_scatter_tensor_coalesced", outputs, inputs, name_of(opts.reduceOp), 0, opts.timeout);
+        start_schedule("reduce_scatter_tensor_coalesced", outputs, inputs, name_of(opts.reduceOp), 0, opts.timeout);
     return work ? work : inner_of(inputs)->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   }
 
@@ -166,59 +167,59 @@ class StrettoBackend : public Backend {
     const char* note = output_sizes.empty() && input_sizes.empty() ? ""
         : is_even(output_sizes) && is_even(input_sizes)            ? "even sizes"
                                                                    : "uneven sizes";
-    auto work = ask("alltoall_base", {output}, {input}, "", 0, opts.timeout, note);
+    auto work = start_schedule("alltoall_base", {output}, {input}, "", 0, opts.timeout, note);
     return work ? work : inner_of({input})->alltoall_base(output, input, output_sizes, input_sizes, opts);
   }
 
   intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
     const char* note = is_even(sizes_of(outputs)) && is_even(sizes_of(inputs)) ? "even sizes" : "uneven sizes";
-    auto work = ask("alltoall", outputs, inputs, "", 0, opts.timeout, note);
+    auto work = start_schedule("alltoall", outputs, inputs, "", 0, opts.timeout, note);
     return work ? work : inner_of(inputs)->alltoall(outputs, inputs, opts);
   }
 
-  // ------------------------------------------------------------------------ calls that inner backends run, counted here
+  // ------------------------------------------------------------------------ calls that inner backends run
 
   intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    tell("allreduce_sparse", tensors);
+    count_collective("allreduce_sparse", tensors);
     return inner_of(tensors)->allreduce_sparse(tensors, opts);
   }
 
   intrusive_ptr<Work> allgather_coalesced(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    tell("allgather_coalesced", inputs);
+    count_collective("allgather_coalesced", inputs);
     return inner_of(inputs)->allgather_coalesced(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> gather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    tell("gather", inputs);
+    count_collective("gather", inputs);
     return inner_of(inputs)->gather(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
-    tell("scatter", outputs);
+    count_collective("scatter", outputs);
     return inner_of(outputs)->scatter(outputs, inputs, opts);
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
-    tell_of_some("send", tensors);
+    count_message("send", tensors);
     return inner_of(tensors)->send(tensors, to, tag);
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
-    tell_of_some("recv", tensors);
+    count_message("recv", tensors);
     return inner_of(tensors)->recv(tensors, from, tag);
   }
 
   intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
-    tell_of_some("recv_anysource", tensors);
+    count_message("recv_anysource", tensors);
     return inner_of(tensors)->recvAnysource(tensors, tag);
   }
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     const bool on_gpu = cuda_ && (!opts.device_ids.empty() || (opts.device && opts.device->is_cuda()));
-    ask("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
+    start_schedule("barrier", {}, {}, "", 0, opts.timeout, on_gpu ? "cuda" : "");
     if (cuda_ && !on_gpu && !opts.asyncOp) {
       warm_up_nccl_if_ready();
     }
@@ -227,7 +228,7 @@ class StrettoBackend : public Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_for_all) override {
-    tell_of_some("monitored_barrier", {});
+    count_message("monitored_barrier", {});
     cpu_->monitoredBarrier(opts, wait_for_all);
   }
 
@@ -376,7 +377,8 @@ class StrettoBackend : public Backend {
     }
   }
 
-  intrusive_ptr<Work> ask(
+  // The Work of a schedule that runs the call, or null: the inner backend is to run it.
+  intrusive_ptr<Work> start_schedule(
       const char* operation,
       const Tensors& outputs,
       const Tensors& inputs,
@@ -385,10 +387,10 @@ class StrettoBackend : public Backend {
       Milliseconds timeout,
       const char* note = "") {
     ++sequence_number_;
-    return consult(operation, outputs, inputs, reduction, root, timeout, note);
+    return call_dispatcher(operation, outputs, inputs, reduction, root, timeout, note);
   }
 
-  intrusive_ptr<Work> consult(
+  intrusive_ptr<Work> call_dispatcher(
       const char* operation,
       const Tensors& outputs,
       const Tensors& inputs,
@@ -398,17 +400,19 @@ class StrettoBackend : public Backend {
       const char* note) {
     const auto limit = timeout.count() > 0 ? timeout : options_->timeout;
     py::gil_scoped_acquire gil;
-    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), coalescing_ ? "coalescing" : note);
+    const char* sent_note = coalescing_ ? "coalescing" : note;
+    auto answer = dispatch_.get()(operation, outputs, inputs, reduction, root, limit.count(), sent_note);
     return answer.is_none() ? nullptr : answer.cast<intrusive_ptr<Work>>();
   }
 
-  void tell(const char* operation, const Tensors& tensors) {
-    ask(operation, tensors, tensors, "", 0, Milliseconds(0));
+  // For collectives that the inner backend always runs: the dispatcher counts and logs them.
+  void count_collective(const char* operation, const Tensors& tensors) {
+    start_schedule(operation, tensors, tensors, "", 0, Milliseconds(0));
   }
 
-  // For operations that not all ranks of the group call.
-  void tell_of_some(const char* operation, const Tensors& tensors) {
-    consult(operation, tensors, tensors, "", 0, Milliseconds(0), "");
+  // For messages and other operations that not all ranks of the group call: they have no sequence number.
+  void count_message(const char* operation, const Tensors& tensors) {
+    call_dispatcher(operation, tensors, tensors, "", 0, Milliseconds(0), "");
   }
 
   // gloo's barrier waits for gloo's earlier calls; this also waits for earlier schedules, which gloo does not know.
@@ -432,8 +436,8 @@ class StrettoBackend : public Backend {
 
   intrusive_ptr<Backend> cpu_;
   intrusive_ptr<Backend> cuda_;
-  Kept dispatch_;
-  Kept split_;
+  OwnedPyObject dispatch_;
+  OwnedPyObject split_;
   intrusive_ptr<StrettoOptions> options_;
   std::atomic<uint64_t> sequence_number_{0};
   bool coalescing_ = false;

@@ -21,12 +21,12 @@ namespace stretto {
 namespace py = pybind11;
 
 // A Python object that any thread may drop, even after the interpreter has ended.
-class Kept {
+class OwnedPyObject {
  public:
-  explicit Kept(py::object object = py::none()) : object_(std::move(object)) {}
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
-  ~Kept() {
+  explicit OwnedPyObject(py::object object = py::none()) : object_(std::move(object)) {}
+  OwnedPyObject(const OwnedPyObject&) = delete;
+  OwnedPyObject& operator=(const OwnedPyObject&) = delete;
+  ~OwnedPyObject() {
     if (!Py_IsInitialized()) {
       object_.release();
       return;
@@ -74,7 +74,7 @@ class ScheduledWork : public c10d::Work {
   void fail(py::object error) {
     auto text = py::str(py::type::of(error).attr("__name__")).cast<std::string>() + ": " +
         py::str(error).cast<std::string>();
-    error_ = std::make_unique<Kept>(std::move(error));
+    error_ = std::make_unique<OwnedPyObject>(std::move(error));
     py::gil_scoped_release release;
     finish(std::make_exception_ptr(std::runtime_error(text)));
     complete_future();
@@ -162,13 +162,13 @@ class ScheduledWork : public c10d::Work {
 
   std::string operation_;
   std::vector<at::Tensor> outputs_;
-  std::unique_ptr<Kept> error_;
+  std::unique_ptr<OwnedPyObject> error_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// A call whose kernels have been enqueued on the current stream. As with NCCL, `wait` makes the caller's stream wait, not
-// the host, and the Work is completed once the GPU has run the kernels.
+// A call whose kernels have been enqueued on the current stream. As with NCCL, `wait` makes the caller's stream wait,
+// not the host, and the Work is completed once the GPU has run the kernels.
 class EnqueuedWork : public c10d::Work {
  public:
   EnqueuedWork(int rank, const std::string& operation, std::vector<at::Tensor> outputs)
