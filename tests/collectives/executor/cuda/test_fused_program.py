@@ -141,5 +141,5 @@ def test_a_send_is_not_held_up_by_what_its_rank_receives_before_it_in_the_progra
 
 @pytest.mark.exhaustive
 def test_a_program_that_is_too_long_for_a_thread_is_refused():
-    with pytest.raises(ValueError, match="operations a lane: one thread takes up to 4096"):
+    with pytest.raises(ValueError, match="operations on each element: one thread takes up to 4096"):
         lower_to_fused_program(ALGORITHMS["direct-all-to-all"].compile(ranks=8, instances=256), in_place=False)

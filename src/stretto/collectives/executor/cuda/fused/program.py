@@ -1,15 +1,34 @@
-"""A schedule as straight-line code for one lane, the form in which one kernel runs it without thread blocks.
+"""Lowers a schedule to straight-line code for one thread: the form in which a fused kernel runs it.
 
-Chunks of one size are copied and added element by element, so lane i of every chunk depends on lane i of other chunks
-alone. One thread can therefore run all of a rank's steps for its own lanes, with no wait for another thread block: what
-MSCCLang (section 6) orders by semaphores is plain program order here, and only messages are waited for.
+All chunks have one size and are copied and reduced element by element, so element i of a chunk depends on element i of
+other chunks alone. One thread therefore runs all of a rank's steps on its own elements and waits for no other thread
+block: the order that MSCCLang (section 6) enforces with semaphores is program order here, and only messages from other
+ranks have to be awaited.
 
-Steps fall into levels by the messages that lie before them: level 0 needs none, level n one that was sent in level
-n - 1. Ranks go through the levels in order, so a receive waits only for sends of an earlier level, and nobody waits for
-ever. Every message has a mailbox of its own, so there are no slots to wait for either.
+Operations fall into levels by the messages that they need: level 0 needs none, level n one that was sent in level
+n - 1. All ranks go through the levels in order, so a receive waits only for sends of an earlier level, and no wait can
+last for ever. Every message has a mailbox of its own, so no send waits for a free slot. Two-shot all-reduce, 2 ranks:
+
+               level 0             level 1                          level 2
+             |                   |                                |
+    rank 0   | v0 = in[1]        | v1 = mailbox 0   (from rank 1) | v4 = mailbox 1   (from rank 1)
+             | v0 -> rank 1's 0  | v3 = in[0] + v1                | out[1] = v4
+             |        \\         /| v3 -> rank 1's 1   \\           /|
+             |         \\       / | out[0] = v3         \\         / |
+             |          \\     /  |                      \\       /  |
+             |           `---'   |                       `-----'  |
+    rank 1   |  (the mirror image: it sends its half of in, adds rank 0's half, sends the sum)
+
+The passes are functions over one immutable list of operations, in an order in which all ranks can execute them:
+
+    schedule --_trace--> operations --_sum_inputs--> which input chunks each value is the sum of
+                                    --_find_levels--> the level in which each value is there
+                                    --_all_meet--> whether the messages alone keep calls apart
+                                    --_find_sent_sums, _replicas_agree--> which sums are rounded
+                                    --_assemble--> one rank's program, level by level
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +38,7 @@ from stretto.collectives.schedule import Schedule, Step, StepType
 from stretto.collectives.verifier.graph import build_graph, linear_order
 
 MAX_OPERATIONS = 4096
-"""Of a rank: beyond it the code of one thread is longer than an instruction cache, and its registers run out."""
+"""The most operations of a rank: beyond it a thread's code outgrows an instruction cache, and its registers run out."""
 
 
 class ChunkPlace(NamedTuple):
@@ -30,14 +49,14 @@ class ChunkPlace(NamedTuple):
 
 
 class LoadChunk(NamedTuple):
-    """`value` is what `place` holds before the collective."""
+    """`value` is the content of `place` before the collective."""
 
     value: int
     place: ChunkPlace
 
 
 class ReceiveChunk(NamedTuple):
-    """`value` is what comes into this rank's mailbox `message` from `peer`."""
+    """`value` arrives from `peer` in this rank's mailbox `message`."""
 
     value: int
     message: int
@@ -57,7 +76,7 @@ class StoreChunk(NamedTuple):
     """`place` holds `value` after the collective.
 
     is_whole: whether `place` holds all of the value for every size of tensors. It does not where a chunk goes to a
-    place further behind in a block, which is shorter where the elements do not divide evenly (see `layout`).
+    place further behind in a block, which is shorter where the elements do not divide evenly (see `executor.layout`).
     """
 
     value: int
@@ -75,7 +94,7 @@ class SendChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """What a lane does once the messages before it have come, in this order."""
+    """What a thread does once the messages before it have arrived, in this order."""
 
     receives: tuple[ReceiveChunk, ...]
     loads: tuple[LoadChunk, ...]
@@ -85,16 +104,16 @@ class Level:
 
     @property
     def operations(self) -> int:
-        """How many operations a lane does in it."""
+        """The number of operations in it."""
         return len(self.receives) + len(self.loads) + len(self.reduces) + len(self.sends) + len(self.stores)
 
 
 @dataclass(frozen=True)
 class FusedRankProgram:
-    """What one rank does with a lane.
+    """What one rank's threads execute.
 
-    mailboxes: how many messages come; rounded: the sums that are rounded to the dtype before they are used again,
-    those that travel or all; the others stay in fp32 until they are stored.
+    mailboxes: the number of messages that it receives; rounded: the sums that are rounded to the dtype before they are
+    used again, either those that are sent or all; the others stay in fp32 until they are stored.
     """
 
     rank: int
@@ -105,7 +124,7 @@ class FusedRankProgram:
 
 @dataclass(frozen=True)
 class FusedProgram:
-    """All ranks' lane programs. meets: whether no rank can end before all have begun, by the messages alone."""
+    """All ranks' programs. meets: whether, by the messages alone, no rank can end before all have begun."""
 
     collective: Collective
     ranks: tuple[FusedRankProgram, ...]
@@ -113,7 +132,7 @@ class FusedProgram:
 
     @property
     def mailboxes(self) -> int:
-        """Those of the rank that has most."""
+        """The most mailboxes of any rank."""
         return max(program.mailboxes for program in self.ranks)
 
     @property
@@ -123,212 +142,337 @@ class FusedProgram:
 
 
 def lower_to_fused_program(schedule: Schedule, *, in_place: bool) -> FusedProgram:
-    """Lower a verified schedule, as it is called. ValueError for one that cannot run, or is too long for one thread."""
+    """Lower a verified schedule, in place or not. Raises ValueError if it cannot run or is too long for one thread."""
+    collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
+    trace = _trace(schedule, collective)
+    inputs = _sum_inputs(trace, collective)
+    levels = _find_levels(trace)
+    sent_sums = _find_sent_sums(trace)
+    rounds_all = collective.replicated and not _replicas_agree(trace, sent_sums)
+    return FusedProgram(
+        collective,
+        tuple(
+            _assemble(schedule.name, collective, rank, trace, inputs, levels, None if rounds_all else sent_sums)
+            for rank in range(collective.ranks)
+        ),
+        _all_meet(trace, levels, collective.ranks),
+    )
+
+
+Value = tuple[int, int]
+"""A value, by its rank and its number there: each rank numbers the values that it obtains, in order."""
+
+
+class _Operation(NamedTuple):
+    """An operation of a rank."""
+
+    rank: int
+    what: LoadChunk | ReceiveChunk | ReduceChunks | SendChunk
+
+    @property
+    def value(self) -> Value:
+        """The value that it makes, or sends."""
+        return self.rank, self.what.value
+
+
+class _Trace(NamedTuple):
+    """What a schedule does, as values.
+
+    operations: of all ranks, in an order in which they can be executed; a value is made once, before its uses. senders:
+    the value that each (rank, message) brings. names: for each loaded value, its input chunk, or its place where that
+    is none. outputs: by rank, the values that its output chunks hold in the end, -1 where nothing was written.
+    """
+
+    operations: tuple[_Operation, ...]
+    senders: Mapping[tuple[int, int], Value]
+    names: Mapping[Value, tuple[Any, ...]]
+    outputs: tuple[tuple[int, ...], ...]
+
+
+def _trace(schedule: Schedule, collective: Collective) -> _Trace:
+    """Execute a schedule's steps on numbers of values: copies through scratch memory disappear."""
     errors: list[str] = []
     graph = build_graph(schedule, errors)
     order, left = linear_order(graph)
     if errors or left:
         raise ValueError(f"{schedule.name} cannot run: {errors[0] if errors else 'it deadlocks'}")
-    collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
-    made: list[_ValueOrigin] = []
-    makers = [_RankLowering(rank, schedule, collective, made) for rank in range(collective.ranks)]
-    posted: dict[int, list[_Message]] = {}
+    tracer = _Tracer(collective)
+    for rank, program in enumerate(schedule.ranks):
+        for source, destination in program.copies:
+            value = tracer.read(rank, Buffer.IN, source)
+            tracer.write(rank, Buffer.OUT, destination, value)
+    in_flight: dict[int, list[int]] = {}  # by the number of the sending step: its messages
     for number in order:
-        step, rank = graph.steps[number], graph.places[number][0]
+        step, (rank, block, _) = graph.steps[number], graph.places[number]
         if step.type is StepType.NOP:
             continue
-        block = schedule.ranks[rank].thread_blocks[graph.places[number][1]]
-        values = makers[rank].run(step, posted.pop(graph.sender[number], None) if step.type.receives else None)
+        messages = in_flight.pop(graph.sender[number], None) if step.type.receives else None
+        values = tracer.execute(rank, step, messages)
         if step.type.sends:
-            assert block.send_peer is not None
-            posted[number] = makers[rank].post(values, makers[block.send_peer])
-    rounds_all = collective.replicated and not _replicas_agree(makers, made)
-    meets = all(len(maker.entered()) == collective.ranks for maker in makers)
-    return FusedProgram(collective, tuple(maker.finish(rounds_all) for maker in makers), meets)
+            peer = schedule.ranks[rank].thread_blocks[block].send_peer
+            assert peer is not None
+            in_flight[number] = [tracer.send(rank, value, peer) for value in values]
+    return tracer.finish()
 
 
-class _Message(NamedTuple):
-    """A chunk on its way: its mailbox, what it is, the level in which it comes, and who has entered before it."""
+class _Tracer:
+    """What the ranks hold while a schedule is traced, and the operations so far."""
 
-    mailbox: int
-    sender: int
-    value: int
-    inputs: frozenset[tuple[int, int]]
-    level: int
-    entered: frozenset[int]
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._operations: list[_Operation] = []
+        self._senders: dict[tuple[int, int], Value] = {}
+        self._names: dict[Value, tuple[Any, ...]] = {}
+        self._held: list[dict[ChunkPlace, int]] = [{} for _ in range(collective.ranks)]
+        self._values = [0] * collective.ranks
+        self._mailboxes = [0] * collective.ranks
+        self._inputs = [
+            {self._place(rank, Buffer.IN, index): (rank, index) for index in range(collective.input_chunks)}
+            for rank in range(collective.ranks)
+        ]
 
-
-class _ValueOrigin(NamedTuple):
-    """How a rank got a value: from values that (rank, value) names, or from nothing but `name`."""
-
-    rank: int
-    value: int
-    parts: tuple[tuple[int, int], ...]
-    name: object = None
-
-
-class _RankLowering:
-    """Makes one rank's program by running its steps on names of values instead of numbers."""
-
-    def __init__(self, rank: int, schedule: Schedule, collective: Collective, made: list[_ValueOrigin]) -> None:
-        self.rank = rank
-        self.name = schedule.name
-        self.collective = collective
-        self._entered_by: dict[int, set[int]] = {}
-        self.mailboxes = 0
-        self.sums_sent: set[int] = set()
-        self._made = made
-        self._held: dict[ChunkPlace, int] = {}
-        self._levels: list[int] = []
-        self._inputs: list[frozenset[tuple[int, int]]] = []
-        self._loads: dict[int, ChunkPlace] = {}
-        self._receives: list[ReceiveChunk] = []
-        self._reduces: dict[int, ReduceChunks] = {}
-        self._sends: list[SendChunk] = []
-        self._names = {self._place(Buffer.IN, index): (rank, index) for index in range(collective.input_chunks)}
-        for source, destination in schedule.ranks[rank].copies:
-            self._held[self._place(Buffer.OUT, destination)] = self._read(self._place(Buffer.IN, source))
-
-    def run(self, step: Step, received: list[_Message] | None) -> list[int]:
-        """Do a step; returns the values that it made or read, a chunk each."""
+    def execute(self, rank: int, step: Step, messages: list[int] | None) -> list[int]:
+        """Execute a step; returns the values that it made or read, one for each chunk."""
         values = []
         for at in range(step.size):
-            value = -1 if received is None else self._receive(received[at])
+            value = -1 if messages is None else self._receive(rank, messages[at])
             if step.type.reads_source:
-                source = self._read(self._place(step.source_buffer, step.source + at))
+                source = self.read(rank, step.source_buffer, step.source + at)
                 if step.type is StepType.REDUCE:
-                    value = self._read(self._place(step.destination_buffer, step.destination + at))
-                value = self._reduce(value, source) if step.type.reduces else source
+                    value = self.read(rank, step.destination_buffer, step.destination + at)
+                value = self._reduce(rank, value, source) if step.type.reduces else source
             values.append(value)
         if step.type.writes_destination:
             for at, value in enumerate(values):
-                self._held[self._place(step.destination_buffer, step.destination + at)] = value
+                self.write(rank, step.destination_buffer, step.destination + at, value)
         return values
 
-    def post(self, values: Sequence[int], receiver: "_RankLowering") -> list[_Message]:
-        """SendChunk values to another rank, each into the next of its mailboxes."""
-        messages = []
-        for value in values:
-            self._sends.append(SendChunk(value, receiver.rank, receiver.mailboxes))
-            if value in self._reduces:
-                self.sums_sent.add(value)
-            level = self._levels[value]
-            entered = frozenset(self.entered(level))
-            messages.append(_Message(receiver.mailboxes, self.rank, value, self._inputs[value], level + 1, entered))
-            receiver.mailboxes += 1
-        return messages
+    def read(self, rank: int, buffer: Buffer, chunk: int) -> int:
+        """The value that a chunk holds: what it held before the collective if nothing was written yet."""
+        place = self._place(rank, buffer, chunk)
+        if place not in self._held[rank]:
+            value = self._new_value(rank)
+            self._operations.append(_Operation(rank, LoadChunk(value, place)))
+            self._names[rank, value] = self._inputs[rank].get(place) or (rank, place)
+            self._held[rank][place] = value
+        return self._held[rank][place]
 
-    def entered(self, level: int | None = None) -> set[int]:
-        """The ranks that have begun for certain once this one is in that level (None: at its end).
+    def write(self, rank: int, buffer: Buffer, chunk: int, value: int) -> None:
+        """Have a chunk hold a value."""
+        self._held[rank][self._place(rank, buffer, chunk)] = value
 
-        A send of a level is not held up by messages of later levels, even where the schedule's step was.
-        """
-        before = [ranks for at, ranks in self._entered_by.items() if level is None or at <= level]
-        return {self.rank}.union(*before)
+    def send(self, rank: int, value: int, peer: int) -> int:
+        """Send a value to the next mailbox of a peer; returns the message's number there."""
+        message = self._mailboxes[peer]
+        self._mailboxes[peer] += 1
+        self._operations.append(_Operation(rank, SendChunk(value, peer, message)))
+        self._senders[peer, message] = rank, value
+        return message
 
-    def outputs(self) -> list[int]:
-        """For each output chunk the value that it holds in the end, -1 where nobody wrote it."""
-        return [self._held.get(self._place(Buffer.OUT, index), -1) for index in range(self.collective.output_chunks)]
+    def finish(self) -> _Trace:
+        """The trace, once all steps were executed."""
+        outputs = tuple(
+            tuple(held.get(self._place(rank, Buffer.OUT, index), -1) for index in range(self._collective.output_chunks))
+            for rank, held in enumerate(self._held)
+        )
+        return _Trace(tuple(self._operations), self._senders, self._names, outputs)
 
-    def finish(self, rounds_all: bool) -> FusedRankProgram:
-        """The program; rounds_all: whether all sums are rounded, not only those that travel."""
-        copied = [
-            StoreChunk(value, self._place(Buffer.OUT, index), self._fits(value, index))
-            for index, value in enumerate(self.outputs())
-            if value >= 0 and self._loads.get(value) != self._place(Buffer.OUT, index)
-        ]
-        first = self._first_reads({store.value for store in copied})
-        # A chunk is read into a register before another is written over it.
-        stores = [(max(self._levels[store.value], first.get(store.place, 0)), store) for store in copied]
-        count = max((*self._levels, *(level for level, _ in stores)), default=0) + 1
-        kinds: list[list[list[Any]]] = [[[] for _ in range(5)] for _ in range(count)]
-        for receive in self._receives:
-            kinds[self._levels[receive.value]][0].append(receive)
-        for value, place in self._loads.items():
-            if place in first:
-                kinds[first[place]][1].append(LoadChunk(value, place))
-        for reduce in self._reduces.values():
-            kinds[self._levels[reduce.value]][2].append(reduce)
-        for send in self._sends:
-            kinds[self._levels[send.value]][3].append(send)
-        for level, store in stores:
-            kinds[level][4].append(store)
-        levels = tuple(Level(*(tuple(kind) for kind in level)) for level in kinds)
-        operations = sum(level.operations for level in levels)
-        if operations > MAX_OPERATIONS:
-            raise ValueError(
-                f"rank {self.rank} of {self.name} does {operations} operations a lane: one thread takes up to "
-                f"{MAX_OPERATIONS}"
-            )
-        rounded = set(self._reduces) if rounds_all else self.sums_sent
-        return FusedRankProgram(self.rank, levels, self.mailboxes, frozenset(rounded))
-
-    def _fits(self, value: int, index: int) -> bool:
-        """Whether an output chunk's place is as long as the value, for every size: chunks get shorter along a block."""
-        chunks = count_block_chunks(self.collective)
-        return all(given % chunks >= index % chunks for _, given in self._inputs[value])
-
-    def _first_reads(self, copied: set[int]) -> dict[ChunkPlace, int]:
-        """The level in which a chunk's first content is first used, for each that is used at all."""
-        first: dict[ChunkPlace, int] = {}
-        used = [(side, self._levels[reduce.value]) for reduce in self._reduces.values() for side in reduce[1:3]]
-        used += [(send.value, self._levels[send.value]) for send in self._sends]
-        used += [(value, 0) for value in copied]
-        for value, level in used:
-            if value in self._loads:
-                place = self._loads[value]
-                first[place] = min(first.get(place, level), level)
-        return first
-
-    def _place(self, buffer: Buffer, chunk: int) -> ChunkPlace:
-        return ChunkPlace(*self.collective.place(self.rank, buffer, chunk))
-
-    def _read(self, place: ChunkPlace) -> int:
-        if place not in self._held:
-            name = self._names.get(place)
-            value = self._value(0, frozenset() if name is None else frozenset((name,)))
-            self._made.append(_ValueOrigin(self.rank, value, (), name or (self.rank, place)))
-            self._loads[value] = place
-            self._held[place] = value
-        return self._held[place]
-
-    def _receive(self, message: _Message) -> int:
-        self._entered_by.setdefault(message.level, set()).update(message.entered)
-        value = self._value(message.level, message.inputs)
-        self._made.append(_ValueOrigin(self.rank, value, ((message.sender, message.value),)))
-        self._receives.append(ReceiveChunk(value, message.mailbox, message.sender))
+    def _receive(self, rank: int, message: int) -> int:
+        value = self._new_value(rank)
+        sender, _ = self._senders[rank, message]
+        self._operations.append(_Operation(rank, ReceiveChunk(value, message, sender)))
         return value
 
-    def _reduce(self, left: int, right: int) -> int:
-        inputs = self._inputs[left] | self._inputs[right]
-        value = self._value(max(self._levels[left], self._levels[right]), inputs)
-        self._made.append(_ValueOrigin(self.rank, value, ((self.rank, left), (self.rank, right))))
-        ranks, indices = {rank for rank, _ in inputs}, {index for _, index in inputs}
-        completes = len(ranks) == len(inputs) == self.collective.ranks and len(indices) == 1
-        self._reduces[value] = ReduceChunks(value, left, right, completes)
+    def _reduce(self, rank: int, left: int, right: int) -> int:
+        value = self._new_value(rank)
+        self._operations.append(_Operation(rank, ReduceChunks(value, left, right, completes=False)))
         return value
 
-    def _value(self, level: int, inputs: frozenset[tuple[int, int]]) -> int:
-        self._levels.append(level)
-        self._inputs.append(inputs)
-        return len(self._levels) - 1
+    def _new_value(self, rank: int) -> int:
+        self._values[rank] += 1
+        return self._values[rank] - 1
+
+    def _place(self, rank: int, buffer: Buffer, chunk: int) -> ChunkPlace:
+        return ChunkPlace(*self._collective.place(rank, buffer, chunk))
 
 
-def _replicas_agree(makers: Sequence[_RankLowering], made: Sequence[_ValueOrigin]) -> bool:
+Inputs = Mapping[Value, frozenset[tuple[int, int]]]
+"""The input chunks (rank, index) that each value is the sum of."""
+
+
+def _sum_inputs(trace: _Trace, collective: Collective) -> Inputs:
+    """The input chunks that each value is the sum of; none for memory that the collective promises nothing about."""
+    found: dict[Value, frozenset[tuple[int, int]]] = {}
+    for operation in trace.operations:
+        rank, what = operation
+        match what:
+            case LoadChunk(value, place):
+                name = trace.names[rank, value]
+                found[rank, value] = frozenset() if name == (rank, place) else frozenset((name,))
+            case ReceiveChunk(value, message):
+                found[rank, value] = found[trace.senders[rank, message]]
+            case ReduceChunks(value, left, right):
+                found[rank, value] = found[rank, left] | found[rank, right]
+    return found
+
+
+def _find_levels(trace: _Trace) -> dict[Value, int]:
+    """The level in which each value is there: the most messages, one upon another, that it has come by."""
+    found: dict[Value, int] = {}
+    for rank, what in trace.operations:
+        match what:
+            case LoadChunk(value):
+                found[rank, value] = 0
+            case ReceiveChunk(value, message):
+                found[rank, value] = found[trace.senders[rank, message]] + 1
+            case ReduceChunks(value, left, right):
+                found[rank, value] = max(found[rank, left], found[rank, right])
+    return found
+
+
+def _all_meet(trace: _Trace, levels: Mapping[Value, int], ranks: int) -> bool:
+    """Whether each rank knows at its end, from the messages that it has received, that all ranks have begun.
+
+    A message shows that its sender has begun, and all ranks of which the sender knew it by the level of the send. A
+    send of a level is not held up by messages of later levels, even where the schedule's step was.
+    """
+    # By rank and level: the ranks that messages of this level have shown to have begun.
+    shown: list[dict[int, set[int]]] = [{} for _ in range(ranks)]
+    carried: dict[tuple[int, int], frozenset[int]] = {}  # by (receiver, message)
+
+    def known(rank: int, level: int | None) -> set[int]:
+        return {rank}.union(*(begun for at, begun in shown[rank].items() if level is None or at <= level))
+
+    for operation in trace.operations:
+        rank, what = operation
+        match what:
+            case SendChunk(_, peer, message):
+                carried[peer, message] = frozenset(known(rank, levels[operation.value]))
+            case ReceiveChunk(_, message):
+                shown[rank].setdefault(levels[operation.value], set()).update(carried[rank, message])
+    return all(len(known(rank, None)) == ranks for rank in range(ranks))
+
+
+def _find_sent_sums(trace: _Trace) -> frozenset[Value]:
+    """The sums that some rank sends on: they are rounded to the dtype on their way."""
+    sums = {operation.value for operation in trace.operations if isinstance(operation.what, ReduceChunks)}
+    return frozenset(
+        operation.value
+        for operation in trace.operations
+        if isinstance(operation.what, SendChunk) and operation.value in sums
+    )
+
+
+def _replicas_agree(trace: _Trace, sent_sums: frozenset[Value]) -> bool:
     """Whether all ranks' outputs are the same sums of the same sums, rounded at the same places."""
-    names: dict[object, int] = {}
-    exact: dict[tuple[int, int], int] = {}  # of (rank, value): the expression as it is used on its rank
-    for rank, value, parts, name in made:
-        if len(parts) == 1:
-            exact[rank, value] = exact[parts[0]]
-            continue
-        expression: object = name if not parts else ("sum", *sorted(exact[part] for part in parts))
-        if value in makers[rank].sums_sent:
-            expression = ("rounded", names.setdefault(expression, len(names)))
-        exact[rank, value] = names.setdefault(expression, len(names))
-
-    outputs = [maker.outputs() for maker in makers]
-    for values in zip(*outputs, strict=True):
-        if len({exact.get((rank, value)) for rank, value in enumerate(values)}) > 1:
+    numbers: dict[object, int] = {}
+    found: dict[Value, int] = {}  # the expression of each value as it is used on its rank
+    for operation in trace.operations:
+        rank, what = operation
+        expression: object
+        match what:
+            case ReceiveChunk(_, message):
+                found[operation.value] = found[trace.senders[rank, message]]
+                continue
+            case LoadChunk():
+                expression = trace.names[operation.value]
+            case ReduceChunks(_, left, right):
+                expression = ("sum", *sorted((found[rank, left], found[rank, right])))
+            case SendChunk():
+                continue
+        if operation.value in sent_sums:
+            expression = ("rounded", numbers.setdefault(expression, len(numbers)))
+        found[operation.value] = numbers.setdefault(expression, len(numbers))
+    for values in zip(*trace.outputs, strict=True):
+        if len({found.get((rank, value)) for rank, value in enumerate(values)}) > 1:
             return False
     return True
+
+
+def _assemble(
+    name: str,
+    collective: Collective,
+    rank: int,
+    trace: _Trace,
+    inputs: Inputs,
+    levels: Mapping[Value, int],
+    sent_sums: frozenset[Value] | None,
+) -> FusedRankProgram:
+    """One rank's program: its operations by levels. sent_sums: those that are rounded, None to round all sums."""
+    own = [operation.what for operation in trace.operations if operation.rank == rank]
+    loads = {what.value: what.place for what in own if isinstance(what, LoadChunk)}
+    stores = tuple(_list_stores(collective, rank, trace.outputs[rank], loads, inputs))
+    first_reads = _find_first_reads(rank, own, loads, stores, levels)
+    # A chunk is read into a register before another is written over it.
+    stored_in = [max(levels[rank, store.value], first_reads.get(store.place, 0)) for store in stores]
+    own_levels = [level for (of_rank, _), level in levels.items() if of_rank == rank]
+    by_level: list[tuple[list[Any], ...]] = [
+        ([], [], [], [], []) for _ in range(max((*own_levels, *stored_in), default=0) + 1)
+    ]
+    for what in own:
+        at = levels[rank, what.value]
+        match what:
+            case ReceiveChunk():
+                by_level[at][0].append(what)
+            case LoadChunk(place=place):
+                if place in first_reads:
+                    by_level[first_reads[place]][1].append(what)
+            case ReduceChunks(value):
+                by_level[at][2].append(what._replace(completes=_is_complete(inputs[rank, value], collective.ranks)))
+            case SendChunk():
+                by_level[at][3].append(what)
+    for at, store in zip(stored_in, stores, strict=True):
+        by_level[at][4].append(store)
+    program_levels = tuple(Level(*(tuple(kind) for kind in level)) for level in by_level)
+    operations = sum(level.operations for level in program_levels)
+    if operations > MAX_OPERATIONS:
+        raise ValueError(
+            f"rank {rank} of {name} does {operations} operations on each element: one thread takes up to "
+            f"{MAX_OPERATIONS}"
+        )
+    sums = {what.value for what in own if isinstance(what, ReduceChunks)}
+    rounded = sums if sent_sums is None else {value for value in sums if (rank, value) in sent_sums}
+    return FusedRankProgram(
+        rank, program_levels, sum(receiver == rank for receiver, _ in trace.senders), frozenset(rounded)
+    )
+
+
+def _list_stores(
+    collective: Collective, rank: int, outputs: tuple[int, ...], loads: Mapping[int, ChunkPlace], inputs: Inputs
+) -> Iterator[StoreChunk]:
+    """The output chunks that are to be written: those that do not hold their value already."""
+    chunks = count_block_chunks(collective)
+    for index, value in enumerate(outputs):
+        place = ChunkPlace(*collective.place(rank, Buffer.OUT, index))
+        if value >= 0 and loads.get(value) != place:
+            # Chunks get shorter along a block.
+            is_whole = all(given % chunks >= index % chunks for _, given in inputs[rank, value])
+            yield StoreChunk(value, place, is_whole)
+
+
+def _find_first_reads(
+    rank: int,
+    operations: list[LoadChunk | ReceiveChunk | ReduceChunks | SendChunk],
+    loads: Mapping[int, ChunkPlace],
+    stores: tuple[StoreChunk, ...],
+    levels: Mapping[Value, int],
+) -> dict[ChunkPlace, int]:
+    """For each chunk whose first content is used at all, the level of its first use. A store uses it in level 0."""
+    uses = [(store.value, 0) for store in stores]
+    for what in operations:
+        match what:
+            case ReduceChunks(value, left, right):
+                uses += [(left, levels[rank, value]), (right, levels[rank, value])]
+            case SendChunk(value):
+                uses.append((value, levels[rank, value]))
+    found: dict[ChunkPlace, int] = {}
+    for value, level in uses:
+        if value in loads:
+            found[loads[value]] = min(found.get(loads[value], level), level)
+    return found
+
+
+def _is_complete(inputs: frozenset[tuple[int, int]], ranks: int) -> bool:
+    """Whether a value is the sum of the same chunk of all ranks' inputs."""
+    givers, indices = {rank for rank, _ in inputs}, {index for _, index in inputs}
+    return len(givers) == len(inputs) == ranks and len(indices) == 1
