@@ -31,25 +31,25 @@ def small_pieces(monkeypatch):
 
 
 def count_pieces(kernel):
-    """Of the last call of a new size, by a rank that pushes."""
-    return 1 + max(dict(push.tells.values)["index"] for push in pushes_of(kernel))
+    """Of the last call of a new size, by a rank that sends."""
+    return 1 + max(dict(push.tell.values)["index"] for push in copies_of(kernel))
 
 
-def pushes_of(kernel):
+def copies_of(kernel):
     """Of the last call of a new size."""
     _, steps = list(kernel._plans.values())[-1]
-    return [push for step in steps for push in step.pushes]
+    return [push for step in steps for push in step.copies]
 
 
 def test_pieces_cover_a_chunk_once_and_the_last_is_small():
     for size in (1, 15, 4 << 20, 8 << 20, (8 << 20) + 1, 64 << 20, (256 << 20) + 24):
         for largest in (1 << 20, 7 << 20, 32 << 20):
-            pieces = planner.cut(size, largest)
+            pieces = planner.split_into_pieces(size, largest)
             assert sum(count for _, count in pieces) == size
             assert [begin for begin, _ in pieces] == [sum(count for _, count in pieces[:i]) for i in range(len(pieces))]
             assert all(begin % 16 == 0 and 0 < count <= largest for begin, count in pieces)
             assert pieces[-1][1] <= 2 * planner.SMALLEST_PIECE
-    assert planner.cut(0, 1 << 20) == ()
+    assert planner.split_into_pieces(0, 1 << 20) == ()
 
 
 @pytest.mark.sampled(1)
@@ -111,8 +111,8 @@ def test_what_is_not_added_up_goes_whole_but_for_the_last_message_and_in_rounds(
     add_copy_areas(workspaces, planner.HEAD + (2 << 12))  # two messages of 4096 bytes
     kernels = make(CopyEngineExecutor, name, {"ranks": 3}, workspaces, Variant("int32", "sum", "Copy"), False)
     check(kernels, torch.int32, "sum", False, 1024, 0, rng)
-    assert [push.num_bytes for push in pushes_of(kernels[1])] == [4096, 3072, 768, 192, 64]
-    workspaces[rng.randrange(3)].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.003
+    assert [push.num_bytes for push in copies_of(kernels[1])] == [4096, 3072, 768, 192, 64]
+    workspaces[rng.randrange(3)].late[rng.choice(["wait", "copy", "flag", "caller"])] = 0.003
     for elements in (1024, rng.randint(1025, 5000), 40):
         check(kernels, torch.int32, "sum", False, elements, rng.choice([0, 1]), rng)
         assert count_pieces(kernels[0]) == -(-elements // 1024)
@@ -131,10 +131,10 @@ def test_what_is_summed_goes_in_parts_of_all_messages_and_in_rounds(in_place, fo
     variant = Variant("int32", "avg", "Copy")
     kernels = make(CopyEngineExecutor, "direct-reduce-scatter", {"ranks": 3}, workspaces, variant, in_place)
     check(kernels, torch.int32, "avg", in_place, 1024, 0, rng)
-    sizes = [push.num_bytes for push in pushes_of(kernels[1])]
+    sizes = [push.num_bytes for push in copies_of(kernels[1])]
     assert sizes[::2] == sizes[1::2] == sorted(sizes[::2], reverse=True)
     assert (sum(sizes), len(sizes) < 16, sizes[-1] <= 128) == (2 * 4096, True, True)
-    workspaces[rng.randrange(3)].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.003
+    workspaces[rng.randrange(3)].late[rng.choice(["wait", "copy", "flag", "caller"])] = 0.003
     for elements in (1024, rng.randint(1025, 5000), 40):
         check(kernels, torch.int32, "avg", in_place, elements, rng.choice([0, 1]), rng)
         assert count_pieces(kernels[0]) == -(-elements // 1024)
@@ -144,7 +144,7 @@ def test_what_is_summed_goes_in_parts_of_all_messages_and_in_rounds(in_place, fo
 
 @pytest.mark.sampled(2)
 @needs_compiler
-@pytest.mark.parametrize("queue", ["watch", "tell", "push", "caller"])
+@pytest.mark.parametrize("queue", ["wait", "flag", "copy", "caller"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_rank_with_a_late_queue_spoils_nothing(in_place, name, queue, folder, small_pieces):
@@ -160,7 +160,7 @@ def test_a_rank_with_a_late_queue_spoils_nothing(in_place, name, queue, folder, 
 
 
 @needs_compiler
-@pytest.mark.parametrize("queue", ["watch", "caller"])
+@pytest.mark.parametrize("queue", ["wait", "caller"])
 def test_a_rank_that_pushes_nothing_ends_no_call_before_its_late_queues(queue, folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder, limit=10.0)
@@ -196,7 +196,7 @@ def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small
     workspaces = make_workspaces(ranks, folder, limit=10.0)
     add_copy_areas(workspaces, planner.HEAD + (1 << 16))
     kernels = make(CopyEngineExecutor, name, {"ranks": ranks}, workspaces, Variant("int32", "sum", "Copy"), in_place)
-    workspaces[0].late[rng.choice(["watch", "push", "tell", "caller"])] = 0.002
+    workspaces[0].late[rng.choice(["wait", "copy", "flag", "caller"])] = 0.002
     for elements in (7, 1000):
         for prepare in (make_symmetric, forget_symmetric):  # one call so, the next into ordinary tensors
             prepare = partial(prepare, workspaces)
@@ -204,7 +204,7 @@ def test_into_symmetric_tensors_copies_go_straight(name, in_place, folder, small
     # In place, what all-to-all and all-reduce write over is still to be sent. Of a ring the last hop goes straight.
     zero_copy = {"direct-all-gather", "ring-all-gather"}
     zero_copy |= set() if in_place else {"direct-all-to-all", "two-shot-all-reduce"}
-    assert (kernels[0]._pushed is not None) == (name in zero_copy)
+    assert (kernels[0]._zero_copy_planner is not None) == (name in zero_copy)
     for workspace in workspaces:
         workspace.check()
 
@@ -300,7 +300,7 @@ def test_every_direct_algorithm_can_go_by_copies():
                 )
                 for program in fused.ranks:
                     levels = lower_to_copies(program, name, {})
-                    sent = sum(len(level.pushes) for level in levels)
+                    sent = sum(len(level.sends) for level in levels)
                     assert sent == sum(len(level.sends) for level in program.levels) > 0
 
 

@@ -1,1 +1,7 @@
-"""Runs a schedule by copy engines: they send the messages, and kernels reduce and store what arrives."""
+"""Runs a schedule by copy engines: they send the messages, and kernels reduce and store what arrives.
+
+- lowering.py: which messages can be copies, and what is left for kernels;
+- planner.py, direct.py: what a call of one size issues, in which order;
+- executor.py: issues it, on the streams of streams.py;
+- flags.cu: the kernels that signal to peers and wait for them.
+"""

@@ -1,100 +1,65 @@
-"""Copy plans for single-hop collectives: sends read user input; receives are reduced or stored."""
+"""Copy plans for single-hop collectives: sends read user input; receives are reduced or stored.
+
+Nothing is forwarded, so all copies are queued at the call's start, in as few copies as still hide the kernels' work:
+
+- A message that is only stored is copied whole, one peer after another; a kernel stores it while the next one is on its
+  way. (Pieces of a message would cost the overhead of a copy each.)
+- Nothing hides the storing of the last message, so it goes in parts, the last of which is small.
+- Messages that are reduced go in parts, too: part 0 of all of them, then part 1, ...
+
+All-gather on 4 ranks, rank 0's streams:
+
+    copy stream      to rank 1 (whole)   to rank 2 (whole)   to rank 3, part 0    part 1   part 2
+    caller's stream                   store from rank 3   store from rank 2    store from rank 1: part 0, 1, 2   finish
+
+A call that the mailboxes have no room for goes in rounds of this kind, one after another.
+"""
 
 from typing import NamedTuple
 
 from stretto.collectives.executor.cuda.copy_engine.lowering import CopyLevel, OutgoingChunk, find_overwriting
 from stretto.collectives.executor.cuda.copy_engine.planner import (
-    PARTS,
-    SHARE,
+    MAX_PARTS,
+    PIECE_SHARE,
     ByteLayout,
     ChunkSlice,
     CopyPlanner,
     CopyStep,
-    cut,
-    in_turn,
+    order_by_distance,
+    split_into_pieces,
 )
 from stretto.collectives.executor.cuda.fused.program import Level
 from stretto.collectives.executor.cuda.nvrtc import Launchable
 from stretto.collectives.executor.cuda.workspace import SymmetricView
 
-KERNEL_TO_LINK = 6.5
-"""How many times faster a kernel sums bytes that have come, reads and writes together, than a link brings them."""
+KERNEL_TO_LINK_SPEED = 6.5
+"""How many times faster a kernel reduces received bytes, reads and writes together, than a link brings them."""
 
 
-class _Storing(NamedTuple):
-    """A kernel that stores one message, or sums some, or stores what needs none; in_parts: whether these come so."""
+class _ReceiveKernel(NamedTuple):
+    """A kernel that stores one message, or reduces several, or stores values that need none.
+
+    in_parts: whether its messages come in parts, so that it is launched for each.
+    """
 
     kernel: Launchable
     level: Level
     in_parts: bool
 
 
-def is_single_hop(every: list[tuple[CopyLevel, ...]]) -> bool:
-    """Whether no rank forwards anything, or stores over what it sends: then all pushes can be queued at once."""
+def is_single_hop(all_levels: list[tuple[CopyLevel, ...]]) -> bool:
+    """Whether no rank forwards anything or writes over what it sends: then all copies can be queued at once."""
     return not any(
-        any(push.needs_kernel for level in levels for push in level.pushes) or find_overwriting(levels)
-        for levels in every
+        any(send.needs_kernel for level in levels for send in level.sends) or find_overwriting(levels)
+        for levels in all_levels
     )
 
 
 class DirectCopyPlanner(CopyPlanner):
-    """All that a rank sends is queued at a call's start, in as few pushes as let what comes be hidden.
-
-    What is only stored is pushed whole, one peer after another, and stored while the next is on its way: of a message
-    a piece would cost what every copy costs beside its bytes. What comes last has nothing to hide its storing, so it
-    goes in parts, the last of which is small. So does what is summed: a part of all these messages after another.
-    A call that the mailboxes have no room for goes in rounds.
-    """
-
-    def _count_slots(self) -> int:
-        return 1
-
-    def _load_kernels(self) -> None:
-        """One for each message, in the order in which they come, and one for what a level sums."""
-        rank, world = self._workspace.rank, self._workspace.world_size
-        self._summed = {
-            (receiver, receive.message)
-            for receiver, levels in enumerate(self._every)
-            for level in levels
-            if level.kernel is not None and level.kernel.reduces
-            for receive in level.kernel.receives
-        }
-        parted = {(push.peer, push.message) for sender in range(world) for push in self._find_parted(sender)}
-        self._storing: list[_Storing] = []
-        for number, copied in enumerate(self._levels):
-            level = copied.kernel
-            if level is None:
-                continue
-            if level.reduces:
-                self._storing.append(_Storing(self._load(number, level, ()), level, True))
-                continue
-            came = {receive.value for receive in level.receives}
-            stores = tuple(store for store in level.stores if store.value not in came)
-            if stores:
-                own = Level((), level.loads, (), (), stores)
-                self._storing.append(_Storing(self._load(number, own, ()), own, False))
-            for receive in sorted(level.receives, key=lambda receive: (rank - receive.peer) % world):
-                stores = tuple(store for store in level.stores if store.value == receive.value)
-                alone = Level((receive,), (), (), (), stores)
-                kernel = self._load(number, alone, ())
-                self._storing.append(_Storing(kernel, alone, (rank, receive.message) in parted))
-        for number, copied in enumerate(self._levels):
-            if copied.awaits:
-                nothing = Level((), (), (), (), ())
-                self._storing.append(_Storing(self._load(number, nothing, copied.awaits), nothing, False))
-        self.kernels = [storing.kernel for storing in self._storing]
-
-    def _find_parted(self, sender: int) -> list[OutgoingChunk]:
-        """What a rank pushes that its receiver sums, or stores after all else."""
-        pushes = in_turn((push for level in self._every[sender] for push in level.pushes), sender, len(self._every))
-        return [
-            push
-            for push in pushes
-            if push.zero_copy is None and (push is pushes[-1] or (push.peer, push.message) in self._summed)
-        ]
+    """Plans single-hop schedules: queues all copies, and launches kernels in the order in which messages arrive."""
 
     def build(self, layout: ByteLayout, symmetric: SymmetricView | None) -> tuple[CopyStep, ...]:
-        """See `CopyPlanner`: round by round."""
+        """The steps of a call, round by round."""
         if not layout.chunk:
             return ()
         count = 1 if self._is_whole else -(-layout.chunk // self._largest)
@@ -110,32 +75,84 @@ class DirectCopyPlanner(CopyPlanner):
         self, whole: ChunkSlice, number: int, last: int, layout: ByteLayout, symmetric: SymmetricView | None
     ) -> list[CopyStep]:
         rank, world = self._workspace.rank, self._workspace.world_size
-        # A part's sum, of what all send and into one, is over when the next part has come.
-        share = 1 - (world + 1) / ((world - 1) * KERNEL_TO_LINK) if self._summed else SHARE
-        pieces = cut(whole.size, whole.size, share)
-        assert len(pieces) <= PARTS
-        parts = [ChunkSlice(whole.begin + begin, size, begin, flag) for flag, (begin, size) in enumerate(pieces)]
-        parted = self._find_parted(rank)
-        pushes = in_turn((push for level in self._levels for push in level.pushes), rank, world)
-        queued = [(push, whole) for push in pushes if push not in parted]
-        queued += [(push, part) for part in parts for push in parted]
-        first = CopyStep(
-            begins=self._begin(number, symmetric),
+        # The reduction of a part, which reads what all send and writes one result, ends when the next part has arrived.
+        share = 1 - (world + 1) / ((world - 1) * KERNEL_TO_LINK_SPEED) if self._reduced else PIECE_SHARE
+        pieces = split_into_pieces(whole.size, whole.size, share)
+        assert len(pieces) <= MAX_PARTS
+        parts = [ChunkSlice(whole.begin + begin, size, begin, part) for part, (begin, size) in enumerate(pieces)]
+        in_parts = self._find_sends_in_parts(rank)
+        sends = order_by_distance((send for level in self._levels for send in level.sends), rank, world)
+        queued = [(send, whole) for send in sends if send not in in_parts]
+        queued += [(send, part) for part in parts for send in in_parts]
+        empty = CopyStep(
+            begin=None,
             begun="begun",
             overwrites=None,
             kernel=None,
             done=None,
-            pushes=tuple(self._push(push, part, number, layout, symmetric) for push, part in queued),
-            pushed=None,
-            finishes=None,
+            copies=(),
+            sent=None,
+            finish=None,
             is_last=False,
         )
-        stores = [
-            first._replace(
-                begins=None, pushes=(), kernel=self._compute(storing.kernel, storing.level, part, number, layout)
-            )
-            for storing in self._storing
-            for part in (parts if storing.in_parts else [whole])
+        send_step = empty._replace(
+            begin=self._begin(number, symmetric),
+            copies=tuple(self._copy(send, part, number, layout, symmetric) for send, part in queued),
+        )
+        receive_steps = [
+            empty._replace(kernel=self._compute(receiver.kernel, receiver.level, part, number, layout))
+            for receiver in self._receivers
+            for part in (parts if receiver.in_parts else [whole])
         ]
-        end = first._replace(begins=None, pushes=(), finishes=self._finish(number, last), is_last=number == last)
-        return [first, *stores, end]
+        end_step = empty._replace(finish=self._finish(number, last), is_last=number == last)
+        return [send_step, *receive_steps, end_step]
+
+    def _count_slots(self) -> int:
+        return 1
+
+    def _load_kernels(self) -> None:
+        """Load a kernel for each message, in the order of their arrival, and one for all that a level reduces."""
+        rank, world = self._workspace.rank, self._workspace.world_size
+        self._reduced = {
+            (receiver, receive.message)
+            for receiver, levels in enumerate(self._all_levels)
+            for level in levels
+            if level.kernel is not None and level.kernel.reduces
+            for receive in level.kernel.receives
+        }
+        in_parts = {(send.peer, send.message) for sender in range(world) for send in self._find_sends_in_parts(sender)}
+        self._receivers: list[_ReceiveKernel] = []
+        for number, copy_level in enumerate(self._levels):
+            level = copy_level.kernel
+            if level is None:
+                continue
+            if level.reduces:
+                self._receivers.append(_ReceiveKernel(self._load(number, level, ()), level, True))
+                continue
+            received = {receive.value for receive in level.receives}
+            stores = tuple(store for store in level.stores if store.value not in received)
+            if stores:
+                own = Level((), level.loads, (), (), stores)
+                self._receivers.append(_ReceiveKernel(self._load(number, own, ()), own, False))
+            for receive in sorted(level.receives, key=lambda receive: (rank - receive.peer) % world):
+                stores = tuple(store for store in level.stores if store.value == receive.value)
+                alone = Level((receive,), (), (), (), stores)
+                kernel = self._load(number, alone, ())
+                self._receivers.append(_ReceiveKernel(kernel, alone, (rank, receive.message) in in_parts))
+        for number, copy_level in enumerate(self._levels):
+            if copy_level.awaits:
+                nothing = Level((), (), (), (), ())
+                kernel = self._load(number, nothing, copy_level.awaits)
+                self._receivers.append(_ReceiveKernel(kernel, nothing, False))
+        self.kernels = [receiver.kernel for receiver in self._receivers]
+
+    def _find_sends_in_parts(self, sender: int) -> list[OutgoingChunk]:
+        """The messages of a rank that their receiver reduces, and the last one that is stored from a mailbox."""
+        sends = order_by_distance(
+            (send for level in self._all_levels[sender] for send in level.sends), sender, len(self._all_levels)
+        )
+        return [
+            send
+            for send in sends
+            if send.zero_copy is None and (send is sends[-1] or (send.peer, send.message) in self._reduced)
+        ]

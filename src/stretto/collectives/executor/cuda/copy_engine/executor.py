@@ -1,19 +1,19 @@
-"""A schedule whose messages copy engines push, and whose sums are kernels: the fastest way for large arrays.
+"""Runs a schedule by copy engines: they send its messages, and kernels reduce and store them. Fastest for large arrays.
 
-A copy engine sends to one peer at a link's full speed, faster than stores of all multiprocessors together, and leaves
-these to others. What can go so, `pushes` says.
+A copy engine sends to one peer at a link's full speed, faster than the stores of all multiprocessors together, and
+leaves these to others. `lowering` says which schedules can run so; `planner` (schedules that forward) and `direct`
+(single-hop collectives) plan what each call issues, on four streams:
 
-Copies push messages one after another, and kernels wait for them, sum and store. Kernels are on the caller's stream,
-pushes on one of their own; on a third a tick is put into the receiver's flag after each push, by a kernel, since a copy
-would come after all pushes that wait for the same engine; and on a fourth is who waits until the peers are done with
-the slot that will be used again. In which order, `planner` says of schedules that forward: in pieces of their chunks,
-of which one is summed while the next is pushed. `rounds` says it of all others: in as few pushes as can be.
+- the caller's: kernels that reduce and store, and the end of the call;
+- "copy": the copies to peers, one after another;
+- "flag": a kernel after each copy that signals it to the receiver. A kernel, since a copy of a flag would queue behind
+  all copies that wait for the same engine;
+- "wait": the waits until peers have begun the call, and have released mailboxes that are used again.
 
-Where the tensor that is written to is a symmetric one (`stretto.memory.empty`), on all ranks, what a rank only stores
-is pushed straight to its place there, and lies in no mailbox.
+Where the tensor that is written to is symmetric (`stretto.memory.empty`), on all ranks, messages that a rank only
+stores go straight to their place there, and need no mailbox.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,21 +21,26 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.copy_engine.direct import DirectCopyPlanner, is_single_hop
-from stretto.collectives.executor.cuda.copy_engine.lowering import find_zero_copy, lower_to_copies
+from stretto.collectives.executor.cuda.copy_engine.lowering import ZeroCopy, find_zero_copy, lower_to_copies
 from stretto.collectives.executor.cuda.copy_engine.planner import (
     ENTERS,
     ByteLayout,
     CopyPlanner,
     CopyStep,
     FlagKernels,
+    PipelinedCopyPlanner,
     require_copyable,
 )
 from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams
-from stretto.collectives.executor.cuda.fused.program import ChunkPlace, FusedProgram, lower_to_fused_program
+from stretto.collectives.executor.cuda.fused.program import FusedProgram, lower_to_fused_program
 from stretto.collectives.executor.cuda.variant import Variant, read_sources, require_runnable, write_macros
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
-from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_sizes
-from stretto.collectives.executor.plan import find_layout
+from stretto.collectives.executor.layout import (
+    depends_on_chunk_length,
+    find_aligned_layout,
+    find_layout,
+    find_sizes,
+)
 from stretto.collectives.schedule import Schedule
 
 PROTOCOL = "Copy"
@@ -49,8 +54,8 @@ _MAX_PLANS = 256  # of different sizes or symmetric tensors, that are kept
 class CopyEngineExecutor:
     """Runs a schedule on one rank by copy engines. All ranks make and call it in the same order.
 
-    in_place: whether it is called with one tensor for input and output. ValueError for a schedule that is made for
-    another number of ranks, or cannot run so.
+    in_place: whether it is called with one tensor for input and output. Raises ValueError for a schedule that is made
+    for another number of ranks, or cannot run so.
     """
 
     def __init__(self, schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant, *, in_place: bool) -> None:
@@ -66,61 +71,18 @@ class CopyEngineExecutor:
         self.needs_even = depends_on_chunk_length(self.collective, self.block_chunks)
         program = self.fused.ranks[workspace.rank]
         self._senders = {receive.message: receive.peer for level in program.levels for receive in level.receives}
-        self._compiled = replace(variant, protocol="Simple")  # in mailboxes lies what Simple would have stored
+        self._compiled = replace(variant, protocol="Simple")  # mailboxes hold what Simple would have stored there
         self._zero_copy = find_zero_copy(self.fused)
-        self._load()
-        self._mailed = self._make_planner({})
-        self._pushed: CopyPlanner | None = None
+        self._load_flag_kernels()
+        self._mailbox_planner = self._make_planner({})
+        self._zero_copy_planner: CopyPlanner | None = None
         self._plans: dict[tuple[int, int | None, SymmetricView | None], tuple[CopyPlanner, tuple[CopyStep, ...]]] = {}
 
-    def _load(self) -> None:
-        workspace, area = self.workspace, self.workspace.copy_area()
-        mine = area.addresses[workspace.rank]
-        self._fixed = {
-            "state": workspace.state.data_ptr(),
-            "report": workspace.report.data_ptr(),
-            "failed": workspace.failed.data_ptr(),
-            "limit": workspace.limit,
-            "kernel": workspace.register(self),
-            "base": area.base,
-            "rank": workspace.rank,
-            "world": workspace.world_size,
-            "peers": area.table,
-        }
-        source = write_macros(self._compiled, workspace.world_size, workspace.rank) + read_sources(
-            "ptx.cu", "primitives.cu", "copy_engine/flags.cu"
-        )
-        begin = workspace.load(source, list(BEGIN_PARAMETERS), "begin")
-        tell = workspace.load(source, list(TELL_PARAMETERS), "tell")
-        finish = workspace.load(source, list(FINISH_PARAMETERS), "finish")
-        for kernel, names in ((begin, BEGIN_PARAMETERS), (tell, TELL_PARAMETERS), (finish, FINISH_PARAMETERS)):
-            for name, value in self._fixed.items():
-                if name in names:
-                    kernel.set(name, value)
-        begin.set("done", mine)
-        begin.set("enters", ENTERS)
-        begin.set("entered", mine + ENTERS)
-        finish.set("done", 0)
-        self._flag_kernels = FlagKernels(begin, tell, finish)
-
-    def _make_planner(self, zero_copy: Mapping[tuple[int, int], ChunkPlace]) -> CopyPlanner:
-        every = [lower_to_copies(program, self.name, zero_copy) for program in self.fused.ranks]
-        return (DirectCopyPlanner if is_single_hop(every) else CopyPlanner)(
-            self.fused,
-            every,
-            self.workspace,
-            self._compiled,
-            self.block_chunks,
-            self._flag_kernels,
-            self._fixed,
-            zero_copy,
-        )
-
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
-        """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
+        """Run it on flat contiguous tensors: `output` is None in place, where `input` holds both buffers.
 
-        ValueError for sizes that do not fit the collective, PeerError if an earlier call was given up, or an
-        error has broken it off.
+        Raises ValueError for sizes that do not fit the collective, PeerError if an earlier call gave up, or an error
+        has aborted it.
         """
         workspace = self.workspace
         workspace.check()
@@ -129,7 +91,7 @@ class CopyEngineExecutor:
         key = input.numel(), None if output is None else output.numel(), symmetric
         known = self._plans.get(key)
         if known is None:
-            known = self._build(find_sizes(self.collective, input, output), symmetric)
+            known = self._plan(find_sizes(self.collective, input, output), symmetric)
             if len(self._plans) == _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = known
@@ -141,66 +103,110 @@ class CopyEngineExecutor:
             if kernel is not None:
                 kernel.set("input", buffers[0])
                 kernel.set("output", buffers[1])
-        copy_streams = workspace.copy_streams()
+        streams = workspace.copy_streams()
         try:
-            copy_streams.fork()
+            streams.fork()
             for number, step in enumerate(steps):
-                self._take(step, copy_streams, buffers, is_first=number == 0)
+                self._issue(step, streams, buffers, is_first=number == 0)
         except BaseException:
-            if not workspace.is_capturing:  # of a graph nothing has run, and unjoined streams let its capture fail
-                self._break_off(copy_streams)
+            if not workspace.is_capturing:  # nothing of a graph has run, and unjoined streams make its capture fail
+                self._abort(streams)
             raise
 
-    def _break_off(self, copy_streams: CopyStreams) -> None:
-        """The next call would take for its own what peers have sent for this one: there is none."""
+    def describe_wait(self, block: int, level: int, message: int) -> str:
+        """Describe what a thread block waited for, for a failure report."""
+        return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
+
+    def _issue(self, step: CopyStep, streams: CopyStreams, buffers: tuple[int, int], *, is_first: bool) -> None:
+        """Put a step's launches and copies on the streams, in order."""
+        if step.begin is not None:
+            step.begin.run(streams.handle("wait"))
+            streams.mark(step.begun, "wait")
+            streams.follow(step.begun, "copy")
+            if is_first:  # no kernel holds multiprocessors, or reports a wait, while peers have yet to begin
+                streams.follow(step.begun, "caller")
+        if step.kernel is not None:
+            if step.overwrites is not None:
+                streams.follow(step.overwrites, "caller")
+            step.kernel.run(streams.handle("caller"))
+            if step.done is not None:
+                streams.mark(step.done, "caller")
+                streams.follow(step.done, "copy")
+        for copy in step.copies:
+            if copy.num_bytes:
+                streams.copy(copy.target, buffers[copy.buffer] + copy.offset, copy.num_bytes, "copy")
+            streams.mark("copied", "copy")
+            streams.follow("copied", "flag")
+            copy.tell.run(streams.handle("flag"))
+        if step.sent is not None:
+            streams.mark(step.sent, "copy")
+        if step.is_last:  # `finish` changes the base, which kernels of all streams have read by then
+            streams.join()
+        if step.finish is not None:
+            step.finish.run(streams.handle("caller"))
+
+    def _abort(self, streams: CopyStreams) -> None:
+        """Refuse all further calls: the next one would take for its own what peers have sent for this one."""
         self.workspace.break_off(self._fixed["kernel"])
         with suppress(RuntimeError):
-            copy_streams.join()  # the tensors may be freed once the caller's stream is done with them
+            streams.join()  # the tensors may be freed once the caller's stream is done with them
 
-    def _find_symmetric(self, written: Tensor) -> SymmetricView | None:
-        """What peers know the tensor by, if there is what may go straight into it, and kernels for that."""
-        found = self.workspace.find_symmetric(written) if self._zero_copy else None
-        if found is not None and self._pushed is None:
-            if self.workspace.is_capturing:  # nothing can be compiled meanwhile
-                return None
-            self._pushed = self._make_planner(self._zero_copy)
-        return found
-
-    def _build(
+    def _plan(
         self, sizes: tuple[int | None, int | None], symmetric: SymmetricView | None
     ) -> tuple[CopyPlanner, tuple[CopyStep, ...]]:
         found = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
         layout = ByteLayout(found.chunk_elements * self._itemsize, found.block_elements * self._itemsize)
-        planner = self._mailed if symmetric is None or self._pushed is None else self._pushed
+        without_mailboxes = self._zero_copy_planner
+        planner = self._mailbox_planner if symmetric is None or without_mailboxes is None else without_mailboxes
         return planner, planner.build(layout, symmetric)
 
-    def _take(self, step: CopyStep, copy_streams: CopyStreams, buffers: tuple[int, int], *, is_first: bool) -> None:
-        if step.begins is not None:
-            step.begins.run(copy_streams.handle("watch"))
-            copy_streams.mark(step.begun, "watch")
-            copy_streams.follow(step.begun, "push")
-            if is_first:  # no kernel holds multiprocessors while peers have yet to come, or reports them later
-                copy_streams.follow(step.begun, "caller")
-        if step.kernel is not None:
-            if step.overwrites is not None:
-                copy_streams.follow(step.overwrites, "caller")
-            step.kernel.run(copy_streams.handle("caller"))
-            if step.done is not None:
-                copy_streams.mark(step.done, "caller")
-                copy_streams.follow(step.done, "push")
-        for push in step.pushes:
-            if push.num_bytes:
-                copy_streams.copy(push.target, buffers[push.buffer] + push.offset, push.num_bytes, "push")
-            copy_streams.mark("sent", "push")
-            copy_streams.follow("sent", "tell")
-            push.tells.run(copy_streams.handle("tell"))
-        if step.pushed is not None:
-            copy_streams.mark(step.pushed, "push")
-        if step.is_last:  # what comes then changes the base, which kernels of all streams have read by now
-            copy_streams.join()
-        if step.finishes is not None:
-            step.finishes.run(copy_streams.handle("caller"))
+    def _find_symmetric(self, written: Tensor) -> SymmetricView | None:
+        """The peers' view of the tensor, if it is symmetric and there are zero-copy messages and kernels for them."""
+        found = self.workspace.find_symmetric(written) if self._zero_copy else None
+        if found is not None and self._zero_copy_planner is None:
+            if self.workspace.is_capturing:  # nothing can be compiled meanwhile
+                return None
+            self._zero_copy_planner = self._make_planner(self._zero_copy)
+        return found
 
-    def describe_wait(self, block: int, level: int, message: int) -> str:
-        """See `Waiting`."""
-        return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
+    def _make_planner(self, zero_copy: ZeroCopy) -> CopyPlanner:
+        all_levels = [lower_to_copies(program, self.name, zero_copy) for program in self.fused.ranks]
+        return (DirectCopyPlanner if is_single_hop(all_levels) else PipelinedCopyPlanner)(
+            self.fused,
+            all_levels,
+            self.workspace,
+            self._compiled,
+            self.block_chunks,
+            self._flag_kernels,
+            self._fixed,
+            zero_copy,
+        )
+
+    def _load_flag_kernels(self) -> None:
+        workspace, area = self.workspace, self.workspace.copy_area()
+        own_memory = area.addresses[workspace.rank]
+        self._fixed = {
+            "state": workspace.state.data_ptr(),
+            "report": workspace.report.data_ptr(),
+            "failed": workspace.failed.data_ptr(),
+            "limit": workspace.limit,
+            "kernel": workspace.register(self),
+            "base": area.base,
+            "rank": workspace.rank,
+            "world": workspace.world_size,
+            "peers": area.table,
+        }
+        macros = write_macros(self._compiled, workspace.world_size, workspace.rank)
+        source = macros + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
+        begin = workspace.load(source, list(BEGIN_PARAMETERS), "begin")
+        tell = workspace.load(source, list(TELL_PARAMETERS), "tell")
+        finish = workspace.load(source, list(FINISH_PARAMETERS), "finish")
+        for kernel, names in ((begin, BEGIN_PARAMETERS), (tell, TELL_PARAMETERS), (finish, FINISH_PARAMETERS)):
+            for name, value in self._fixed.items():
+                if name in names:
+                    kernel.set(name, value)
+        begin.set("done", own_memory)
+        begin.set("enters", ENTERS)
+        begin.set("entered", own_memory + ENTERS)
+        finish.set("done", 0)
+        self._flag_kernels = FlagKernels(begin, tell, finish)

@@ -1,8 +1,9 @@
-"""What copy engines can do of a schedule: messages that are chunks of a buffer, which is memory that they copy from.
+"""Lowers a fused program to copies between ranks, and the kernels that reduce and store what arrives.
 
-A schedule can go so that sends what it has loaded or stored, and whose kernels find again what they need from earlier
-levels. A message goes into a mailbox, or straight into the receiver's tensor, where peers know its address and it is a
-symmetric one.
+A copy engine reads from memory, so a message can be a copy only if it is a chunk of a user's buffer: it was loaded from
+there, or stored there by an earlier kernel. A kernel reads again from such places what it needs of earlier levels. A
+message goes into a mailbox, or without one (zero-copy) straight into the receiver's tensor, if that is a symmetric
+tensor, whose address the sender knows.
 """
 
 from collections.abc import Mapping
@@ -22,9 +23,10 @@ from stretto.collectives.executor.cuda.fused.program import (
 
 @dataclass(frozen=True)
 class OutgoingChunk:
-    """A message: the chunk of the user's memory that goes into the mailbox `message` of `peer`.
+    """A message by copy: the chunk of the sender's memory that goes into the mailbox `message` of `peer`.
 
-    needs_kernel: it is there only after this level's kernel; zero_copy: where it goes instead, in the peer's tensor.
+    needs_kernel: whether the chunk is there only after this level's kernel; zero_copy: the place in the peer's tensor
+    where the message goes instead of the mailbox.
     """
 
     place: ChunkPlace
@@ -36,20 +38,24 @@ class OutgoingChunk:
 
 @dataclass(frozen=True)
 class CopyLevel:
-    """One level as a kernel, which sends nothing, and the pushes after it. kernel None: there is nothing for one.
+    """One level: a kernel, which sends nothing, then the copies. kernel None: there is nothing for one to do.
 
-    awaits: messages that come straight, for which the kernel only waits.
+    awaits: the zero-copy messages of this level, for which the kernel only waits.
     """
 
     kernel: Level | None
     awaits: tuple[ReceiveChunk, ...]
-    pushes: tuple[OutgoingChunk, ...]
+    sends: tuple[OutgoingChunk, ...]
 
 
-def find_zero_copy(fused: FusedProgram) -> dict[tuple[int, int], ChunkPlace]:
-    """{(rank, message): where it may go straight, in the rank's memory}: what it only stores, and never reads there.
+ZeroCopy = Mapping[tuple[int, int], ChunkPlace]
+"""The messages that go without a mailbox: by (receiver, message), the place in the receiver's memory."""
 
-    A peer's copy may come as soon as both have begun the call, so nobody may need what was there before.
+
+def find_zero_copy(fused: FusedProgram) -> ZeroCopy:
+    """Find the messages that the receiver only stores, in a place that it never reads: these can go without a mailbox.
+
+    A peer's copy may arrive as soon as both ranks have begun the call, so nobody may need what the place held before.
     """
     found = {}
     for program in fused.ranks:
@@ -69,8 +75,8 @@ def find_zero_copy(fused: FusedProgram) -> dict[tuple[int, int], ChunkPlace]:
     return found
 
 
-class _Known(NamedTuple):
-    """Where a program's values lie.
+class _ValuePlaces(NamedTuple):
+    """Where a program's values lie in memory.
 
     loads: the place that each was loaded from; stored: where it was stored whole, and at which level; overwritten: the
     first level that stores to a place.
@@ -83,42 +89,29 @@ class _Known(NamedTuple):
     overwritten: dict[ChunkPlace, int]
 
 
-def lower_to_copies(
-    program: FusedRankProgram, name: str, zero_copy: Mapping[tuple[int, int], ChunkPlace]
-) -> tuple[CopyLevel, ...]:
-    """A rank's lane program by levels. ValueError for a schedule whose messages are not chunks of its buffers.
+def lower_to_copies(program: FusedRankProgram, name: str, zero_copy: ZeroCopy) -> tuple[CopyLevel, ...]:
+    """Lower a rank's program, level by level. zero_copy: the messages that go so, of `find_zero_copy`.
 
-    zero_copy: of `find_zero_copy`, the messages that go so.
+    Raises ValueError for a schedule whose messages are not chunks of its buffers.
     """
     awaits = [
         tuple(receive for receive in level.receives if (program.rank, receive.message) in zero_copy)
         for level in program.levels
     ]
-    program = _without({receive.value for level in awaits for receive in level}, program)
-    loads = {load.value: load.place for level in program.levels for load in level.loads}
-    stored = {
-        store.value: (store.place, number)
-        for number, level in enumerate(program.levels)
-        for store in level.stores
-        if store.is_whole  # a place that may be shorter does not have all of the value
-    }
-    overwritten: dict[ChunkPlace, int] = {}
-    for number, level in enumerate(program.levels):
-        for store in level.stores:
-            overwritten.setdefault(store.place, number)
-    known = _Known(program, name, loads, stored, overwritten)
+    program = _remove_values({receive.value for level in awaits for receive in level}, program)
+    places = _find_places(program, name)
     return tuple(
         CopyLevel(
-            _kernel_of(known, number, level, has_awaits=bool(awaits[number])),
+            _lower_kernel(places, number, level, has_awaits=bool(awaits[number])),
             awaits[number],
-            tuple(_push_of(known, number, send, zero_copy.get((send.peer, send.message))) for send in level.sends),
+            tuple(_lower_send(places, number, send, zero_copy.get((send.peer, send.message))) for send in level.sends),
         )
         for number, level in enumerate(program.levels)
     )
 
 
-def _without(values: set[int], program: FusedRankProgram) -> FusedRankProgram:
-    """The program without those values, which come and are stored by themselves."""
+def _remove_values(values: set[int], program: FusedRankProgram) -> FusedRankProgram:
+    """The program without the receives and stores of those values: copies of peers do both."""
     levels = tuple(
         replace(
             level,
@@ -130,46 +123,61 @@ def _without(values: set[int], program: FusedRankProgram) -> FusedRankProgram:
     return replace(program, levels=levels)
 
 
-def _push_of(known: _Known, number: int, send: SendChunk, zero_copy: ChunkPlace | None) -> OutgoingChunk:
-    loads, stored = known.loads, known.stored
-    if send.value in loads and known.overwritten.get(loads[send.value], number + 1) > number:
+def _find_places(program: FusedRankProgram, name: str) -> _ValuePlaces:
+    loads = {load.value: load.place for level in program.levels for load in level.loads}
+    stored = {
+        store.value: (store.place, number)
+        for number, level in enumerate(program.levels)
+        for store in level.stores
+        if store.is_whole  # a place that may be shorter does not hold all of the value
+    }
+    overwritten: dict[ChunkPlace, int] = {}
+    for number, level in enumerate(program.levels):
+        for store in level.stores:
+            overwritten.setdefault(store.place, number)
+    return _ValuePlaces(program, name, loads, stored, overwritten)
+
+
+def _lower_send(places: _ValuePlaces, number: int, send: SendChunk, zero_copy: ChunkPlace | None) -> OutgoingChunk:
+    loads, stored = places.loads, places.stored
+    if send.value in loads and places.overwritten.get(loads[send.value], number + 1) > number:
         return OutgoingChunk(loads[send.value], send.peer, send.message, False, zero_copy)
     if send.value in stored and stored[send.value][1] <= number:
         return OutgoingChunk(stored[send.value][0], send.peer, send.message, True, zero_copy)
-    raise ValueError(f"{known.name} cannot go by copy engines: it sends what is in none of its buffers")
+    raise ValueError(f"{places.name} cannot go by copy engines: it sends what is in none of its buffers")
 
 
-def _kernel_of(known: _Known, number: int, level: Level, *, has_awaits: bool) -> Level | None:
-    """The level alone: what earlier levels knew is read again from where it lies."""
+def _lower_kernel(places: _ValuePlaces, number: int, level: Level, *, has_awaits: bool) -> Level | None:
+    """The level by itself: it loads from memory again what earlier levels had in registers."""
     if not (level.receives or level.reduces or level.stores or has_awaits):
         return None
-    loads, stored = known.loads, known.stored
-    here = {receive.value for receive in level.receives} | {reduce.value for reduce in level.reduces}
+    loads, stored = places.loads, places.stored
+    made_here = {receive.value for receive in level.receives} | {reduce.value for reduce in level.reduces}
     used = {side for reduce in level.reduces for side in (reduce.left, reduce.right)}
     used |= {store.value for store in level.stores}
-    again = []
-    for value in sorted(used - here):
-        if value in loads and known.overwritten.get(loads[value], number) >= number:
-            again.append(LoadChunk(value, loads[value]))
-        elif value in stored and stored[value][1] < number and _is_exact(value, known.program):
-            again.append(LoadChunk(value, stored[value][0]))
+    reloads = []
+    for value in sorted(used - made_here):
+        if value in loads and places.overwritten.get(loads[value], number) >= number:
+            reloads.append(LoadChunk(value, loads[value]))
+        elif value in stored and stored[value][1] < number and _is_exact(value, places.program):
+            reloads.append(LoadChunk(value, stored[value][0]))
         else:
-            raise ValueError(f"{known.name} cannot go by copy engines: it uses again what is in none of its buffers")
-    return replace(level, loads=tuple(again), sends=())
+            raise ValueError(f"{places.name} cannot go by copy engines: it uses again what is in none of its buffers")
+    return replace(level, loads=tuple(reloads), sends=())
 
 
 def _is_exact(value: int, program: FusedRankProgram) -> bool:
-    """Whether a stored value is the value itself: sums that are not rounded are wider than what is stored."""
+    """Whether memory holds a stored value exactly: a sum that is not rounded is wider in registers."""
     is_sum = any(reduce.value == value for level in program.levels for reduce in level.reduces)
     return not is_sum or value in program.rounded
 
 
 def find_overwriting(levels: tuple[CopyLevel, ...]) -> frozenset[int]:
-    """Levels whose kernels write over what earlier levels push."""
-    pushed: set[ChunkPlace] = set()
+    """The levels whose kernels write over chunks that earlier levels send."""
+    sent: set[ChunkPlace] = set()
     found = set()
     for number, level in enumerate(levels):
-        if level.kernel is not None and any(store.place in pushed for store in level.kernel.stores):
+        if level.kernel is not None and any(store.place in sent for store in level.kernel.stores):
             found.add(number)
-        pushed |= {push.place for push in level.pushes}
+        sent |= {send.place for send in level.sends}
     return frozenset(found)

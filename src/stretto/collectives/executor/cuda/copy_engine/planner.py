@@ -1,12 +1,39 @@
-"""What a call by copy engines does in turn: it depends on the tensors' sizes, and is written down once for each."""
+"""Plans what a call by copy engines issues, in which order: an immutable list of steps, made once for each size.
 
-from collections.abc import Hashable, Iterable, Mapping
+Schedules that forward what they have received are pipelined: each chunk is split into pieces, and piece p + 1 is sent
+while piece p is reduced. A step is one level of one piece. Three pieces of two levels (two-shot all-reduce: level 0
+sends inputs, level 1 reduces them and sends the sums; the list is read from left to right):
+
+    turn         0         1                   2                   3
+                 |         |                   |                   |
+    level 0      piece 0   piece 1             piece 2
+    level 1                piece 0             piece 1             piece 2
+
+    what each stream executes of it, from left to right:
+
+    wait stream  begin 0                                                        (and begin 3: waits for slot 0)
+    copy stream  send 0.0  send 1.0  send 0.1  send 2.0  send 1.1  send 2.1
+    flag stream       tell 0.0  tell 1.0  tell 0.1  tell 2.0  tell 1.1  tell 2.1
+    caller's                  kernel 0.1         kernel 1.1         kernel 2.1       finish 2
+
+- `begin` (flags.cu) waits until peers have begun the call, and later until they have released the slot of mailboxes
+  that a piece uses again: pieces p and p + slots share a slot.
+- A send is a copy into a peer's mailbox, then `tell`, a kernel that puts the piece's number, its tick, into the
+  receiver's flag. It has a stream of its own: a copy of 4 bytes would queue behind all copies that wait for the same
+  engine.
+- A level's kernel waits for its messages' flags, reduces and stores.
+- `finish` tells the peers that this rank is done with the piece's slot.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.cuda.copy_engine.lowering import (
     CopyLevel,
     OutgoingChunk,
+    ZeroCopy,
     find_overwriting,
     lower_to_copies,
 )
@@ -16,47 +43,39 @@ from stretto.collectives.executor.cuda.nvrtc import Launchable
 from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
 
-PARTS = 16  # of a message, at most: with pieces as `cut` makes them, enough for any memory
-SLOTS = 3  # pieces that a peer may be ahead by
+MAX_PARTS = 16  # of a message: with pieces as `split_into_pieces` makes them, enough for any memory
+SLOTS = 3  # the pieces that a peer may be ahead by
 LARGEST_PIECE = 64 << 20  # bytes of a chunk, where the memory suffices: the larger, the nearer to a link's speed
-SHARE = 3 / 4  # of what is left, that a piece takes
-SMALLEST_PIECE = 4 << 20  # about as small as the last one is: what comes after its messages is hidden by nothing
+PIECE_SHARE = 3 / 4  # of the bytes that are left, which a piece takes
+SMALLEST_PIECE = 4 << 20  # about the size of the last piece: nothing hides the work after its messages
 ENTERS = 8 << 10
 FLAGS = 16 << 10
 HEAD = 256 << 10
-"""Bytes before the mailboxes: what each peer is done with, 64 bits a rank; from ENTERS on the call that each has begun;
-and from FLAGS on a flag a message, or a part of one."""
+"""Bytes before the mailboxes: the last piece that each peer is done with, 64 bits a rank; from ENTERS on the call that
+each has begun; and from FLAGS on a flag for each message, or part of one."""
 KERNEL_BLOCKS = 64
 
 
 class ByteLayout(NamedTuple):
-    """Of a call's tensors, in bytes."""
+    """The sizes of a chunk and of a block of a call's tensors, in bytes."""
 
     chunk: int
     block: int
 
 
 class ChunkSlice(NamedTuple):
-    """Of each chunk, in bytes: where it begins there and in the mailboxes; flag: 0, or which of a message's parts."""
+    """The same bytes of each chunk. begin: where they begin in the chunk; mailbox_offset: where in the mailboxes; part:
+    which of a message's parts they are, 0 if it has one.
+    """
 
     begin: int
     size: int
-    inside: int = 0
-    flag: int = 0
-
-
-class PeerCopy(NamedTuple):
-    """A push: from a buffer's offset to an address; `tells`: to the receiver's flag."""
-
-    buffer: int
-    offset: int
-    num_bytes: int
-    target: int
-    tells: "KernelLaunch"
+    mailbox_offset: int = 0
+    part: int = 0
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel, of so many blocks and threads, and the parameters that change from launch to launch."""
+    """A launch of a kernel: its blocks and threads, and the parameters that change from launch to launch."""
 
     kernel: Launchable
     blocks: int
@@ -64,41 +83,52 @@ class KernelLaunch(NamedTuple):
     values: tuple[tuple[str, int], ...]
 
     def run(self, stream: int) -> None:
-        """KernelLaunch it there."""
+        """Launch it on the stream with that handle."""
         for name, value in self.values:
             self.kernel.set(name, value)
         self.kernel.launch(self.blocks, self.threads, stream=stream)
 
 
-class CopyStep(NamedTuple):
-    """A part of a call: what is launched and copied in it, in this order; the others are names of events.
+class PeerCopy(NamedTuple):
+    """A copy to a peer: from an offset in the input (buffer 0) or output (1) to an address; then `tell` signals it."""
 
-    begun: after `begins`, for pushes, and at a call's start for its kernels; overwrites: after what the kernel writes
-    over has been sent; done: after the kernel, where pushes need it; pushed: after the pushes, where a later kernel
-    writes over what they send; is_last: of the call.
+    buffer: int
+    offset: int
+    num_bytes: int
+    target: int
+    tell: KernelLaunch
+
+
+class CopyStep(NamedTuple):
+    """What is issued together, in the order of the fields. Events order the streams; their names identify them.
+
+    begin: launched on the wait stream, and recorded as the event `begun`, which the copies wait for. kernel: runs on
+    the caller's stream, after the event `overwrites` where it writes over chunks that are being sent; `done` is
+    recorded after it, if copies need its result. copies: go on the copy stream; `sent` is recorded after them, if a
+    later kernel writes over what they send. finish: runs on the caller's stream; is_last: it ends the call.
     """
 
-    begins: KernelLaunch | None
+    begin: KernelLaunch | None
     begun: Hashable
     overwrites: Hashable
     kernel: KernelLaunch | None
     done: Hashable
-    pushes: tuple[PeerCopy, ...]
-    pushed: Hashable
-    finishes: KernelLaunch | None
+    copies: tuple[PeerCopy, ...]
+    sent: Hashable
+    finish: KernelLaunch | None
     is_last: bool
 
 
 class FlagKernels(NamedTuple):
-    """The kernels of copied.cu."""
+    """The kernels of flags.cu, which wait for peers and signal to them."""
 
     begin: Launchable
     tell: Launchable
     finish: Launchable
 
 
-def cut(size: int, largest: int, share: float = SHARE) -> tuple[tuple[int, int], ...]:
-    """(begin, bytes) of a chunk's pieces, multiples of 16 but for the last: large ones, and a small one at the end."""
+def split_into_pieces(size: int, largest: int, share: float = PIECE_SHARE) -> tuple[tuple[int, int], ...]:
+    """Split a chunk's bytes into (begin, bytes), the largest pieces first; all begin at multiples of 16."""
     pieces, begin = [], 0
     while begin < size:
         left = size - begin
@@ -109,62 +139,66 @@ def cut(size: int, largest: int, share: float = SHARE) -> tuple[tuple[int, int],
     return tuple(pieces)
 
 
-def in_turn(pushes: Iterable[OutgoingChunk], rank: int, world: int) -> list[OutgoingChunk]:
-    """A rank's, the next rank's first, so that a rank is sent to by one other at a time."""
-    return sorted(pushes, key=lambda push: (push.peer - rank) % world)
+def order_by_distance(sends: Iterable[OutgoingChunk], rank: int, world: int) -> list[OutgoingChunk]:
+    """A rank's sends, those to the next rank first, so that only one rank sends to another at a time."""
+    return sorted(sends, key=lambda send: (send.peer - rank) % world)
 
 
 def require_copyable(fused: FusedProgram, name: str) -> None:
-    """ValueError for a schedule that cannot go by copies: before it has memory, which the group keeps."""
+    """Raise ValueError for a schedule that copy engines cannot run, before the group allocates memory for it."""
     for program in fused.ranks:
         lower_to_copies(program, name, {})
-    if FLAGS + 8 * max(_find_slots(fused), PARTS) * fused.mailboxes > HEAD:
+    if FLAGS + 8 * max(count_slots(fused), MAX_PARTS) * fused.mailboxes > HEAD:
         raise ValueError(f"{name} has {fused.mailboxes} messages to a rank: there are no flags for these")
 
 
-def _find_slots(fused: FusedProgram) -> int:
-    return max(SLOTS, fused.levels + 2)  # one more than its levels
+def count_slots(fused: FusedProgram) -> int:
+    """The slots of mailboxes of a pipelined call: one more than its levels."""
+    return max(SLOTS, fused.levels + 2)
 
 
-class CopyPlanner:
-    """One rank's, for a schedule, piece by piece: its kernels, and of a call all that its tensors' sizes decide.
+class CopyPlanner(ABC):
+    """Plans calls of one schedule on one rank: loads its kernels, and makes the steps for tensors of any size.
 
-    every: all ranks' levels, of `lower_to_copies`; zero_copy: the messages that go into the peers' tensors, and where
-    (see `find_zero_copy`), instead of a mailbox.
+    all_levels: all ranks' levels, of `lower_to_copies`; zero_copy: the messages that they send without a mailbox.
     """
 
     def __init__(
         self,
         fused: FusedProgram,
-        every: list[tuple[CopyLevel, ...]],
+        all_levels: list[tuple[CopyLevel, ...]],
         workspace: CollectiveWorkspace,
         variant: Variant,
         block_chunks: int,
         flag_kernels: FlagKernels,
         fixed: Mapping[str, int],
-        zero_copy: Mapping[tuple[int, int], ChunkPlace],
+        zero_copy: ZeroCopy,
     ) -> None:
-        self._fused, self._every = fused, every
-        self._levels = self._every[workspace.rank]
-        self._depth = max(len(levels) for levels in self._every)
+        self._fused, self._all_levels = fused, all_levels
+        self._levels = all_levels[workspace.rank]
         self._overwriting = find_overwriting(self._levels)
         self._workspace, self._area, self._variant = workspace, workspace.copy_area(), variant
         self._block_chunks, self._mailboxes, self._flag_kernels = block_chunks, fused.mailboxes, flag_kernels
         self._fixed = fixed
         self._slots = self._count_slots()
         room = (self._area.size - HEAD) // max(self._slots * self._mailboxes, 1) // 256 * 256
-        self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room  # a round takes all there is
-        # What nobody adds up or puts elsewhere needs no pieces.
+        self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room  # the largest piece: a round takes all
+        # Messages that nobody reduces or moves need no pieces.
         self._is_whole = len(zero_copy) == sum(program.mailboxes for program in fused.ranks)
         self.kernels: list[Launchable | None] = []
         self._load_kernels()
 
-    def _count_slots(self) -> int:
-        return _find_slots(self._fused)
+    @abstractmethod
+    def build(self, layout: ByteLayout, symmetric: SymmetricView | None) -> tuple[CopyStep, ...]:
+        """The steps of a call. symmetric: the tensor that zero-copy messages go into, None if there are none."""
 
+    @abstractmethod
+    def _count_slots(self) -> int:
+        """How many sets of mailboxes there are."""
+
+    @abstractmethod
     def _load_kernels(self) -> None:
-        for number, level in enumerate(self._levels):
-            self.kernels.append(None if level.kernel is None else self._load(number, level.kernel, level.awaits))
+        """Compile `self.kernels`."""
 
     def _load(self, number: int, level: Level, awaits: tuple[ReceiveChunk, ...]) -> Launchable:
         fused = self._fused
@@ -176,106 +210,128 @@ class CopyPlanner:
         kernel.set("stride", self._largest)
         return kernel
 
-    def build(self, layout: ByteLayout, symmetric: SymmetricView | None) -> tuple[CopyStep, ...]:
-        """What a call does: a piece's next level when the piece after it has had this one."""
-        pieces = tuple(ChunkSlice(*piece) for piece in cut(layout.chunk, self._largest))
-        if self._is_whole and pieces:
-            pieces = (ChunkSlice(0, layout.chunk),)
-        return tuple(
-            self._step(pieces, turn - level, level, layout, symmetric)
-            for turn in range(len(pieces) + self._depth - 1)
-            for level in range(self._depth)
-            if 0 <= turn - level < len(pieces)
-        )
-
-    def _step(
-        self,
-        pieces: tuple[ChunkSlice, ...],
-        piece: int,
-        number: int,
-        layout: ByteLayout,
-        symmetric: SymmetricView | None,
-    ) -> CopyStep:
-        has_level = number < len(self._levels)
-        pushes = self._levels[number].pushes if has_level else ()
-        slot, last = piece % self._slots, len(pieces) - 1
-        is_end = number == self._depth - 1
-        level = self._levels[number].kernel if has_level else None
-        return CopyStep(
-            begins=self._begin(piece, symmetric) if number == 0 else None,
-            begun=("begun", slot),
-            overwrites=("pushed", slot, number - 1) if number in self._overwriting else None,
-            kernel=self._compute(self.kernels[number], level, pieces[piece], piece, layout) if level else None,
-            done=("done", slot, number) if any(push.needs_kernel for push in pushes) else None,
-            pushes=tuple(
-                self._push(push, pieces[piece], piece, layout, symmetric)
-                for push in in_turn(pushes, self._workspace.rank, self._workspace.world_size)
-            ),
-            pushed=("pushed", slot, number) if number + 1 in self._overwriting else None,
-            finishes=self._finish(piece, last) if is_end else None,
-            is_last=is_end and piece == last,
-        )
-
     def _begin(self, piece: int, symmetric: SymmetricView | None) -> KernelLaunch | None:
-        """None where its slot was free before: the first piece begins for all that have one."""
+        """The wait before a piece; None where its slot was free before: the first piece waits for all that have one."""
         if 0 < piece < self._slots:
             return None
         key = 0 if symmetric is None else symmetric.key
-        return KernelLaunch(self._flag_kernels.begin, 1, 32, (("index", piece), ("key", key), ("behind", self._slots)))
+        values = (("index", piece), ("key", key), ("behind", self._slots))
+        return KernelLaunch(self._flag_kernels.begin, 1, 32, values)
 
     def _finish(self, piece: int, last: int) -> KernelLaunch | None:
-        """None where nobody waits for it."""
+        """The release of a piece's slot; None where nobody waits for it."""
         if last - self._slots < piece < last:
             return None
-        return KernelLaunch(self._flag_kernels.finish, 1, 32, (("index", piece), ("is_last", int(piece == last))))
+        values = (("index", piece), ("is_last", int(piece == last)))
+        return KernelLaunch(self._flag_kernels.finish, 1, 32, values)
 
     def _compute(
         self, kernel: Launchable | None, level: Level, part: ChunkSlice, piece: int, layout: ByteLayout
     ) -> KernelLaunch:
+        """The launch of a level's kernel on a slice of the chunks."""
         assert kernel is not None
-        mailboxes, mine = piece % self._slots * self._mailboxes, self._area.addresses[self._workspace.rank]
+        mailboxes, own_memory = piece % self._slots * self._mailboxes, self._area.addresses[self._workspace.rank]
         vectors = -(-part.size // 16)
         values = (
-            ("mail", mine + HEAD + mailboxes * self._largest + part.inside),
-            ("flags", mine + FLAGS + 8 * (mailboxes + part.flag * self._mailboxes)),
+            ("mail", own_memory + HEAD + mailboxes * self._largest + part.mailbox_offset),
+            ("flags", own_memory + FLAGS + 8 * (mailboxes + part.part * self._mailboxes)),
             ("index", piece),
             ("block_bytes", layout.block),
             ("chunk_bytes", layout.chunk),
             ("begin", part.begin),
             ("slots", vectors),
         )
-        # Half of the multiprocessors at most: what they wait for, kernels of one block tell.
+        # Half of the multiprocessors at most: the kernels that signal what they wait for need a place, too.
         half = max(self._workspace.multiprocessors // 2, 1)
         most = min(KERNEL_BLOCKS, half, self._workspace.most_blocks) if level.operations else 1
-        return KernelLaunch(kernel, min(-(-vectors // (MAX_THREADS * self._variant.unroll)), most), MAX_THREADS, values)
+        blocks = min(-(-vectors // (MAX_THREADS * self._variant.unroll)), most)
+        return KernelLaunch(kernel, blocks, MAX_THREADS, values)
 
-    def _push(
-        self, push: OutgoingChunk, part: ChunkSlice, piece: int, layout: ByteLayout, symmetric: SymmetricView | None
+    def _copy(
+        self, send: OutgoingChunk, part: ChunkSlice, piece: int, layout: ByteLayout, symmetric: SymmetricView | None
     ) -> PeerCopy:
-        begin = part.begin
-        mailbox = piece % self._slots * self._mailboxes + push.message
-        peer = self._area.addresses[push.peer]
-        target = peer + HEAD + mailbox * self._largest + part.inside
-        flag = peer + FLAGS + 8 * (mailbox + part.flag * self._mailboxes)
-        there = self._length(push.place, layout)
-        if push.zero_copy is not None:
+        """The copy of a slice of a message, into the peer's mailbox or its tensor."""
+        mailbox = piece % self._slots * self._mailboxes + send.message
+        peer = self._area.addresses[send.peer]
+        target = peer + HEAD + mailbox * self._largest + part.mailbox_offset
+        flag = peer + FLAGS + 8 * (mailbox + part.part * self._mailboxes)
+        end = self._length(send.place, layout)
+        if send.zero_copy is not None:
             assert symmetric is not None
-            target = symmetric.addresses[push.peer] + self._find(push.zero_copy, layout) + begin
-            there = min(there, self._length(push.zero_copy, layout))
+            target = symmetric.addresses[send.peer] + self._find(send.zero_copy, layout) + part.begin
+            end = min(end, self._length(send.zero_copy, layout))
         return PeerCopy(
-            buffer=int(push.place.buffer is Buffer.OUT),
-            offset=self._find(push.place, layout) + begin,
-            num_bytes=min(max(there - begin, 0), part.size),
+            buffer=int(send.place.buffer is Buffer.OUT),
+            offset=self._find(send.place, layout) + part.begin,
+            num_bytes=min(max(end - part.begin, 0), part.size),
             target=target,
-            tells=KernelLaunch(self._flag_kernels.tell, 1, 32, (("index", piece), ("flag", flag))),
+            tell=KernelLaunch(self._flag_kernels.tell, 1, 32, (("index", piece), ("flag", flag))),
         )
 
     def _length(self, place: ChunkPlace, layout: ByteLayout) -> int:
-        """The bytes of a chunk: a block's last ones may be cut short."""
+        """The bytes of a chunk: the last ones of a block may be shorter."""
         start = place.chunk % self._block_chunks * layout.chunk
         return min(max(layout.block - start, 0), layout.chunk)
 
     def _find(self, place: ChunkPlace, layout: ByteLayout) -> int:
-        """Where a chunk begins in its buffer."""
+        """The offset of a chunk in its buffer, in bytes."""
         block, chunk = divmod(place.chunk, self._block_chunks)
         return block * layout.block + chunk * layout.chunk
+
+
+class PipelinedCopyPlanner(CopyPlanner):
+    """Plans schedules that forward what they have received: piece by piece, as drawn above."""
+
+    def build(self, layout: ByteLayout, symmetric: SymmetricView | None) -> tuple[CopyStep, ...]:
+        """The steps of a call: a piece has its next level when the piece after it has had this one."""
+        pieces = tuple(ChunkSlice(*piece) for piece in split_into_pieces(layout.chunk, self._largest))
+        if self._is_whole and pieces:
+            pieces = (ChunkSlice(0, layout.chunk),)
+        depth = max(len(levels) for levels in self._all_levels)
+        return tuple(
+            self._step(pieces, piece, level, depth, layout, symmetric)
+            for piece, level in order_pieces(len(pieces), depth)
+        )
+
+    def _count_slots(self) -> int:
+        return count_slots(self._fused)
+
+    def _load_kernels(self) -> None:
+        for number, level in enumerate(self._levels):
+            self.kernels.append(None if level.kernel is None else self._load(number, level.kernel, level.awaits))
+
+    def _step(
+        self,
+        pieces: tuple[ChunkSlice, ...],
+        piece: int,
+        number: int,
+        depth: int,
+        layout: ByteLayout,
+        symmetric: SymmetricView | None,
+    ) -> CopyStep:
+        """Level `number` of a piece; a rank may have fewer levels than the deepest of all."""
+        level = self._levels[number] if number < len(self._levels) else CopyLevel(None, (), ())
+        slot, last, is_end = piece % self._slots, len(pieces) - 1, number == depth - 1
+        sends = order_by_distance(level.sends, self._workspace.rank, self._workspace.world_size)
+        kernel = None
+        if level.kernel is not None:
+            kernel = self._compute(self.kernels[number], level.kernel, pieces[piece], piece, layout)
+        return CopyStep(
+            begin=self._begin(piece, symmetric) if number == 0 else None,
+            begun=("begun", slot),
+            overwrites=("sent", slot, number - 1) if number in self._overwriting else None,
+            kernel=kernel,
+            done=("done", slot, number) if any(send.needs_kernel for send in sends) else None,
+            copies=tuple(self._copy(send, pieces[piece], piece, layout, symmetric) for send in sends),
+            sent=("sent", slot, number) if number + 1 in self._overwriting else None,
+            finish=self._finish(piece, last) if is_end else None,
+            is_last=is_end and piece == last,
+        )
+
+
+def order_pieces(pieces: int, depth: int) -> Iterator[tuple[int, int]]:
+    """The (piece, level) pairs of a pipelined call in the order in which they are issued, turn by turn."""
+    for turn in range(pieces + depth - 1):
+        for level in range(depth):
+            if 0 <= turn - level < pieces:
+                yield turn - level, level

@@ -1,4 +1,7 @@
-"""Streams beside the caller's, and copies on them: by handles, since torch's words for them take the host long."""
+"""The streams of a call by copy engines, and copies and events on them, through the CUDA driver by ctypes.
+
+torch's own streams and events take the host several times as long.
+"""
 
 import ctypes
 from collections.abc import Hashable
@@ -6,29 +9,29 @@ from typing import Any, Protocol
 
 import torch
 
-SIDE_STREAMS = ("push", "tell", "watch")
+SIDE_STREAMS = ("copy", "flag", "wait")
 
 
 class CopyStreams(Protocol):
     """The streams of a call: "caller", the stream that was current at `fork`, and `SIDE_STREAMS`."""
 
     def fork(self) -> None:
-        """The others go on after what the caller's has."""
+        """Have the side streams go on after what the caller's stream has."""
 
-    def handle(self, queue: str) -> int:
-        """Of one of them, to launch on."""
+    def handle(self, stream: str) -> int:
+        """The handle of a stream, to launch on."""
 
-    def mark(self, event: Hashable, queue: str) -> None:
-        """Name this place of one of them; a name may be given again once it was followed."""
+    def mark(self, event: Hashable, stream: str) -> None:
+        """Record an event on a stream; its name may be used again once `follow` has been called for it."""
 
-    def follow(self, event: Hashable, queue: str) -> None:
-        """One of them goes on after a marked place."""
+    def follow(self, event: Hashable, stream: str) -> None:
+        """Have a stream wait for an event."""
 
-    def copy(self, target: int, source: int, num_bytes: int, queue: str) -> None:
-        """Copy between addresses of GPUs that this one sees, on one of them."""
+    def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:
+        """Copy between addresses of GPUs that this one can reach, on a stream."""
 
     def join(self) -> None:
-        """The caller's goes on after the others."""
+        """Have the caller's stream go on after the side streams."""
 
 
 class CudaCopyStreams:
@@ -46,37 +49,37 @@ class CudaCopyStreams:
         self._wait = _declare(driver.cuStreamWaitEvent, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 
     def fork(self) -> None:
-        """See `CopyStreams`."""
+        """Have the side streams go on after what the caller's stream has."""
         self._handles["caller"] = torch._C._cuda_getCurrentRawStream(self._device.index)
         self.mark("forked", "caller")
-        for queue in SIDE_STREAMS:
-            self.follow("forked", queue)
+        for stream in SIDE_STREAMS:
+            self.follow("forked", stream)
 
-    def handle(self, queue: str) -> int:
-        """See `CopyStreams`."""
-        return self._handles[queue]
+    def handle(self, stream: str) -> int:
+        """The handle of a stream, to launch on."""
+        return self._handles[stream]
 
-    def mark(self, event: Hashable, queue: str) -> None:
-        """See `CopyStreams`."""
+    def mark(self, event: Hashable, stream: str) -> None:
+        """Record an event on a stream; its name may be used again once `follow` has been called for it."""
         known = self._known.get(event)
         if known is None:
             made = self._events[event] = torch.cuda.Event()
-            made.record(self._streams.get(queue))  # torch makes it when it is first recorded
+            made.record(self._streams.get(stream))  # torch creates the event when it is first recorded
             known = self._known[event] = made.cuda_event
-        self._require(self._record(known, self._handles[queue]), "an event")
+        self._require(self._record(known, self._handles[stream]), "an event")
 
-    def follow(self, event: Hashable, queue: str) -> None:
-        """See `CopyStreams`."""
-        self._require(self._wait(self._handles[queue], self._known[event], 0), "a wait")
+    def follow(self, event: Hashable, stream: str) -> None:
+        """Have a stream wait for an event."""
+        self._require(self._wait(self._handles[stream], self._known[event], 0), "a wait")
 
-    def copy(self, target: int, source: int, num_bytes: int, queue: str) -> None:
-        """See `CopyStreams`. RuntimeError with CUDA's number for what it refuses."""
-        self._require(self._copy(target, source, num_bytes, self._handles[queue]), f"a copy of {num_bytes} bytes")
+    def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:
+        """Copy between addresses on a stream. Raises RuntimeError with CUDA's error number if it refuses."""
+        self._require(self._copy(target, source, num_bytes, self._handles[stream]), f"a copy of {num_bytes} bytes")
 
     def join(self) -> None:
-        """See `CopyStreams`."""
-        for queue in SIDE_STREAMS:
-            self.mark("joined", queue)
+        """Have the caller's stream go on after the side streams."""
+        for stream in SIDE_STREAMS:
+            self.mark("joined", stream)
             self.follow("joined", "caller")
 
     def _require(self, result: int, what: str) -> None:
