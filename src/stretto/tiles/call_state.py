@@ -1,27 +1,46 @@
-"""The state of a channel's calls on the device: its words, the call's number, claims and counters' targets."""
+"""Device-side state of a channel's calls: the call number, work claims, and how many signals each counter must reach.
+
+`Channel.state` is int32 words in this rank's device memory, which only this rank's kernels write:
+
+    word                        meaning
+    EPOCH                       number of the current call; it wraps around
+    ENDED .. PRODUCED           counts of this call's programs, set back to 0 when the call begins or ends
+    LATE, RECORDED              failures: the tile that a poll gave up on; whether the failure record is written
+    USED, USED + 1              for each of two buffer slots, the number of the last call that used it
+    HEADER ...                  targets [world, capacity]: the value that each counter on this rank will have when all
+                                signals of the current call have arrived
+    ... after the targets       sends [world, capacity]: the value that this rank's counters at each other rank will
+                                have when it has sent all signals of the current call
+
+Counters, targets and sends only count up and wrap around; nothing resets them. A call that `begin_call` began advances
+targets and sends at its beginning; a call that a kernel entered by itself (`BlockChannel.enter`) does so at its end,
+and until then its waits add the call's share (`count_static`) to the old target.
+"""
 
 import triton
 import triton.language as tl
 
 from stretto.tiles.intrinsics import INTERPRETED
 
-# Words of `Channel.state`; targets and sends follow from HEADER on. Words of `Channel.clock`.
+# Words of `Channel.state`.
 EPOCH = tl.constexpr(0)
 ENDED = tl.constexpr(1)  # programs that have ended the call
 CLAIMED = tl.constexpr(2)  # units of work that programs have claimed in the call
 MOVED = tl.constexpr(3)  # pieces of data that programs have claimed to move in the call
 PRODUCED = tl.constexpr(4)  # programs that have finished all that peers wait for
-LATE = tl.constexpr(5)  # the tile that a poll has given up in the call, plus 1; 0: none
-RECORDED = tl.constexpr(6)  # whether a wait of this channel has ended without its signal, which its record says
+LATE = tl.constexpr(5)  # the tile that a poll has given up on in the call, plus 1; 0: none
+RECORDED = tl.constexpr(6)  # whether the channel's failure record describes a wait that ended without its signal
 USED = tl.constexpr(7)  # for each of two slots, the number of the last call that used it
-HEADER = tl.constexpr(9)
+HEADER = tl.constexpr(9)  # words before the targets
+
+# Words of `Channel.clock`.
 LATEST = tl.constexpr(0)
 LIMIT = tl.constexpr(1)
 
 
 @triton.jit
 def call_number(channel):  # type: ignore[no-untyped-def]
-    """int32: the number of the call that the kernel belongs to; it wraps around."""
+    """Return the number of the call that the kernel belongs to: int32, which wraps around."""
     epoch = tl.load(channel.state + EPOCH)
     if channel.inside:
         epoch += 1
@@ -30,60 +49,61 @@ def call_number(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def call_slot(channel):  # type: ignore[no-untyped-def]
-    """0 or 1, in turn: which of two slots a call that began by `enter` writes to, here and at peers.
+    """Return 0 or 1, alternating by call: the buffer slot that a call begun by `enter` writes to, here and at peers.
 
-    A slot may be written over without asking anyone if in every call each rank waits for something that each other
-    rank sends (or sums up, of all ranks): who begins call e + 2 has ended e + 1, has so seen that all ranks had begun
-    e + 1, and so that all had ended e, which used this slot.
+    Double buffering replaces a barrier. A rank may overwrite a slot without asking anyone if, in every call, each rank
+    waits for something that each other rank sends (or for a sum over all ranks). A rank that begins call e + 2 has
+    ended e + 1, so it has seen that all ranks had begun e + 1, hence that all had ended e, the slot's last user.
     """
     return call_number(channel) & 1
 
 
 @triton.jit
 def claim(channel):  # type: ignore[no-untyped-def]
-    """int32: 0, 1, 2 and so on, each to one program of the call: which work it does next.
+    """Claim the call's next unit of work: returns int32 0, 1, 2 and so on, each number to one program.
 
-    Only programs that run hold work, so nothing waits for one that has no place on the GPU yet.
+    Only running programs hold work, so no wait depends on a program that is not resident on the GPU yet.
     """
     return tl.atomic_add(channel.state + CLAIMED, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def claim_move(channel):  # type: ignore[no-untyped-def]
-    """As `claim`, of a count of its own: for data that programs move before they compute."""
+    """Claim the next piece of data to move, counted apart from `claim`: for programs that move data, then compute."""
     return tl.atomic_add(channel.state + MOVED, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def arrive_produced(channel):  # type: ignore[no-untyped-def]
-    """int32: how many programs of the call had finished all that peers wait for, before this one did.
+    """Report that this program has finished everything that peers wait for.
 
-    Programs that come early can end instead of waiting, which gives their place on the GPU to other groups' kernels.
+    Returns int32: how many programs of the call had reported before. Early programs can exit instead of waiting, which
+    frees their place on the GPU for other groups' kernels.
     """
     return tl.atomic_add(channel.state + PRODUCED, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def may_publish(channel):  # type: ignore[no-untyped-def]
-    """Whether peers may trust what this program has stored: no wait of this process has failed yet.
+    """Return whether this program may signal its stores to peers: no wait of this process has failed yet.
 
-    Use it as the mask of a signal or a store, never in a branch: each thread loads it for itself, and a flag that is
-    set meanwhile would make threads of a block part ways.
+    Use the result as the mask of a signal or a store, never in a branch: each thread loads the flag for itself, and if
+    the flag were set between two loads, threads of one block would diverge.
     """
-    # Interpreted, a wait that fails ends the launch, and a volatile load would count as waiting.
+    # In interpreted kernels a failed wait ends the launch, and a volatile load would count as waiting.
     flag = tl.load(channel.failed, volatile=not INTERPRETED)
     return flag == 0
 
 
 @triton.jit
 def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count what this call adds to all counters, here (targets) and by this rank (sends). For one program alone.
+    """Add this call's signals to `targets` (those that arrive here) and `sends` (this rank's); one program runs it.
 
     counts: None where the producer's mapping is static; else int32 [2, world, capacity]: how often each source will
     notify each channel here, and how often this rank will notify each channel of each destination.
 
-    Once a wait of this process has failed, `sends` stay: a copy engine then signals by an old number, which meets no
-    target.
+    Once a wait of this process has failed, `sends` stay as they are: a copy engine then signals an old value, which
+    meets no target.
     """
     publishes = may_publish(channel)
     index = tl.arange(0, BLOCK)
@@ -103,7 +123,7 @@ def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ig
 
 @triton.jit
 def count_static(channel, producer, index, other):  # type: ignore[no-untyped-def]
-    """What comes from rank `other` to each channel in this call, and what goes there from here."""
+    """Return (signals that rank `other` sends to each channel here in this call, those that this rank sends there)."""
     used = index < channel.world * producer.channels
     within = (index % producer.channels) * producer.channel_rows
     rows = tl.maximum(tl.minimum(producer.rows - within, producer.channel_rows), 0)
@@ -124,7 +144,7 @@ def count_static(channel, producer, index, other):  # type: ignore[no-untyped-de
 
 @triton.jit
 def require_static(producer):  # type: ignore[no-untyped-def]
-    """Refuse what cannot be counted in the kernel."""
+    """Refuse, at compile time, a producer whose signals the kernel cannot count by itself."""
     tl.static_assert(
         producer is not None, "a call that began by enter gives its waits and its end the producer's mapping: producer="
     )
@@ -133,6 +153,6 @@ def require_static(producer):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_to(words, counts, inside):  # type: ignore[no-untyped-def]
-    """words += counts, around 2^32 as atomic additions are."""
+    """Add counts to words in place, wrapping around 2^32 as atomic additions do."""
     sums = tl.load(words, mask=inside, other=0).to(tl.int64) + counts.to(tl.int64)
     tl.store(words, sums.to(tl.int32), mask=inside)

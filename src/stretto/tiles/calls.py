@@ -1,4 +1,10 @@
-"""The beginning and the end of a call, on the device."""
+"""How a call begins and ends on the device: by a launch of `begin_call`, or by `end_call` within the call's kernel.
+
+A call that `BlockChannel.begin` begins runs `begin_call` (one program) before the kernels that signal and wait. It
+advances the call number and the targets and, if it meets, waits until all ranks have begun the call. A call that
+`BlockChannel.enter` begins launches nothing: its kernel derives number and targets from the previous call's state, and
+the last program to run `end_call` (or `end_unsignalled_call`) writes the new state.
+"""
 
 import triton
 import triton.language as tl
@@ -18,18 +24,20 @@ from stretto.tiles.call_state import (
 from stretto.tiles.signals import set_slot
 from stretto.tiles.waits import OF_BEGIN, await_slot
 
-# Who uses a slot that was last used longer ago waits for this call before its own: after 2^31 calls the number of the
-# last use would be one that is to come.
+# A slot that was last used more calls ago than this counts as used this many calls ago: after 2^31 calls, the number
+# of its last use would look like one that is yet to come.
 _LONG_AGO = tl.constexpr(1 << 20)
 
 
 @triton.jit
 def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin a call on this rank: its number, its targets, and, if it MEETS, a wait for all ranks to have begun it.
+    """Begin a call on this rank: advance its number and targets; if it MEETS, wait until all ranks have begun it.
 
-    One program runs this, in a launch before those that signal and wait. Where all ranks have begun a call, none still
-    reads what the call before had put into its memory. slot: 0 or 1 for a call that writes to one of two slots: then it
-    is enough that all have begun the call after the one that used this slot last. None: one slot, the last call's.
+    One program runs this, in a launch before those that signal and wait.
+    Signals: the call's number, into this rank's last peer slot at every other rank (release at system scope).
+    Waits: for the same slot of every other rank. Once all ranks have begun a call, none still reads what the previous
+    call stored into its memory. slot: 0 or 1 for a call that writes to one of two slots: then it is enough that all
+    ranks have begun the call after the one that last used this slot. None: there is one slot, used by the last call.
     """
     epoch = (tl.load(channel.state + EPOCH).to(tl.int64) + 1).to(tl.int32)
     awaited = epoch
@@ -43,7 +51,7 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
         tl.store(channel.state + USED + slot, epoch)
     for claimed in tl.static_range(CLAIMED, PRODUCED + 1):
         tl.store(channel.state + claimed, 0)
-    tl.store(channel.state + LATE, tl.load(channel.failed))  # once a wait has failed, polls give up at once
+    tl.store(channel.state + LATE, tl.load(channel.failed))  # after a failed wait, polls give up at once
     if MEETS:
         publishes = may_publish(channel)
         for distance in tl.static_range(1, channel.world):
@@ -55,7 +63,7 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def end_call(channel, producer):  # type: ignore[no-untyped-def]
-    """The last thing that each program of a call does that began by `enter`; the last of them ends the call.
+    """End a call that began by `enter`: each program calls this last, and the last program writes the call's state.
 
     producer: the mapping whose tiles were notified.
     """
@@ -67,17 +75,17 @@ def end_call(channel, producer):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def end_unsignalled_call(channel):  # type: ignore[no-untyped-def]
-    """As `end_call`, where no tile was notified: of a call by packets."""
+    """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets."""
     if _is_last_to_end(channel):
         _end(channel)
 
 
 @triton.jit
 def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
-    """Whether all other programs have ended.
+    """Count this program as done and return whether all others were done before it.
 
-    Order: whatever a program has loaded of the call's state it has used by now, in an address, a branch or a store, so
-    that its addition alone says that it is done.
+    Order: each program has already used whatever it loaded of the call's state, in an address, a branch or a store, so
+    the relaxed addition alone says that it is done.
     """
     tl.static_assert(channel.inside, "a call that began by begin ends by itself: end_call is for calls by enter")
     tl.debug_barrier()
@@ -86,6 +94,7 @@ def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _end(channel):  # type: ignore[no-untyped-def]
+    """Reset the counts of programs and store the call's number as the last one."""
     for word in tl.static_range(ENDED, PRODUCED + 1):
         tl.store(channel.state + word, 0)
     tl.store(channel.state + EPOCH, call_number(channel))

@@ -1,18 +1,18 @@
-"""Signals between tiles, on the device: TileLink's notify and wait (sections 3.2.1 and 4.2).
+"""Tile signals on the device: TileLink's notify and wait primitives (sections 3.2.1 and 4.2).
 
-Every rank has counters that only count up and are never reset. A producer's counter (writer, channel) of a reader is
-met when it has come as far as `begin` has counted for the call, (int32)(seen - target) >= 0. A peer's slot (tile,
-writer) holds the number of the writer's last call that has notified it.
+    notify                   wait                                    between
+    producer_tile_notify     consumer_tile_wait, consumer_tile_poll  a tile's producer and its consumers
+    peer_tile_notify         peer_tile_wait                          ranks, about a tile of both
+    producer_tile_count      rank_await_count (host)                 a kernel and this GPU's streams
+    rank_notify (host)       wait_for_channel, wait_for_all          copy engines and a stream
 
-Notify: the block's TMA stores are awaited (if after_tma), then the block's barrier puts the stores of all its threads
-before the signal, an atomic operation with release at system scope. Wait: reads with acquire at system scope until the
-target is met, and gives 0, made of what was seen: add it to the offset of whatever is loaded after the wait, so that no
-compiler, the software pipeliner included, can load it earlier.
+Every rank has counters that only count up and are never reset. A producer's counter (writer, channel) at a reader is
+met when it has reached the call's target (`call_state`), (int32)(seen - target) >= 0. A peer's slot (tile, writer)
+holds the number of the writer's last call that has notified it.
 
-A wait that lasts longer than the channel's time limit fails: the kernel sets the process's failure flag, writes the
-channel's failure record (`stretto.memory.failures`), gives up its other waits and runs to its end without them.
-Interpreted kernels raise at once. While the failure flag is set, no kernel of this process signals: what it stores may
-be wrong, and no peer may trust it (`may_publish`). The peers' waits then reach their own time limits.
+Notify: await the block's TMA stores (if after_tma), then the block's barrier, which orders the stores of all its
+threads before the signal, then an atomic with release at system scope. It is masked out once a wait of this process has
+failed (`may_publish`). Wait: see `waits`; every wait returns a zero to add to the offset of what is loaded after it.
 """
 
 import triton
@@ -31,7 +31,7 @@ from stretto.tiles.waits import OF_CONSUMER, OF_HOST, OF_PEER, await_slot, repor
 # Triton 3.6 takes no plain string as a default.
 P2P = tl.constexpr("p2p")
 
-# A wait's zero times this: Triton then knows it for a multiple of 16, and loads through it by 16 bytes, as without it.
+# Multiplying a wait's zero by this tells Triton that it is a multiple of 16: loads through it stay 16 bytes wide.
 _ALIGNED = tl.constexpr(16)
 
 
@@ -39,13 +39,12 @@ _ALIGNED = tl.constexpr(16)
 def producer_tile_notify(  # type: ignore[no-untyped-def]
     channel, mapping, tile, mode: tl.constexpr, after_tma: tl.constexpr = False, count=1, rank=None
 ):
-    """Tell the tile's consumers that it is stored: count up the tile's channel by `count`.
+    """Signal that a tile is stored: add `count` to the tile's channel at its consumers' ranks.
 
     mapping: the producer's. mode: "local" (this rank's consumers), "p2p" (those of the rank that the mapping gives the
-    tile) or "broadcast" (those of all ranks, from the next one on); the one that `begin` was told. after_tma: the tile
-    was stored by a descriptor. rank: of a broadcast, tell this rank alone, and all the others in calls of their own.
-
-    count: other than 1 where `counts` given to `begin` say so: a tile may be signalled in parts of several sizes.
+    tile) or "broadcast" (those of all ranks, from the next one on); the mode that `begin` was given. after_tma: the
+    tile was stored through a descriptor. rank: for a broadcast, signal this rank alone; the other ranks get calls of
+    their own. count: other than 1 where the `counts` given to `begin` say so: a tile may be signalled in several parts.
 
     Order: this block's stores, to whichever rank, before the signal (barrier, then release at system scope).
     """
@@ -54,7 +53,7 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
     first, _ = tile_channels(mapping, tile)
     _check_channels(channel, mapping, first, first + 1)
     counter = channel.rank * channel.capacity + first
-    publishes = may_publish(channel)  # first, so that the load goes on beside the stores that are awaited
+    publishes = may_publish(channel)  # first, so that this load overlaps with the stores that are awaited
     _order_stores(after_tma)
     if mode == "local":
         _count_up(channel, channel.rank, counter, count, publishes)
@@ -69,21 +68,22 @@ def producer_tile_notify(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def producer_tile_count(counter, times, threads, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """Tell this GPU's streams (`rank_await_count`) that a tile is stored, without a barrier, so that a loop over tiles
-    that has it can be flattened: each of the program's `threads` adds `times` to a counter, after its own stores.
+    """Signal this GPU's streams (`rank_await_count`) that a tile is stored, without a barrier.
 
-    counter: a pointer into int32 zeros, of whatever is awaited as one. times: 0 for not at all.
+    Without a barrier, a loop over tiles that contains this can be flattened. Each of the program's `threads` adds
+    `times` to a counter, after its own stores (release at this GPU's scope). counter: a pointer into int32 zeros, one
+    for each thing that a stream awaits. times: 0 for no signal.
     """
     count_up_by_thread(counter, times, threads, after_tma)
 
 
 @triton.jit
 def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.constexpr = False, producer=None):  # type: ignore[no-untyped-def]
-    """Wait until all rows of the tile are there; returns an int32 0 to add to the offset of what is loaded after.
+    """Wait until all rows of the tile have arrived; returns an int32 0 to add to the offset of what is loaded after.
 
-    mapping: the consumer's. source: wait for what this rank has stored and signalled, where several do ("p2p"), for
-    example to add in rank order as it comes; default: all who do. before_tma: a descriptor loads the tile. producer:
-    the producer's mapping, for a call that began by `enter`.
+    mapping: the consumer's. source: wait for this rank's signals alone, where several ranks signal ("p2p"), for example
+    to add partial sums in rank order as they arrive; default: all that signal. before_tma: a descriptor loads the tile.
+    producer: the producer's mapping, for a call that began by `enter`.
 
     Order: what is loaded through the result, after the stores before all those signals (acquire at system scope).
     """
@@ -114,12 +114,12 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
 
 @triton.jit
 def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
-    """As `consumer_tile_wait` before TMA, without a barrier: a loop over tiles that has it can be flattened, and then
-    waits for the next tile while it multiplies this one.
+    """Wait for a tile as `consumer_tile_wait` with before_tma does, but without a barrier of the block.
 
-    For calls that `begin` has begun, tiles that have rows of one rank, and a rank's channels signalled in their order:
-    it looks at the tile's last channel only. Each thread looks by itself. After the time limit it gives up, and so do
-    all polls of the call: `finish_polls` reports it.
+    Without a barrier, a loop over tiles that contains this can be flattened, and then waits for the next tile while it
+    multiplies this one. It is for calls that `begin` began, tiles whose rows are one rank's, and channels that each
+    rank signals in order: it reads the tile's last channel only. Each thread polls for itself (acquire at system scope,
+    then the fence for TMA). After the time limit it gives up, and so do all polls of the call: `finish_polls` reports.
     """
     if INTERPRETED:
         ready = consumer_tile_wait(channel, mapping, tile, before_tma=True)
@@ -132,7 +132,7 @@ def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
-    """After the last `consumer_tile_poll`: report one that has given up, even if its signal has come since."""
+    """After the last `consumer_tile_poll`: report one that has given up, even if its signal has arrived since."""
     late = tl.atomic_add(channel.state + LATE, 0, sem="relaxed", scope="gpu")
     if late != 0:
         pointer, target, index = _last_of_tile(channel, mapping, late - 1)
@@ -142,7 +142,7 @@ def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
-    """(counter, its target, channel) of the last channel that has rows of a tile, whose rows are of one rank."""
+    """Return (counter's pointer, its target, channel) of the last channel of a tile whose rows are one rank's."""
     tl.static_assert(mapping.is_static, "polls are for static mappings")
     tl.static_assert(not channel.inside, "polls are for calls that began by begin")
     _, last = tile_channels(mapping, tile)
@@ -152,9 +152,10 @@ def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """Tell `rank` ("p2p") or all other ranks ("broadcast") that this rank is done with the tile in this call.
+    """Signal `rank` ("p2p") or all other ranks ("broadcast") that this rank is done with a peer tile in this call.
 
-    tile: 0 to the channel's peer_tiles - 1, once a call each. after_tma, and the order: as `producer_tile_notify`.
+    tile: 0 to the channel's peer_tiles - 1, each at most once a call. after_tma, and order: as `producer_tile_notify`,
+    the signal being an exchange of the call's number.
     """
     tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
@@ -171,9 +172,9 @@ def peer_tile_notify(channel, tile, rank=None, mode: tl.constexpr = P2P, after_t
 
 @triton.jit
 def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
-    """Wait until `rank` ("p2p") or all other ranks ("broadcast") have notified the tile in this call.
+    """Wait until `rank` ("p2p") or all other ranks ("broadcast") have notified a peer tile in this call.
 
-    Returns an int32 0, and orders, as `consumer_tile_wait`.
+    Returns an int32 0 and orders loads as `consumer_tile_wait` does.
     """
     tl.static_assert(mode == "p2p" or mode == "broadcast", 'mode is "p2p" or "broadcast"')
     tl.static_assert((rank is None) == (mode == "broadcast"), 'mode "p2p" takes a rank, "broadcast" none')
@@ -191,14 +192,14 @@ def peer_tile_wait(channel, tile, rank=None, mode: tl.constexpr = P2P, before_tm
 
 @triton.jit
 def _check_channels(channel, mapping, first, last):  # type: ignore[no-untyped-def]
-    """Where kernels are interpreted, or compiled with TRITON_DEBUG=1, refuse a tile that the mapping does not have."""
+    """Refuse a tile that the mapping does not have, in interpreted kernels and with TRITON_DEBUG=1."""
     beyond = channel.world * mapping.channels if mapping.is_static else channel.capacity
     tl.device_assert((first >= 0) & (last <= beyond), "the tile, or a channel of it, is none of the mapping's")
 
 
 @triton.jit
 def _order_stores(after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Put all stores of this block before the signal that one of its threads will give."""
+    """Order all stores of this block, by whichever thread, before the signal that one of its threads gives next."""
     if after_tma:
         finish_tma_stores()
     tl.debug_barrier()
@@ -206,14 +207,16 @@ def _order_stores(after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_up(channel, rank, counter, count, publishes):  # type: ignore[no-untyped-def]
+    """Add `count` to a counter at `rank`: the signal, with release at system scope."""
     tl.atomic_add(_signals_of(channel, rank) + counter, count, mask=publishes, sem="release", scope="sys")
 
 
 @triton.jit
 def set_slot(channel, rank, tile, epoch, publishes):  # type: ignore[no-untyped-def]
-    """Write a call's number into this rank's slot for a tile at `rank`, if `publishes` (see `may_publish`).
+    """Write a call's number into this rank's slot for a peer tile at `rank` (release at system scope).
 
-    The block's stores come before it only if a barrier stands between (`peer_tile_notify` has one).
+    publishes: the mask that `may_publish` returned. The block's stores are ordered before it only if a barrier stands
+    between; `peer_tile_notify` has one.
     """
     slot = channel.world * channel.capacity + tile * channel.world + channel.rank
     tl.atomic_xchg(_signals_of(channel, rank) + slot, epoch, mask=publishes, sem="release", scope="sys")
@@ -221,13 +224,14 @@ def set_slot(channel, rank, tile, epoch, publishes):  # type: ignore[no-untyped-
 
 @triton.jit
 def _signals_of(channel, rank):  # type: ignore[no-untyped-def]
-    """A pointer to the counters that lie in that rank's memory."""
+    """Return a pointer to the counters in that rank's memory."""
     tl.device_assert((rank >= 0) & (rank < channel.world), "there is no such rank to notify")
     return tl.load(channel.addresses + rank).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _await_producer(channel, producer, source, index, tile, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until `source` has sent all signals of channel `index` in this call; returns the opaque zero."""
     tl.device_assert((source >= 0) & (source < channel.world), "there is no such rank to wait for")
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
@@ -240,7 +244,7 @@ def _await_producer(channel, producer, source, index, tile, before_tma: tl.const
 
 @triton.jit
 def wait_for_channel(channel, source, index):  # type: ignore[no-untyped-def]
-    """`rank_wait` as a kernel of one program: what comes after it on its stream is after the signals."""
+    """Kernel of `rank_wait`, one program: what follows it on its stream comes after the signals."""
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
     wait_until(channel, counter, target, OF_HOST, 0, index, source, False)
@@ -248,7 +252,7 @@ def wait_for_channel(channel, source, index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wait_for_all(channel, index, stride):  # type: ignore[no-untyped-def]
-    """`rank_wait_all` as a kernel of one program: `wait_for_channel` for channel r * stride + index of all others r."""
+    """Kernel of `rank_wait_all`, one program: waits for channel r * stride + index of every other rank r."""
     for distance in tl.static_range(1, channel.world):
         source = (channel.rank + distance) % channel.world
         counter = source * channel.capacity + source * stride + index

@@ -1,4 +1,15 @@
-"""Waits for a signal on the device: their time limit, and the failure record of one that reaches it."""
+"""Device-side waits: spin on a counter until it reaches its target or the time limit, then report the failure.
+
+Synchronization. A wait reads with acquire at system scope until `(int32)(seen - target) >= 0`, and returns the opaque
+zero: an int32 0 computed from the value that it saw. Add the zero to the offset of whatever is loaded after the wait,
+so that no compiler, the software pipeliner included, can move the load above the wait.
+
+Time limit. Every LOOKS_A_TIME reads, the wait looks at a clock that all programs of the GPU share, and at the process's
+failure flag. A wait that exceeds the channel's limit sets the flag, writes the channel's failure record
+(`stretto.memory.failures`), and the kernel runs to its end without its other waits. Interpreted kernels raise at once.
+While the flag is set, no kernel of this process signals (`may_publish`): what it stores may be wrong, and no peer may
+trust it. The peers' waits then reach their own time limits.
+"""
 
 import triton
 import triton.language as tl
@@ -11,23 +22,27 @@ SUMMARY_ADDRESS = tl.constexpr(failures.SUMMARY_ADDRESS)
 FOLLOWED = tl.constexpr(failures.FOLLOWED)
 _RECORD_BYTES = tl.constexpr(4 * failures.RECORD_WORDS)
 
-# Which wait a report is about.
+# The kind of wait that a failure record describes.
 OF_CONSUMER = tl.constexpr(1)
 OF_PEER = tl.constexpr(2)
 OF_BEGIN = tl.constexpr(3)
 OF_HOST = tl.constexpr(4)
 OF_PACKETS = tl.constexpr(5)
 
-# A peer's slot that shows a call so far ahead shows an old one, of before the numbers came around.
+# A peer's slot whose call number is further ahead than this holds an old number, from before the numbers wrapped.
 _FAR_AHEAD = tl.constexpr(1 << 20)
 
-# Looking at a clock costs more than looking at a signal; an interpreted look pauses anyhow.
+# Reads of a signal per look at the clock, which costs more. An interpreted read yields to other programs anyway.
 LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
 
 
 @triton.jit
 def wait_until(channel, word, target, kind: tl.constexpr, tile, index, peer, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until a word of this rank's counters has reached its target, or the time limit; returns the opaque 0."""
+    """Spin until a word of this rank's counters has reached its target, or the time limit; returns the opaque zero.
+
+    Order: loads through the zero come after the stores that precede the signal (acquire at system scope). before_tma:
+    also loads by TMA, for which a proxy fence follows the acquire. kind, tile, index, peer: for the failure record.
+    """
     pointer = channel.signals + word
     seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
     began = tl.cast(0, tl.int64)
@@ -44,7 +59,10 @@ def wait_until(channel, word, target, kind: tl.constexpr, tile, index, peer, bef
 
 @triton.jit
 def await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until `peer`'s slot for a tile here has come to a call's number, or the time limit; returns the opaque 0."""
+    """Wait until `peer` has notified a peer tile in call `epoch`, or the time limit; returns the opaque zero.
+
+    Each (tile, writer) has one slot here, which holds the number of the writer's last call that notified it.
+    """
     tl.device_assert((peer >= 0) & (peer < channel.world), "there is no such rank to wait for")
     slot = channel.world * channel.capacity + tile * channel.world + peer
     return wait_until(channel, slot, epoch, kind, tile, tile, peer, before_tma)
@@ -52,9 +70,10 @@ def await_slot(channel, peer, tile, epoch, kind: tl.constexpr, before_tma: tl.co
 
 @triton.jit
 def _is_before(seen, target, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether a counter has not come to its target, also around 2^32.
+    """Return whether a counter is still below its target, modulo 2^32.
 
-    A tile between peers may not have been notified for 2^31 calls, while all others are counted in each.
+    A peer tile may go without a notify for 2^31 calls, so its slot also counts as below when it is far ahead; every
+    other counter advances in each call.
     """
     ahead = (seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32)
     is_before = ahead < 0
@@ -65,9 +84,9 @@ def _is_before(seen, target, kind: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def watch_clock(channel, began, looks, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """(when the wait's clock began, whether it may go on), every LOOKS_A_TIME looks.
+    """Check a wait's time limit; called after every LOOKS_A_TIME reads. Returns (start time, whether to keep waiting).
 
-    The clock begins at the first of these: most waits end before, and reading it takes longer than they do.
+    The first call starts the clock: most waits end before it, and reading the clock takes longer than they do.
     """
     goes_on = True
     if looks == LOOKS_A_TIME:
@@ -79,10 +98,10 @@ def watch_clock(channel, began, looks, kind: tl.constexpr, tile, index, peer, se
 
 @triton.jit
 def _read_clock(channel):  # type: ignore[no-untyped-def]
-    """Nanoseconds, the same to all threads.
+    """Return nanoseconds that are the same for all threads of the block.
 
-    A clock that is read by each thread differs between them, and a block may not part ways: time is what all programs
-    of this GPU have last written into one word, which an atomic gives to all threads alike.
+    Threads that each read a clock see different values, on which a block must not branch. So the time is the latest
+    that any program of this GPU has written into one word, and an atomic gives all threads the same value of it.
     """
     tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
     return tl.atomic_max(channel.clock + LATEST, 0, sem="relaxed", scope="gpu")
@@ -90,7 +109,7 @@ def _read_clock(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Whether a wait may go on; if its time is over, it is reported, and this process's other waits give up too."""
+    """Return whether a wait may go on; past its limit it is reported, and this process's other waits give up too."""
     latest = tl.atomic_max(channel.clock + LATEST, now(), sem="relaxed", scope="gpu")
     failed = tl.atomic_add(channel.failed, 0, sem="acquire", scope="gpu")
     goes_on = (failed == 0) & (latest - began <= tl.load(channel.clock + LIMIT))
@@ -101,16 +120,16 @@ def _has_time(channel, began, kind: tl.constexpr, tile, index, peer, seen, targe
 
 @triton.jit
 def report_timeout(channel, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Set the failure flag and write the failure record, unless the channel has one already.
+    """Set the process's failure flag and write the channel's failure record, unless the channel already has one.
 
-    A wait that ends since another workspace's has failed is recorded as well, as FOLLOWED: what it waited for may come
-    later, into memory that a call to come would take for its own, so the channel is of no more use either.
+    A wait that ends because another workspace's wait failed is recorded too, as FOLLOWED: its signal may still arrive,
+    into memory that a later call would take for its own, so this channel is unusable as well.
 
-    Order: the channel is marked before others can see the flag and follow; the flag before the record, so that this
-    program's signals stop; the record's first word after its others; and the word that the host looks at last.
+    Order: first mark the channel (RECORDED), before others can see the flag and follow; then set the flag, so that this
+    program's signals stop; then write the record, its first word after all others; the word that the host polls last.
 
-    The flag is set to a number of the channel's own, and keeps the first that it gets: programs of one channel that
-    give up at the same time do not take each other for another workspace.
+    The flag gets a number of the channel's own, and the first writer wins: programs of one channel that give up at the
+    same time do not take each other for another workspace.
     """
     is_recorded = tl.atomic_xchg(channel.state + RECORDED, 1, sem="relaxed", scope="gpu") != 0
     own = ((channel.report.to(tl.int64) // _RECORD_BYTES) & 0x3FFFFFFF).to(tl.int32) + 1
