@@ -17,10 +17,10 @@ import torch.distributed._symmetric_memory as symmetric
 
 from stretto import ops
 from stretto.memory import PeerError
-from stretto.ops.embedding import put
 from stretto.ops.embedding.forward import look_up_alone
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import LaunchConfig
+from stretto.ops.embedding.put import operator as put
 from tests.gpu.watched import run_watched
 from tests.ops.jagged import Case, Kind, fill_case, is_close
 

@@ -13,7 +13,7 @@ from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.index_errors import IndexErrorReport
 from stretto.ops.embedding.launch_config import describe_shapes
 from stretto.ops.embedding.placement import common_multiple
-from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
+from stretto.ops.embedding.pooling_kernel import Bags, KernelTables, PoolingConfig
 from stretto.tiles.compile_only import compile_kernel
 
 NVIDIA = ["sm_90", "sm_100"]
@@ -42,8 +42,9 @@ def forward_arguments(
     mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
     indices = torch.zeros(64, dtype=index)
     return (
-        make_channel("p2p"), mapping, lookup or look_up(), way or pooling(), indices, indices,
-        FLOATS if weighted else None, torch.zeros(64, dtype=dtype), LONGS, WORDS, 12345, REPORT,
+        make_channel("p2p"), mapping, lookup or look_up(), way or pooling(),
+        Bags(indices, indices, FLOATS if weighted else None),
+        forward_kernel.RingPointers(torch.zeros(64, dtype=dtype), LONGS, WORDS, 12345), REPORT,
         LONGS if trace else None, 99, order,
     )  # fmt: skip
 
@@ -61,7 +62,8 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     return {
         "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, 4, 1024),
         "find_keys": (
-            look_up(0), pooling(8, 1, True), LONGS, LONGS, FLOATS, LONGS, WORDS, WORDS, FLOATS, 4, 640, REPORT, 32,
+            look_up(0), pooling(8, 1, True), Bags(LONGS, LONGS, FLOATS), LONGS,
+            backward_kernel.LookupKeys(WORDS, WORDS, FLOATS), 4, 640, REPORT, 32,
         ),
         "count_chunks": (WORDS, LONGS, 100_000, 6_400_000, 1024, 2048),
         "place_chunks": (
@@ -84,7 +86,7 @@ def test_every_kernel_compiles(target):
     assert forms.keys() >= {"cubin" if target in NVIDIA else "hsaco"}
     begin = (make_channel("p2p"), tiles.look_up_tiles(*[WORDS] * 5), WORDS, LONGS, WORDS, 4096, 12345, 16)
     compile_kernel(forward_kernel.begin_pooling, begin, {}, target)
-    alone = (look_up(), pooling(), LONGS, LONGS, None, FLOATS, WORDS, REPORT, 4, "mixed")
+    alone = (look_up(), pooling(), Bags(LONGS, LONGS, None), FLOATS, WORDS, REPORT, 4, "mixed")
     compile_kernel(forward_kernel.pool_alone, alone, {"num_warps": 1}, target)
     for name, arguments in backward_launches().items():
         compile_kernel(getattr(backward_kernel, name), arguments, {"num_warps": 1}, target)
@@ -128,7 +130,7 @@ def test_rows_come_by_16_bytes_and_several_at_once(target, dtype, way, warps, lo
 
 def find_wide(lookup):
     """Whether fp16 rows of these tables are read by 16 bytes, and whether vectors are stored so."""
-    given = lookup._replace(meta=LONGS, tables=64, batch=1024, width=65536, total=100_000)
+    given = lookup._replace(meta=LONGS, count=64, batch=1024, width=65536, total=100_000)
     lines = to_ptx(dtype=torch.float16, lookup=given)
     return tuple(any(re.search(pattern, line) for line in lines) for pattern in (WIDE_LOAD, r"st\.global\.v4\.b32"))
 

@@ -17,8 +17,8 @@ from tests.tiles.machine_code import RELEASE, find, make_channel
 
 from stretto.ops.embedding.index_errors import IndexErrorReport
 from stretto.ops.embedding.output_ring import CHANNELS
-from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
-from stretto.ops.embedding.put import STAGING_BYTES, PutSlots, require_nvshmem
+from stretto.ops.embedding.pooling_kernel import Bags, KernelTables, PoolingConfig
+from stretto.ops.embedding.put.operator import STAGING_BYTES, PutSlots, require_nvshmem
 from stretto.tiles.compile_only import compile_kernel
 
 SLOT = 1 << 16
@@ -41,7 +41,7 @@ def kernels():
     """The module of the kernels, with the bindings as they are on a machine with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.utils._triton, "has_triton", lambda: True)
-        yield importlib.import_module("stretto.ops.embedding.put_kernel")
+        yield importlib.import_module("stretto.ops.embedding.put.kernel")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def stubs(tmp_path_factory):
 
 
 def exchange(kernels, dtype=torch.float32):
-    return kernels.Exchange(LONGS, LONGS, LONGS, torch.zeros(64, dtype=dtype), LONGS, WORDS)
+    return kernels.PutExchange(LONGS, LONGS, LONGS, torch.zeros(64, dtype=dtype), LONGS, WORDS)
 
 
 def compile_pool(kernels, stubs, target="sm_90", bags=1, dtype=torch.float32, dim=256, weighted=False):
@@ -66,8 +66,8 @@ def compile_pool(kernels, stubs, target="sm_90", bags=1, dtype=torch.float32, di
     lookup = KernelTables(LONGS, 64, 1024, 65536, 100_000, *(tl.constexpr(value) for value in (dim, 256, 4, 4)))
     pooling = PoolingConfig(*(tl.constexpr(value) for value in (bags, 8 // bags, 8, False, True)))
     arguments = (
-        make_channel("p2p"), exchange(kernels, dtype), lookup, pooling, LONGS, LONGS,
-        torch.zeros(64) if weighted else None, torch.zeros(64, dtype=dtype), 12345,
+        make_channel("p2p"), exchange(kernels, dtype), lookup, pooling,
+        Bags(LONGS, LONGS, torch.zeros(64) if weighted else None), torch.zeros(64, dtype=dtype), 12345,
         IndexErrorReport(WORDS, LONGS), "mixed",
     )  # fmt: skip
     options = {"num_warps": 2, "num_stages": 1, "extern_libs": stubs}

@@ -8,7 +8,7 @@ from stretto.ops.embedding.operator import (
     embedding_all_to_all_update,
     tune_embedding,
 )
-from stretto.ops.embedding.put import embedding_all_to_all_put
+from stretto.ops.embedding.put.operator import embedding_all_to_all_put
 
 __all__ = [
     "EmbeddingAllToAll",

@@ -1,4 +1,12 @@
-"""Launching the backward pass: gradients travel on a side stream while lookups are sorted; then rows are reduced."""
+"""Host side of the embedding backward pass: exchange gradients on a side stream, sort lookups meanwhile, reduce rows.
+
+    stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort this rank's lookups
+    reduce_rows         once both are done: add up each row's gradients, and store or apply the sum
+    find_gradients      both, for dense or sparse gradients
+    update_tables       both, for a fused step of an optimizer
+
+`backward_kernel` has the kernels and a worked example.
+"""
 
 import functools
 import itertools
@@ -14,6 +22,7 @@ from stretto import tiles
 from stretto.memory import failures
 from stretto.ops.embedding.backward_kernel import (
     QUANTUM,
+    LookupKeys,
     Segments,
     Target,
     combine_chunks,
@@ -26,34 +35,34 @@ from stretto.ops.embedding.backward_kernel import (
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import (
     LaunchConfig,
+    cache_on_device,
+    copy_to_device,
     count_multiprocessors,
     describe_pooling,
     describe_shapes,
     find_kind,
     hold_for_replays,
-    keep_words,
     round_up_to_power,
-    send_words,
 )
 from stretto.ops.embedding.output_ring import round_size
 from stretto.ops.embedding.placement import EmbeddingPlacement, common_multiple
-from stretto.ops.embedding.pooling_kernel import KernelTables
+from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.table_set import TableSet
 from stretto.ops.gemm.tile import bound_programs
 from stretto.ops.workspace import find_group, find_kept
 
-_CHANNELS = 8  # of a rank's gradient
+_CHANNELS = 8  # signals for each rank's rows of the gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
-_MOST_BY_32_BITS = 1 << 31  # places in a gradient
+_MOST_BY_32_BITS = 1 << 31  # places in a gradient, in QUANTUMs; more take 64 bits
 _KEYS = LaunchConfig(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
 
 class BackwardConfig(NamedTuple):
-    """How the backward pass is launched; `limit`, `chunks` and `rows` may change its bits.
+    """How the backward pass is launched. `limit`, `chunks` and `rows` may change its bits.
 
-    limit: lookups of a chunk, at most. chunks, rows: of a tile. num_warps, programs (on each multiprocessor): of the
-    reducing kernel. pushes: programs that push gradients; 0: copy engines do; all ranks have the same. block: sorted
-    lookups that a program cuts into chunks.
+    limit: most lookups of a chunk. chunks, rows: of a tile of `reduce_chunks`. num_warps, programs (on each
+    multiprocessor): of `reduce_chunks`. pushes: programs that push gradients, or 0 for copy engines; all ranks have the
+    same. block: sorted lookups that a program of `count_chunks` and `place_chunks` takes.
     """
 
     limit: int
@@ -66,7 +75,7 @@ class BackwardConfig(NamedTuple):
 
 
 class LookupInput(NamedTuple):
-    """A forward call's input, as the backward pass takes it. rows, dims: of this rank's tables."""
+    """The input of a forward call that its backward pass needs. rows, dims: of this rank's tables."""
 
     indices: Tensor
     offsets: Tensor
@@ -76,10 +85,12 @@ class LookupInput(NamedTuple):
     dims: tuple[int, ...]
 
 
-class Staged(NamedTuple):
-    """What rows are reduced from: gradients for this rank's tables, sorted lookups, and each table's first key.
+class StagedGradients(NamedTuple):
+    """The input of `reduce_rows`.
 
-    kind: all of the segments that kernels are compiled for.
+    gradients: of the global batch, for this rank's tables. segments, uniques: the sorted lookups and each segment's
+    key. bases: each table's first key, then the number of all rows. kind: everything in segments that kernels are
+    compiled for.
     """
 
     gradients: Tensor
@@ -91,9 +102,10 @@ class Staged(NamedTuple):
 
 
 class _Staging(NamedTuple):
-    """Where the gradients of a placement's tables lie, and what brings them there: for the global batch, own columns.
+    """Symmetric memory that peers push gradients into: the global batch's, for the columns of this rank's tables.
 
-    everyones: as wide as the widest rank's; own: this rank's. columns: int64 [world + 1], where each rank's begin.
+    own: this rank's, [batch, own columns]. everyones: the same memory as wide as the widest rank's, so that it has an
+    address on ranks without tables. columns: int64 [world + 1], where each rank's begin.
     """
 
     channel: tiles.BlockChannel
@@ -104,7 +116,7 @@ class _Staging(NamedTuple):
 
     @classmethod
     def find(cls, group: str, device: torch.device, placement: EmbeddingPlacement) -> "_Staging":
-        """The group's; all ranks call it."""
+        """Find the group's, or make it; all ranks call it."""
         widest, own = max(placement.widths), placement.widths[placement.rank]
         size = round_size(placement.batch * widest * placement.dtype.itemsize)
 
@@ -113,9 +125,11 @@ class _Staging(NamedTuple):
             columns = tuple((column,) for column in itertools.accumulate(placement.widths, initial=0))
             return cls(
                 channel,
-                channel.tensor((placement.batch, widest), placement.dtype),  # an empty one, as own, has no address
+                channel.tensor(
+                    (placement.batch, widest), placement.dtype
+                ),  # an empty tensor, as own may be, has no address
                 channel.tensor((placement.batch, own), placement.dtype),
-                keep_words(columns, device),
+                cache_on_device(columns, device),
                 IndexErrors(placement.rank, device),
             )
 
@@ -124,7 +138,7 @@ class _Staging(NamedTuple):
 
 @functools.lru_cache
 def choose_backward_config(block_bytes: int, device: torch.device) -> BackwardConfig:
-    """A table, not a measurement, for rows of so many bytes: each warp has about 2 KB of gradients in flight."""
+    """Choose a config by a table, without measuring, for rows of so many bytes: about 2 KB in flight for each warp."""
     if device.type == "cpu":
         return BackwardConfig(8, 8, 4, 1, 2, 2, 256)
     num_warps = min(max(block_bytes // 1024, 1), 8)
@@ -140,10 +154,10 @@ def stage_gradients(
     group: str,
     zeros: Sequence[Tensor] = (),
     firsts: tuple[int, ...] | None = None,
-) -> Staged | None:
+) -> StagedGradients | None:
     """Push grad [batch / world, width] to the tables' owners; meanwhile fill `zeros` and sort this rank's lookups.
 
-    firsts: see `sort_lookups`. None where this rank has no lookups: it has then only pushed.
+    firsts: see `sort_lookups`. Returns None where this rank has no lookups, and so has only pushed.
     """
     if placement.batch == 0 or placement.width == 0:
         fill_zeros(zeros)
@@ -158,7 +172,7 @@ def stage_gradients(
     fill_zeros(zeros)
     staged = None
     if lookups.dims and lookups.indices.numel():
-        # The forward pass has said what is wrong with the input: what this one finds is nobody's.
+        # The forward pass has reported errors in the input, so nobody reads those that this sort records.
         staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
     tiles.join_copies(staging.channel)
     return staged
@@ -175,7 +189,7 @@ def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel
 
 
 def _push(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement, config: BackwardConfig) -> None:
-    """Each rank's columns to their owner, and wait for what the others push; on a side stream."""
+    """Push each rank's columns to their owner, and wait for the columns that others push; on the current stream."""
     if not config.pushes:
         _copy_columns(staging, grad, placement)
         return
@@ -190,7 +204,7 @@ def _push(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement, config
 
 
 def _copy_columns(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement) -> None:
-    """As `push_gradients`, by copy engines: no multiprocessor is taken from the sorting."""
+    """Push columns as `push_gradients` does, by copy engines, which take no multiprocessor from the sort."""
     channel, rank, world, batch = staging.channel, placement.rank, placement.world_size, placement.local_batch
     mapping = tiles.shard_tiles(1, world, 1, channels=1)
     channel.begin("embedding_all_to_all's gradient", mapping, mapping, "broadcast")
@@ -211,13 +225,15 @@ def _describe_rows(
     device: torch.device,
     firsts: tuple[int, ...] | None = None,
 ) -> tuple[KernelTables, tuple[int, ...], Tensor]:
-    """Tables without addresses; and where the rows of each begin among those of all, and all end: here, and there."""
+    """Return (kernel argument of tables without addresses; each table's first key, then the number of all rows; the
+    same on the device). firsts: see `sort_lookups`.
+    """
     bases = tuple(itertools.accumulate(rows, initial=0))
     if firsts is not None:
         bases = *(bases[first] for first in firsts), bases[-1]
     shapes = [(0, *shape) for shape in zip(rows, dims, strict=True)]
-    lookup = describe_shapes(shapes, itemsize, 0, sum(dims), device)
-    return lookup, bases, keep_words(tuple((base,) for base in bases), device)
+    tables = describe_shapes(shapes, itemsize, 0, sum(dims), device)
+    return tables, bases, cache_on_device(tuple((base,) for base in bases), device)
 
 
 def sort_lookups(
@@ -227,17 +243,18 @@ def sort_lookups(
     config: BackwardConfig,
     index_errors: IndexErrors,
     firsts: tuple[int, ...] | None = None,
-) -> Staged:
+) -> StagedGradients:
     """Sort this rank's lookups by table and row, and cut them into chunks; `staging` may be filled later.
 
-    firsts: the table whose rows each one's are, by default its own; so what is added up is what comes of all of them.
+    firsts: for each table, the first table that is the same memory; default: itself. Lookups of one table under several
+    features then share keys, so that a row's gradients from all of them are added up.
     """
     device, total = staging.device, lookups.indices.numel()
-    lookup, bases, first_rows = _describe_rows(lookups.rows, lookups.dims, staging.element_size(), device, firsts)
-    hold_for_replays(lookup.meta)
+    tables, bases, first_rows = _describe_rows(lookups.rows, lookups.dims, staging.element_size(), device, firsts)
+    hold_for_replays(tables.meta)
     hold_for_replays(first_rows)
     rows = bases[-1]
-    # The keys' largest number is that of a lookup without a row.
+    # The largest key is that of a lookup without a row.
     keys = torch.full((total,), rows, dtype=torch.int32 if rows < 2**31 - 1 else torch.int64, device=device)
     quanta = staging.shape[1] // QUANTUM.value
     by_32_bits = placement.batch * quanta <= _MOST_BY_32_BITS
@@ -246,43 +263,42 @@ def sort_lookups(
     scales = torch.empty(total, dtype=torch.float32, device=device) if is_scaled else None
     groups = len(lookups.dims) * -(-placement.batch // _KEYS.bags)
     programs = 2 if device.type == "cpu" else min(_KEYS.programs * count_multiprocessors(device), groups)
-    lookup = lookup._replace(batch=placement.local_batch, width=staging.shape[1], total=total)
+    tables = tables._replace(batch=placement.local_batch, width=staging.shape[1], total=total)
     steps, world = 8 if device.type == "cpu" else 32, placement.world_size
-    given = lookups.indices, lookups.offsets, lookups.weights
-    tensors = *given, first_rows, keys, places, scales
+    bags, found = Bags(*lookups[:3]), LookupKeys(keys, places, scales)
     pooling = describe_pooling(_KEYS, lookups.mode, True)
-    # Of memory that is allocated here torch begins all at the same multiple: kernels differ in its dtypes only.
+    # torch aligns all memory that is allocated here alike, so kernels are compiled for its dtypes only.
     sizes = config, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
     _launches[device](
         find_keys,
-        (lookups.mode, find_kind(lookup), tiles.kind_of(world), sizes, *map(tiles.kind_of, given)),
+        (lookups.mode, find_kind(tables), tiles.kind_of(world), sizes, *map(tiles.kind_of, bags)),
         programs,
-        (lookup, pooling, *tensors, world, rows, index_errors.report(), steps),
+        (tables, pooling, bags, first_rows, found, world, rows, index_errors.report(), steps),
         num_warps=_KEYS.num_warps,
     )
     keys, order = torch.sort(keys, stable=True)
     blocks = -(-total // config.block)
-    # In one row: torch scans several with few threads.
+    # One row for both counts: torch scans several rows with few threads.
     counts = torch.empty(2 * blocks, dtype=torch.int64, device=device)
     _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, config.limit, config.block), num_warps=4)
     sums = counts.cumsum(0)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
-    sorted_places, numbers, tables = (
+    sorted_places, numbers, chunk_tables = (
         torch.empty(total, dtype=dtype, device=device) for dtype in (places.dtype, torch.int32, torch.int32)
     )
     sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
-    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, tables, totals, total, rows, quanta)
+    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, chunk_tables, totals, total, rows, quanta)
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
     arguments = keys, order, places, scales, tables_of, sums, segments, uniques, config.limit, config.block
     _launches[device](place_chunks, sizes, blocks, arguments, num_warps=4)
-    return Staged(staging, segments, uniques, bases, config, sizes)
+    return StagedGradients(staging, segments, uniques, bases, config, sizes)
 
 
 def reduce_rows(
-    staged: Staged,
+    staged: StagedGradients,
     dims: Sequence[int],
     addresses: Sequence[int],
     lasts: Sequence[int],
@@ -292,17 +308,17 @@ def reduce_rows(
     by_number: bool = False,
     is_kept: bool = False,
 ) -> None:
-    """Add up the gradients of each row, and do what `action` says with the sum; see `backward_kernel.Target`.
+    """Add up the gradients of each row, and store the sum or make an optimizer's step with it (`action`).
 
-    addresses: where each table's target begins; is_kept: they are the same call after call. lasts: the last word of
-    each table in `Target.meta`.
+    addresses: where each table's target begins; is_kept: they are the same in every call, so that they are cached.
+    lasts: each table's last word in `backward_kernel.Target.meta`. by_number: as in `Target`.
     """
     segments, config, gradients = staged.segments, staged.config, staged.gradients
     device = gradients.device
     words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
-    meta = keep_words(words, device) if is_kept else send_words(words, device)
+    meta = cache_on_device(words, device) if is_kept else copy_to_device(words, device)
     itemsize = gradients.element_size()
-    # What is allocated for a call begins at a multiple of 16 bytes; tables may lie anywhere.
+    # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may lie anywhere.
     places = tuple(address // itemsize for address in addresses) if is_kept else ()
     multiple = common_multiple((*dims, *places), itemsize)
     target = _describe_target(tuple(dims), multiple, action, by_number, device)
@@ -332,14 +348,14 @@ def reduce_rows(
 def _describe_target(
     dims: tuple[int, ...], multiple: int, action: str, by_number: bool, device: torch.device
 ) -> Target:
-    """A target without addresses and settings."""
+    """Make a target without addresses and settings."""
     constants = (action, by_number, round_up_to_power(max(dims)), multiple)
     return Target(None, _find_tables_of(dims, device), None, None, *(tl.constexpr(value) for value in constants))
 
 
 @functools.lru_cache(maxsize=64)
 def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
-    """The table of each `QUANTUM` of columns."""
+    """Return the table of each `QUANTUM` of columns, int32."""
     repeats = torch.tensor([dim // QUANTUM.value for dim in dims])
     return torch.arange(len(dims), dtype=torch.int32).repeat_interleave(repeats).to(device)
 
@@ -347,7 +363,7 @@ def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
 def find_gradients(
     grad: Tensor, lookups: LookupInput, placement: EmbeddingPlacement, group: str, *, sparse: bool
 ) -> list[Tensor]:
-    """Each table's gradient, from that of the output; all ranks call it."""
+    """Return each table's gradient, given the output's gradient; all ranks call it."""
     if sparse:
         return sparse_gradients(stage_gradients(grad, lookups, placement, group), lookups.rows, lookups.dims, grad)
     grads = [grad.new_empty(shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
@@ -367,7 +383,10 @@ def update_tables(
     optimizer: str,
     settings: Tensor,
 ) -> None:
-    """See `embedding_all_to_all_update`. A table that is there several times gets one step, of all its lookups."""
+    """Make an optimizer's step on the rows that were looked up; all ranks call it. See `embedding_all_to_all_update`.
+
+    A table that is given several times gets one step, with the gradients of all its lookups.
+    """
     firsts = tables.firsts
     lasts = [state.data_ptr() for state in states] if states else [0] * len(firsts)
     for place, first in enumerate(firsts):
@@ -381,19 +400,21 @@ def update_tables(
 
 
 def fill_zeros(tensors: Sequence[Tensor]) -> None:
-    """In one launch."""
+    """Set the tensors to zero, in one launch."""
     if tensors:
         torch._foreach_zero_(list(tensors))
 
 
-def add_gradients(staged: Staged, grads: Sequence[Tensor]) -> None:
-    """Store each table's gradient into zeros [rows, dim]."""
+def add_gradients(staged: StagedGradients, grads: Sequence[Tensor]) -> None:
+    """Store each table's gradient into `grads`, which are zeros [rows, dim]."""
     dims = [grad.shape[1] for grad in grads]
     reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads), "store")
 
 
-def sparse_gradients(staged: Staged | None, rows: Sequence[int], dims: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Each table's gradient as a coalesced sparse tensor [rows, dim]; the host waits for their sizes."""
+def sparse_gradients(
+    staged: StagedGradients | None, rows: Sequence[int], dims: Sequence[int], like: Tensor
+) -> list[Tensor]:
+    """Return each table's gradient as a coalesced sparse tensor [rows, dim]; the host waits for their sizes."""
     if staged is None:
         empty = torch.empty(1, 0, dtype=torch.int64, device=like.device)
         return [

@@ -1,9 +1,35 @@
-"""The backward pass on the device: gradients to the owners of the tables, and row by row into them.
+"""Kernels of the embedding backward pass: push gradients to the tables' owners, sort lookups, reduce them by row.
 
-The paper leaves it for later. A lookup is an index's position; sorted by (table, row), positions with one row are a
-segment, whose gradients are added in the order of positions: the same input gives the same bits. Segments are cut at
-every multiple of LIMIT sorted positions, into chunks, so that no program adds up for long; what a cut segment's chunks
-give is added by `combine_chunks`, in order.
+(The paper leaves the backward pass for later.) A lookup is the position of an index. Sorted by (table, row), the
+lookups of one row are a segment. Its gradients are added in the order of positions, so the same input gives the same
+bits. Segments are cut into chunks at every multiple of LIMIT sorted lookups, so that no program adds for long;
+`combine_chunks` adds the partial sums of a cut segment, in order.
+
+Worked example: ten lookups of 3 samples in table 0 (3 rows) and table 1 (4 rows), both of dim 4, with LIMIT = 4. A row
+of the gradient has 8 columns, which are 2 QUANTUMs: sample s has its gradient for table t at place 2 s + t.
+
+    position      0  1  2  3  4  5  6  7  8  9
+    table         0  0  0  0  0  1  1  1  1  1
+    sample        0  0  1  2  2  0  1  1  2  2
+    indices       2  0  2  2  0  1  1  3  3  1
+    keys          2  0  2  2  0  4  4  6  6  4     find_keys: the index plus the table's base (0 and 3)
+    places        0  0  2  4  4  1  3  3  5  5     find_keys: where the lookup's gradient lies
+
+    sorted keys   0  0 |2  2 :2 |4  4  4 |6  6     torch.sort, stable; a | begins a segment, a : just a chunk (LIMIT)
+    order         1  4  0  2  3  5  6  9  7  8     torch.sort: the position of each sorted lookup
+    places        0  4  0  2  4  1  3  5  3  5     place_chunks: places[order]
+
+    chunk            0       1       2       3       4
+    starts           0       2       4       5       8     and the end, 10
+    numbers          0       1       1       2       3     the segment of each chunk; uniques are keys 0, 2, 4, 6
+    tables           0       0       0       1       1
+    sum of places    0, 4    0, 2    4       1, 3, 5 3, 5  reduce_chunks
+    goes to          row 0   partial partial row 1   row 3
+                     of 0    (1, 0)  (1, 1)  of 1    of 1
+
+    combine_chunks, cut 1: row 2 of table 0 gets partial (1, 0) + partial (1, 1)
+
+An index that is out of range keeps the key 7, the number of all rows: it sorts last and belongs to no segment.
 """
 
 from typing import Any, NamedTuple
@@ -15,19 +41,31 @@ from stretto import tiles
 from stretto.ops.embedding.pooling_kernel import META, read_bags
 
 QUANTUM = tl.constexpr(4)
-"""Dims are multiples of this many elements; places in the gradient are counted in them, and most fit into 32 bits."""
+"""Elements. Every dim is a multiple of it; places in the gradient count it, so that most fit into 32 bits."""
 
 ACTIONS = ("store", "sgd", "adagrad")
+"""What `reduce_chunks` does with a row's sum: store a gradient, or make a step of an optimizer on the table's row."""
+
+
+class LookupKeys(NamedTuple):
+    """Kernel argument: what `find_keys` writes for each lookup, before the sort. All are [total].
+
+    keys: int32 or int64, a row's number among the rows of all tables. places: int32 or int64, where the lookup's
+    gradient lies, in QUANTUMs. scales: fp32, the factor of its gradient; None for 1.
+    """
+
+    keys: Any
+    places: Any
+    scales: Any
 
 
 class Segments(NamedTuple):
-    """Sorted lookups, as kernels take them; one argument.
+    """Kernel argument: the sorted lookups and their chunks.
 
-    keys: [total], a row's number among the rows of all tables, sorted; `rows`, the number of them all, for a lookup
-    that has none. places: int32 or int64 [total], where each sorted lookup's bag has its gradient. scales: fp32
-    [total], its factor; None for 1. starts: int64, the first lookup of each chunk, and the end of the last one.
-    numbers, tables: int32, each chunk's segment and its table. totals: int64 [2], chunks, segments. total: of
-    lookups. quanta: of a row of the gradient.
+    keys, places, scales: [total], as in `LookupKeys`, but sorted by key; a lookup without a row has the key `rows`.
+    starts: int64, the first lookup of each chunk, then the end of the last chunk. numbers, tables: int32, each chunk's
+    segment and table. totals: int64 [2], the number of chunks and of segments. total: of lookups. rows: of all tables.
+    quanta: QUANTUMs of a row of the gradient.
     """
 
     keys: Any
@@ -43,13 +81,15 @@ class Segments(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a segment's sum goes: one argument.
+    """Kernel argument: where the segments' sums go.
 
-    meta: int64 [tables, 4]: address, first key, dim, address of the table's state (fp32 [rows]), or with by_number the
-    number of its first segment. tables_of: int32, the table of each QUANTUM of columns. action: one of `ACTIONS`.
-    by_number: rows are segments' numbers (sparse gradients), not tables' rows. settings: fp32 [2], learning rate and
-    epsilon. failed: int32 [1], the process's failure flag, for actions of optimizers: while it is set nothing is
-    updated. multiple: every dim and every address, in elements, is one.
+    meta: int64 [tables, 4]: address, first key, dim, and the last word: the address of the table's state (fp32 [rows]),
+    or with by_number the number of the table's first segment. tables_of: int32, the table of each QUANTUM of columns.
+    settings: fp32 [2], learning rate and epsilon. failed: int32 [1], the process's failure flag, for optimizers: while
+    it is set, nothing is updated.
+    Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the table's
+    rows; block, the power of two that holds every dim; multiple, which divides every dim and every address (in
+    elements).
     """
 
     meta: Any
@@ -64,14 +104,15 @@ class Target(NamedTuple):
 
 @triton.jit
 def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each rank's columns of grad [batch, width] into its owner's staging [world * batch, the owner's columns].
+    """Push each rank's columns of grad [batch, width] into its staging [world * batch, that rank's columns].
 
     columns: int64 [world + 1], where each rank's begin.
-    Order: the next rank's first, own ones last. Signals: after some rows' stores, their channel at the owner ("p2p").
-    Waits: at the end, each program for its share of (source, channel), so that when the kernel has ended, staging is
-    complete. Rows are claimed, so no program waits before programs that run have all rows; and a launch leaves room for
-    another group's (`bound_programs`).
-    Reuse: staging is stored to only when all ranks have begun this call, and so ended the one before.
+    Order: the next rank's columns first, own ones last.
+    Signals: after the stores of ROWS rows, their channel at the columns' owner ("p2p").
+    Waits: at the end, each program for its share of (source, channel) pairs, so staging is complete when the kernel has
+    ended. Programs claim rows, so none waits before running programs hold all rows; and the launch leaves room for
+    another group's kernels (`bound_programs`).
+    Reuse: staging is written only once all ranks have begun this call, and so have ended the previous one.
     """
     groups = tl.cdiv(batch, ROWS)
     index = tiles.claim(channel)
@@ -100,45 +141,43 @@ def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS:
 
 
 @triton.jit
-def find_keys(  # type: ignore[no-untyped-def]
-    lookup, pooling, indices, offsets, weights, bases, keys, places, scales, world, rows, report, STEPS: tl.constexpr
-):
-    """The key, place and scale of every lookup; those without a row keep what keys had before.
+def find_keys(tables, pooling, bags, bases, found, world, rows, report, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the key, place and scale of every lookup; keys of lookups without a row stay as they were.
 
-    bases: int64 [tables], each table's first key.
+    bases: int64 [tables], each table's first key. found: the `LookupKeys` that are written.
     """
-    count = lookup.batch * world
-    quanta = lookup.width // QUANTUM
+    count = tables.batch * world
+    quanta = tables.width // QUANTUM
     steps = tl.arange(0, STEPS)
     groups = tl.cdiv(count, pooling.bags)
-    for index in range(tl.program_id(0), lookup.tables * groups, tl.num_programs(0)):
+    for index in range(tl.program_id(0), tables.count * groups, tl.num_programs(0)):
         table = index // groups
         sample = index % groups * pooling.bags + tl.arange(0, pooling.bags)
         inside = sample < count
-        start, end = read_bags(lookup, pooling, offsets, table, world, sample, inside, report)
-        here, column = tl.load(lookup.meta + table * META + 1), tl.load(lookup.meta + table * META + 3)
+        start, end = read_bags(tables, pooling, bags, table, world, sample, inside, report)
+        here, column = tl.load(tables.meta + table * META + 1), tl.load(tables.meta + table * META + 3)
         key = tl.load(bases + table)
-        place = (sample.to(tl.int64) * quanta + column // QUANTUM).to(places.dtype.element_ty)
+        place = (sample.to(tl.int64) * quanta + column // QUANTUM).to(found.places.dtype.element_ty)
         scale = tl.full((pooling.bags,), 1.0, tl.float32)
         if pooling.is_mean:
             scale = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
         for step in range(0, tl.max(end - start, 0), STEPS):
             at = start[:, None] + step + steps[None, :]
             mask = at < end[:, None]
-            row = tl.load(indices + at, mask=mask, other=0)
+            row = tl.load(bags.indices + at, mask=mask, other=0)
             known = mask & (row >= 0) & (row < here)
-            tl.store(keys + at, (row + key).to(keys.dtype.element_ty), mask=known)
-            tl.store(places + at, tl.broadcast_to(place[:, None], (pooling.bags, STEPS)), mask=mask)
-            if scales is not None:
+            tl.store(found.keys + at, (row + key).to(found.keys.dtype.element_ty), mask=known)
+            tl.store(found.places + at, tl.broadcast_to(place[:, None], (pooling.bags, STEPS)), mask=mask)
+            if found.scales is not None:
                 factor = tl.broadcast_to(scale[:, None], (pooling.bags, STEPS))
-                if weights is not None:
-                    factor *= tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
-                tl.store(scales + at, factor, mask=mask)
+                if bags.weights is not None:
+                    factor *= tl.load(bags.weights + at, mask=mask, other=0.0).to(tl.float32)
+                tl.store(found.scales + at, factor, mask=mask)
 
 
 @triton.jit
 def _find_boundaries(keys, total, rows, at, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(key, whether a segment begins, whether a chunk does, whether lookups with rows end) at sorted lookups."""
+    """Return, for sorted lookups: key, whether a segment begins, a chunk begins, and whether lookups with rows end."""
     inside = at < total
     key = tl.load(keys + at, mask=inside, other=0)
     before = tl.load(keys + at - 1, mask=inside & (at > 0), other=-1)
@@ -151,7 +190,10 @@ def _find_boundaries(keys, total, rows, at, LIMIT: tl.constexpr):  # type: ignor
 
 @triton.jit
 def count_chunks(keys, counts, total, rows, LIMIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """counts [2 * blocks]: how many chunks, then segments, begin in each block of sorted lookups. A program a block."""
+    """Count the chunks, then the segments, that begin in each block of sorted lookups: counts [2 * blocks].
+
+    One program for each block.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _, begins, chunk, _ = _find_boundaries(keys, total, rows, at, LIMIT)
     counts += tl.program_id(0)
@@ -163,11 +205,11 @@ def count_chunks(keys, counts, total, rows, LIMIT: tl.constexpr, BLOCK: tl.const
 def place_chunks(  # type: ignore[no-untyped-def]
     keys, order, places, scales, tables_of, sums, segments, uniques, LIMIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write down where chunks begin, which segment and which table they are of, and what each sorted lookup adds.
+    """Fill `segments`: where chunks begin, their segment and table, and the place and scale of each sorted lookup.
 
-    keys, order: sorted, and each one's position; places, scales: by position. sums [2 * blocks]: counts, each with
-    all before it. What hangs on a position is loaded here, where nothing waits for it, and not where gradients are
-    added up.
+    keys, order: sorted keys and their positions. places, scales: by position (`LookupKeys`). sums [2 * blocks]: the
+    inclusive prefix sum of `count_chunks`' counts. uniques: gets each segment's key. Loads that depend on a position
+    are made here, where nothing waits for them, and not where gradients are added up.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total, rows = segments.total, segments.rows
@@ -197,16 +239,16 @@ def place_chunks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up chunks' gradients; whole segments go to the target, parts of others to partials [cuts, 2, block] (fp32).
+    """Add up each chunk's gradients; whole segments go to the target, parts of cut ones to partials [cuts, 2, block].
 
-    A tile is CHUNKS chunks, of each of which ROWS gradients are in flight. The part that begins at cut m is partial
-    (m, 1), the one that ends there and does not begin at a cut is (m, 0).
+    Sums and partials are fp32. A tile is CHUNKS chunks, and ROWS gradients of each are loaded at once. A part that
+    begins at cut m is partial (m, 1); a part that ends at cut m, and does not begin at a cut, is partial (m, 0).
     """
     chunks = tl.load(segments.totals)
     columns = tl.arange(0, target.block)
     steps = tl.arange(0, ROWS)
     for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS), tl.num_programs(0)):
-        # Loads that hang on each other are three deep: chunks, then keys and places, then gradients and target rows.
+        # Dependent loads are three deep: chunks, then keys and places, then gradients and target rows.
         chunk = tl.cast(tile, tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
         inside = chunk < chunks
         start = tl.load(segments.starts + chunk, mask=inside, other=0)
@@ -242,7 +284,7 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
 
 @triton.jit
 def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up the parts of a segment that is cut, in order. A program a cut: the segment's first one does it."""
+    """Add up the parts of a cut segment, in order. One program a cut; that of the segment's first cut adds."""
     cut = tl.program_id(0).to(tl.int64) + 1
     key = tl.load(segments.keys + cut * LIMIT)
     before = tl.load(segments.keys + cut * LIMIT - 1)
@@ -263,7 +305,7 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
             total += tl.sum(tl.load(parts, mask=is_part[:, None], other=0.0), 0)
             follows = tl.sum(is_part.to(tl.int32), 0) == ROWS
             step += ROWS
-        # As a tile of one segment. Any of its lookups says which table it is of: the one at the cut, say.
+        # Apply it as a tile of one segment. Any of its lookups gives its table, so take the one at the cut.
         one = tl.zeros((1,), tl.int64) + cut * LIMIT
         inside = one >= 0
         table = tl.load(target.tables_of + tl.load(segments.places + one) % segments.quanta)
@@ -277,7 +319,7 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
 
 @triton.jit
 def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
-    """The chunk that begins at a sorted lookup, by halving."""
+    """Return the chunk that begins at a sorted lookup, by binary search."""
     low = lookup * 0
     high = low + tl.load(segments.totals)
     for _ in range(40):
@@ -290,7 +332,7 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _locate(target, staging, table, key, number, inside):  # type: ignore[no-untyped-def]
-    """(row, pointers to it [segments, block], which of them are inside, last word, dim) of segments' targets."""
+    """Return, for segments' targets: row, pointers to it [segments, block], their mask, last word of meta, dim."""
     words = target.meta + table * META
     dim = tl.multiple_of(tl.load(words + 2, mask=inside, other=0), target.multiple)
     row = key.to(tl.int64) - tl.load(words + 1, mask=inside, other=0)
@@ -308,7 +350,7 @@ def _locate(target, staging, table, key, number, inside):  # type: ignore[no-unt
 
 @triton.jit
 def _read(target, pointers, mask):  # type: ignore[no-untyped-def]
-    """What the target's rows hold; of one that is only stored to, nothing."""
+    """Return what the target's rows hold, in fp32; zeros if the action is to store."""
     held = tl.zeros(pointers.shape, tl.float32)
     if target.action != "store":
         held = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -317,14 +359,14 @@ def _read(target, pointers, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _apply(target, pointers, mask, row, state, dim, held, total, inside):  # type: ignore[no-untyped-def]
-    """What becomes of segments' sums, fp32 [segments, block]: stored, or a step of an optimizer on their rows.
+    """Store segments' sums, fp32 [segments, block], or make a step of an optimizer on their rows.
 
-    state: the address of the table's state; held: what `_read` has read.
+    state: the address of the table's state; held: what `_read` returned.
     """
     if target.action == "store":
         tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)
     else:
-        # Gradients that came after a wait had failed are wrong: tables and their state stay as they are.
+        # After a failed wait, gradients are wrong: leave tables and their state as they are.
         updates = tl.load(target.failed) == 0
         mask = mask & updates
         inside = inside & updates

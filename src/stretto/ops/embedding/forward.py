@@ -1,4 +1,9 @@
-"""Launching the fused kernel: placement, ring, signals' counts, and the kernel's arguments."""
+"""Host side of the fused look-up: launches `begin_pooling` and `pool_and_send`, or `pool_alone` for benches.
+
+find_launch_config      how the kernel is launched: measured, or chosen by a table
+_ForwardLaunch.find     what all calls of a placement share: ring, signal counts, mapping (made once, by all ranks)
+look_up_and_send        a call: begin it on the channel, take an output slot, launch the two kernels
+"""
 
 import functools
 from collections.abc import Sequence
@@ -9,7 +14,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.embedding.autotune import find_tuned_config
-from stretto.ops.embedding.forward_kernel import UNIT, begin_pooling, pool_alone, pool_and_send
+from stretto.ops.embedding.forward_kernel import UNIT, RingPointers, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import (
     LaunchConfig,
@@ -23,13 +28,19 @@ from stretto.ops.embedding.launch_config import (
 )
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing
 from stretto.ops.embedding.placement import EmbeddingPlacement
+from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.gemm.tile import limit_waiting
 from stretto.ops.workspace import find_kept
 
 
 class _ForwardLaunch(NamedTuple):
-    """What all calls of a placement are launched with. counts, unused: see `_count`. mapping: of the signals."""
+    """What all calls of a placement share.
+
+    slots: the ring's, in the tables' dtype. counts, unused: how often each channel is signalled in a call, and a
+    mapping for functions that require one, though counts say everything; see `_count_signals`. mapping: from
+    (destination, channel) to the signal. first_column: of this rank's tables in the output.
+    """
 
     ring: OutputRing
     slots: Tensor
@@ -40,14 +51,14 @@ class _ForwardLaunch(NamedTuple):
 
     @classmethod
     def find(cls, group: str, device: torch.device, placement: EmbeddingPlacement) -> "_ForwardLaunch":
-        """The group's. Its ring is that of all placements whose outputs have about this size."""
+        """Find or make the group's; all ranks call it. Placements whose outputs have about one size share a ring."""
 
         def make() -> _ForwardLaunch:
             ring = OutputRing.find(group, device, placement.local_batch * placement.width * placement.dtype.itemsize)
             channels = count_channels(placement)
             mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
             slots = ring.slots.view(placement.dtype)
-            return cls(ring, slots, *_count(placement, device), mapping, placement.first_column(placement.rank))
+            return cls(ring, slots, *_count_signals(placement, device), mapping, placement.first_column(placement.rank))
 
         return find_kept(group, device, ("embedding launch", placement), make)
 
@@ -65,8 +76,9 @@ def look_up_and_send(
     config: LaunchConfig | None = None,
     trace: Tensor | None = None,
 ) -> Tensor:
-    """This rank's [batch / world, width], of all ranks' tables; all ranks call it.
+    """Pool this rank's tables for the global batch and exchange the vectors; all ranks call it.
 
+    Returns this rank's samples' vectors of all ranks' tables, [batch / world, width], in memory that peers stored into.
     config: None for `find_launch_config`; each rank may take its own. trace: int64 [`count_trace`, 4], which the kernel
     fills with clocks, for benches.
     """
@@ -91,21 +103,16 @@ def look_up_and_send(
         (channel, launch.unused, launch.counts, ring.destinations, ring.tickets, unit, placement.fingerprint, block),
         num_warps=4,
     )
-    lookup = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
+    kernel_tables = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
     programs = count_programs(config, placement, count, device)
     waiters = limit_waiting(programs, device)
     arguments = (
         channel,
         launch.mapping,
-        lookup,
+        kernel_tables,
         describe_pooling(config, mode, checks),
-        indices,
-        offsets,
-        weights,
-        launch.slots,
-        ring.destinations,
-        ring.tickets,
-        placement.fingerprint,
+        Bags(indices, offsets, weights),
+        RingPointers(launch.slots, ring.destinations, ring.tickets, placement.fingerprint),
         ring.index_errors.report(),
         trace,
         waiters,
@@ -118,7 +125,7 @@ def look_up_and_send(
             config,
             mode,
             checks,
-            find_kind(lookup),
+            find_kind(kernel_tables),
             *map(tiles.kind_of, (indices, offsets, weights, trace, waiters)),
         ),
         programs,
@@ -127,44 +134,47 @@ def look_up_and_send(
         num_stages=1,
     )
     out = finish()
-    if device.type == "cpu":  # the kernel is through: what it has found is raised by this call, not by the next one
+    if device.type == "cpu":  # the kernel has ended: this call raises its errors, not the next one
         ring.index_errors.check()
     return out
 
 
 def find_shape(placement: EmbeddingPlacement, tables: int, total: int) -> LookupSize:
-    """The shape of this rank's look-ups in so many tables, with so many indices."""
+    """Return the size of this rank's look-up of `total` indices in so many tables."""
     block = round_up_to_power(placement.longest)
     return LookupSize(placement.world_size, block * placement.dtype.itemsize, max(tables, 1), placement.batch, total)
 
 
 def find_launch_config(placement: EmbeddingPlacement, tables: int, total: int, device: torch.device) -> LaunchConfig:
-    """This rank's launch config: the fastest that `tune_embedding` has measured, else `choose_launch_config`'s."""
+    """Select this rank's launch config: the fastest that `tune_embedding` has measured, else a table's choice."""
     shape = find_shape(placement, tables, total)
     return find_tuned_config(shape, device) or choose_launch_config(shape, device)
 
 
 def count_programs(config: LaunchConfig, placement: EmbeddingPlacement, tables: int, device: torch.device) -> int:
-    """No more than there are tasks, and enough to wait for all other ranks' channels if there are none."""
+    """Return how many programs to launch: at most one a task, or one a channel to wait for if there are more."""
     tasks = placement.world_size * tables * -(-placement.local_batch // config.slice)
     waits = (placement.world_size - 1) * count_channels(placement)
     return max(min(config.programs * count_multiprocessors(device), max(tasks, waits)), 1)
 
 
 def count_trace(config: LaunchConfig, placement: EmbeddingPlacement, tables: int, device: torch.device) -> int:
-    """Rows of a trace: of tasks, then of programs."""
+    """Return the rows of a trace: those of tasks, then those of programs."""
     tasks = placement.world_size * tables * -(-placement.local_batch // config.slice)
     return tasks + count_programs(config, placement, tables, device)
 
 
 @functools.lru_cache(maxsize=256)
 def count_channels(placement: EmbeddingPlacement) -> int:
-    """Groups of tables that a rank signals to another one by one."""
+    """Return how many channels a rank has at each other rank: groups of its tables, each with a signal of its own."""
     return min(round_up_to_power(max(len(dims) for dims in placement.dims)), CHANNELS)
 
 
-def _count(placement: EmbeddingPlacement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
-    """How much channels are counted up by in a call, and a mapping that says no more than that counts do."""
+def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
+    """Return how much each channel's counter grows in a call (`BlockChannel.begin`'s counts), and a dynamic mapping.
+
+    The mapping holds nothing: its kind alone tells `begin_call` to read the counts.
+    """
     rank, world, channels = placement.rank, placement.world_size, count_channels(placement)
     counts = torch.zeros(2, world, world * CHANNELS, dtype=torch.int32)
     for peer in range(world):
@@ -189,22 +199,20 @@ def look_up_alone(
     checks: bool = True,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """The same look-up with no exchange: out [world, batch / world, sum of the tables' dims], in one launch."""
+    """Pool without an exchange, for benches, into out [world, batch / world, sum of the tables' dims]; one launch."""
     device = offsets.device
     _, local_batch, width = out.shape
-    lookup = describe_tables(find_tables(tables, device), 0, local_batch, width, indices.numel())
+    kernel_tables = describe_tables(find_tables(tables, device), 0, local_batch, width, indices.numel())
     if config is None:
-        block_bytes = lookup.block.value * tables[0].element_size()
+        block_bytes = kernel_tables.block.value * tables[0].element_size()
         shape = LookupSize(world, block_bytes, len(tables), world * local_batch, indices.numel())
         config = find_tuned_config(shape, device) or choose_launch_config(shape, device)
     tasks = world * len(tables) * -(-local_batch // config.slice)
     programs = max(min(config.programs * count_multiprocessors(device), tasks), 1)
     pool_alone[(programs,)](
-        lookup,
+        kernel_tables,
         describe_pooling(config.check(), mode, checks),
-        indices,
-        offsets,
-        weights,
+        Bags(indices, offsets, weights),
         out,
         torch.zeros(1, dtype=torch.int32, device=device),
         index_errors.report(),

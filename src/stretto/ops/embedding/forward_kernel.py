@@ -1,4 +1,16 @@
-"""The fused kernel: pooled vectors go straight into their ranks' outputs (Punniyamurthy et al., section 3)."""
+"""Kernels of the fused look-up: pool bags, store each vector into its rank's output (Punniyamurthy et al., section 3).
+
+A call on each rank is two launches:
+
+    begin_pooling    1 program: say where this rank's output lies, and wait until all other ranks have said it
+    pool_and_send    programs take slices by tickets: pool, store into the destination rank's output slot, signal;
+                     the last programs to finish wait for the slices of all other ranks
+
+`output_ring` describes the slots, and why a slot may be written again. `pool_alone` is the look-up without the
+exchange, for benches.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,28 +22,43 @@ from stretto.tiles.call_state import EPOCH
 from stretto.tiles.intrinsics import now
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
-"""by_table: table after table, and of each the next rank's samples first, own ones last. mixed: the same, slice by
-slice of all tables in turn. remote_first: all slices for other ranks before all own ones (section 3.2). oblivious: rank
-0's samples first on every rank."""
+"""Orders of slices. by_table: table after table; within each, the next rank's samples first and own ones last. mixed:
+the same for one slice of every table at a time. remote_first: all slices for other ranks before all own ones (section
+3.2). oblivious: rank 0's samples first on every rank."""
 
 UNIT = tl.constexpr(16)
-"""Bytes that ranks tell each other places in their rings in."""
+"""Bytes: the unit in which a rank tells the others where its output lies in its ring."""
 
 TRACE_WORDS = 4
-"""Of a task in a trace: its program, destination, begin, end; of a program: its begin, begin of its wait, end, 0."""
+"""Words of a trace's row. Task: program, destination, begin, end. Program: begin, begin of its wait, end, 0."""
+
+
+class RingPointers(NamedTuple):
+    """Kernel argument: where all ranks' outputs lie; see `output_ring.OutputRing`.
+
+    slots: this rank's, of the tables' dtype, at the same place in symmetric memory on all ranks. destinations: int64
+    [2, world, 2]: by the call's parity and the rank, where its output begins (in UNITs from `slots` on) and the
+    fingerprint of its placement. tickets: int32 [1], how many tasks are taken. fingerprint: of this rank's placement.
+    """
+
+    slots: Any
+    destinations: Any
+    tickets: Any
+    fingerprint: Any
 
 
 @triton.jit
 def begin_pooling(channel, unused, counts, destinations, tickets, offset, fingerprint, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin a call, tell all ranks where in this rank's ring its output lies, and hear it of them. One program.
+    """Begin a call: tell all ranks where in this rank's ring its output lies, and wait for the same from them.
 
-    unused: a mapping; counts say all. offset: UNITs from the ring's beginning on.
-    Signals: `peer_tiles` slot 0 of all other ranks, after the word in their `destinations`: this rank has begun the
-    call, so it has ended the one before, and its output may be stored to.
-    Waits: for that signal of all other ranks, so that no program of `pool_and_send` does: those may fill the GPU, and
-    another group's kernel that a peer waits for would find no place.
-    Reuse: the words are of the call's parity. This rank writes those of call e when it has ended call e - 1, which took
-    what the readers, who own tables, sent it in e - 1, and so after they had ended call e - 2.
+    One program. unused: a mapping, since `counts` say everything. offset: UNITs from the ring's beginning on.
+    Signals: peer tile 0 at all other ranks, after the words in their `destinations`: this rank has begun the call, so
+    it has ended the previous one, and peers may store into its output.
+    Waits: for that signal from all other ranks, so that no program of `pool_and_send` has to: those may fill the GPU,
+    and then a kernel of another group, on which a peer depends, would find no place.
+    Reuse: `destinations` has words for each parity of the call number. This rank writes the words of call e once it has
+    ended call e - 1, in which it received what their readers, the owners of tables, sent in e - 1; so the readers had
+    ended call e - 2, the last to read these words.
     """
     tiles.begin_call(channel, unused, counts, None, False, BLOCK)
     tl.debug_barrier()
@@ -50,60 +77,53 @@ def begin_pooling(channel, unused, counts, destinations, tickets, offset, finger
 
 @triton.jit
 def pool_and_send(  # type: ignore[no-untyped-def]
-    channel, mapping, lookup, pooling, indices, offsets, weights, slots, destinations, tickets,
-    fingerprint, report, trace, waiters, ORDER: tl.constexpr,
-):  # fmt: skip
-    """Pool all bags of this rank's tables, each vector stored where it belongs in the output of its sample's rank.
+    channel, mapping, tables, pooling, bags, ring, report, trace, waiters, ORDER: tl.constexpr
+):
+    """Pool all bags of this rank's tables, and store each vector into its place in the output of its sample's rank.
 
-    A task is a slice: some samples of one rank, one table. Programs take tasks by tickets, in the order of `ORDERS`.
-    Signals: after a slice's stores (the block's barrier, then release at system scope), its channel at its rank, by the
-    number of its samples; a channel is of some of a rank's tables. So whom it is for need not know how it was sliced.
-    Waits: at the end, the last `waiters` programs for their shares of (source, channel), so that when the kernel has
-    ended the output is complete. The others end before, which leaves room for other groups' kernels, however many
-    programs the GPU holds at once.
-    No cycle, and no need for all programs to be resident: a program waits for slices only when all of its rank's tasks
-    are taken by programs that run, and tasks wait for nothing: `begin_pooling` has heard of all ranks.
-    Reuse: slots are stored to only after their rank has said so in this call; which is free, its host knows.
+    A task is a slice: some samples of one rank, in one table. Programs take tasks by tickets, in one of `ORDERS`.
+    Signals: after a slice's stores (the block's barrier, then release at system scope), the slice's channel at its
+    rank, by the number of its samples. A channel stands for some of a rank's tables, so the receiver need not know the
+    slices.
+    Waits: at the end, the last `waiters` programs each wait for their share of (source, channel) pairs, so the output
+    is complete when the kernel has ended. The other programs end earlier, which leaves room for other groups' kernels,
+    however many programs the GPU holds at once.
+    No cycle, and programs need not all be resident: a program waits for slices only once running programs hold all of
+    its rank's tasks, and tasks wait for nothing, since `begin_pooling` has heard from all ranks.
+    Reuse: programs store into a slot only after its rank has offered it for this call; that rank's host knows it is
+    free.
     """
-    began = tl.zeros((), tl.int64)
-    if trace is not None:
-        began = now()
-    per_rank = tl.cdiv(lookup.batch, pooling.slice)  # slices of a rank and table
-    tasks = channel.world * lookup.tables * per_rank
+    began = _clock_if(trace)
+    per_rank = tl.cdiv(tables.batch, pooling.slice)  # slices of a rank and table
+    tasks = channel.world * tables.count * per_rank
     parity = (tl.load(channel.state + EPOCH) & 1) * channel.world
-    units: tl.constexpr = UNIT * 8 // slots.dtype.element_ty.primitive_bitwidth
-    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    units: tl.constexpr = UNIT * 8 // ring.slots.dtype.element_ty.primitive_bitwidth
+    ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
-        started = tl.zeros((), tl.int64)
-        if trace is not None:
-            started = now()
-        destination, table, group = place_task(
-            ticket, channel.world, channel.rank, lookup.tables, per_rank, ORDER=ORDER
-        )
-        address, rows, dim, column = find_table(lookup, table)
+        started = _clock_if(trace)
+        destination, table, group = place_task(ticket, channel.world, channel.rank, tables.count, per_rank, ORDER=ORDER)
+        address, rows, dim, column = find_table(tables, table)
         first = group * pooling.slice
-        words = destinations + (parity + destination) * 2
+        words = ring.destinations + (parity + destination) * 2
         slot = tl.load(words) * units
-        is_other = tl.load(words + 1) != fingerprint
-        # An atomic, so that all threads see the same: a wait that has failed says why by itself.
+        is_other = tl.load(words + 1) != ring.fingerprint
+        # Report it unless a wait has failed, which is reported already. An atomic shows all threads the same flag.
         if is_other & (tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0):
             record_index_error(report, OTHER_TABLES, tl.cast(destination, tl.int64), slot, slot, slot)
-        # After a wait that has failed, the place may be one that its rank has given to another tensor.
+        # After a failed wait, the slot may be one that its rank has given to another tensor by now.
         publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
-            inside = sample < lookup.batch
+            inside = sample < tables.batch
             start, end = read_bags(
-                lookup, pooling, offsets, table, channel.world, destination * lookup.batch + sample, inside, report
+                tables, pooling, bags, table, channel.world, destination * tables.batch + sample, inside, report
             )
-            total = pool_bags(
-                lookup, pooling, address, rows, dim, indices, weights, start, end, slots.dtype, table, report
-            )
+            total = pool_bags(tables, pooling, bags, address, rows, dim, ring.slots.dtype, table, start, end, report)
             inside = inside & publishes
-            out = tl.multiple_of(tiles.peer_pointer(channel, slots, destination) + slot, 16)
-            store_bags(lookup, out, sample, inside, dim, column, total)
+            out = tl.multiple_of(tiles.peer_pointer(channel, ring.slots, destination) + slot, 16)
+            store_bags(tables, out, sample, inside, dim, column, total)
         if destination != channel.rank:
-            stored = tl.minimum(lookup.batch - first, pooling.slice)
+            stored = tl.minimum(tables.batch - first, pooling.slice)
             tile = destination * mapping.channels + table % mapping.channels
             tiles.producer_tile_notify(channel, mapping, tile, "p2p", count=stored)
         if trace is not None:
@@ -112,10 +132,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
             tl.store(words + 1, tl.cast(destination, tl.int64))
             tl.store(words + 2, started)
             tl.store(words + 3, now())
-        ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-    waits = tl.zeros((), tl.int64)
-    if trace is not None:
-        waits = now()
+        ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
+    waits = _clock_if(trace)
     waiter = tiles.arrive_produced(channel) - (tl.num_programs(0) - waiters)
     if waiter >= 0:
         for index in range(waiter, (channel.world - 1) * mapping.channels, waiters):
@@ -130,32 +148,39 @@ def pool_and_send(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def pool_alone(lookup, pooling, indices, offsets, weights, out, tickets, report, world, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`pool_and_send` without any communication: into out [world, samples of a rank, width], for a library's exchange.
+def pool_alone(tables, pooling, bags, out, tickets, report, world, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pool as `pool_and_send` does, without communication, into out [world, batch, width], for a library's all-to-all.
 
     tickets: int32 [1], 0.
     """
-    per_rank = tl.cdiv(lookup.batch, pooling.slice)
-    tasks = world * lookup.tables * per_rank
+    per_rank = tl.cdiv(tables.batch, pooling.slice)
+    tasks = world * tables.count * per_rank
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
-        destination, table, group = place_task(ticket, world, 0, lookup.tables, per_rank, ORDER=ORDER)
-        address, rows, dim, column = find_table(lookup, table)
+        destination, table, group = place_task(ticket, world, 0, tables.count, per_rank, ORDER=ORDER)
+        address, rows, dim, column = find_table(tables, table)
         for part in range(0, pooling.slice, pooling.bags):
             sample = group * pooling.slice + part + tl.arange(0, pooling.bags)
-            inside = sample < lookup.batch
-            row = destination * lookup.batch + sample
-            start, end = read_bags(lookup, pooling, offsets, table, world, row, inside, report)
-            total = pool_bags(
-                lookup, pooling, address, rows, dim, indices, weights, start, end, out.dtype, table, report
-            )
-            store_bags(lookup, out, row, inside, dim, column, total)
+            inside = sample < tables.batch
+            row = destination * tables.batch + sample
+            start, end = read_bags(tables, pooling, bags, table, world, row, inside, report)
+            total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
+            store_bags(tables, out, row, inside, dim, column, total)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
+def _clock_if(trace):  # type: ignore[no-untyped-def]
+    """Return the time in nanoseconds if the launch is traced, else 0."""
+    time = tl.zeros((), tl.int64)
+    if trace is not None:
+        time = now()
+    return time
+
+
+@triton.jit
 def place_task(index, world, rank, tables, per_rank, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(destination, table, group of samples) of the index-th task."""
+    """Return (destination rank, table, number of the slice among that rank's and table's) of the index-th task."""
     if ORDER == "by_table":
         within = index % (world * per_rank)
         destination = (rank + 1 + within // per_rank) % world

@@ -1,4 +1,4 @@
-"""What kernels find wrong with indices and offsets: written down by the device, raised by the host."""
+"""Errors in indices and offsets: kernels record the first one on the device, and the host raises it as a ValueError."""
 
 from typing import Any, NamedTuple
 
@@ -13,15 +13,17 @@ OTHER_TABLES = tl.constexpr(3)
 
 
 class IndexErrorReport(NamedTuple):
-    """What a kernel is given: one argument. state: int32 [1], 1 once something is written down. words: int64, in memory
-    that the host reads."""
+    """Kernel argument: where a kernel records an error.
+
+    state: int32 [1], 1 once an error is recorded. words: int64, in pinned memory that the host reads.
+    """
 
     state: Any
     words: Any
 
 
 class IndexErrors:
-    """The first fault of this rank's kernels since the last one that was raised."""
+    """The first error that this rank's kernels found since the last one that was raised."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
@@ -29,11 +31,11 @@ class IndexErrors:
         self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def report(self) -> IndexErrorReport:
-        """What a kernel writes to."""
+        """Return the argument that kernels record errors through."""
         return IndexErrorReport(self._state, self._words)
 
     def check(self) -> None:
-        """Raise the ValueError that a kernel has written down, once; synchronize first to be sure of what has run."""
+        """Raise the recorded error as a ValueError, once; synchronize first to see errors of all kernels launched."""
         kind, table, position, value, bound, *_ = self._words.tolist()
         if not kind:
             return
@@ -58,7 +60,10 @@ class IndexErrors:
 
 @triton.jit
 def record_index_error(report, kind: tl.constexpr, table, position, value, bound):  # type: ignore[no-untyped-def]
-    """Write down a fault, unless one is already; its first word last."""
+    """Record an error unless one is recorded already.
+
+    The first word, by which the host sees the record, is written last (barrier, then release at system scope).
+    """
     if tl.atomic_cas(report.state, 0, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(report.words + 1, table.to(tl.int64))
         tl.store(report.words + 2, position.to(tl.int64))

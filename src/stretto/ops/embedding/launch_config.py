@@ -1,4 +1,8 @@
-"""How a look-up is launched: sizes of tiles and slices, order, and how many programs."""
+"""Launch configs of the look-up kernels, and their arguments in device memory.
+
+`LaunchConfig` is what may be tuned: tile, slice, order, warps, programs. `describe_tables` and `describe_pooling` make
+the arguments that kernels take, and cache what lies in device memory.
+"""
 
 import functools
 import itertools
@@ -16,15 +20,15 @@ from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
 from stretto.ops.embedding.table_set import TableSet
 from stretto.tiles import kind_of
 
-_LONG_BAGS = 16  # average indices of a bag from which on one bag fills a tile
+_LONG_BAGS = 16  # average indices of a bag; from here on a tile is one bag
 _MOST_TABLES_KEPT = 256
 
 
 class LaunchConfig(NamedTuple):
-    """How a kernel is launched; every choice gives right results, and `bags` and `rows` alone may change their bits.
+    """How a look-up kernel is launched. Every config gives right results; only `bags` and `rows` may change their bits.
 
-    bags, rows: of a tile. slice: samples of a task, a multiple of bags. order: one of `ORDERS`. programs: on each
-    multiprocessor.
+    bags, rows: of a tile, as in `PoolingConfig`. slice: samples of a task, a multiple of bags. order: one of `ORDERS`.
+    programs: on each multiprocessor.
     """
 
     bags: int
@@ -35,7 +39,7 @@ class LaunchConfig(NamedTuple):
     order: str
 
     def check(self) -> "LaunchConfig":
-        """Itself. ValueError for what no kernel can be launched with."""
+        """Return the config itself. ValueError for one that no kernel can be launched with."""
         for name, value in (("bags", self.bags), ("rows", self.rows), ("slice", self.slice)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"a launch config's {name} is a power of two, not {value}")
@@ -53,7 +57,11 @@ class LaunchConfig(NamedTuple):
 
 
 class LookupSize(NamedTuple):
-    """What a look-up's speed depends on: ranks, bytes of the longest row, tables, global batch, indices."""
+    """What a look-up's speed depends on.
+
+    world: ranks. block_bytes: of the longest row, rounded up to a power of two. tables: this rank's. batch: global.
+    total: number of indices.
+    """
 
     world: int
     block_bytes: int
@@ -63,17 +71,18 @@ class LookupSize(NamedTuple):
 
     @property
     def pooling(self) -> float:
-        """Average indices of a bag."""
+        """Return the average number of indices of a bag."""
         return self.total / max(self.tables * self.batch, 1)
 
 
 def choose_launch_config(shape: LookupSize, device: torch.device) -> LaunchConfig:
-    """A table, not a measurement.
+    """Choose a launch config by a table, without measuring.
 
-    Long bags are pooled one at a time, with rows in flight, and table after table by all programs at once, so that rows
-    that come again are still in the L2 cache: a slice is a program's share of a table's batch. Short bags are pooled
-    many at a time, all tables in turn, so that those with many indices hide what those with few send; a slice is as
-    large as leaves each program several, up to 32. Interpreted programs run in turns: a few.
+    Long bags are pooled one at a time, with several rows in flight, and all programs work on one table after another,
+    so that repeated rows are still in the L2 cache; a slice is a program's part of a table's batch. Short bags are
+    pooled many at a time, all tables in turn, so that tables with many indices hide the sends of those with few; a
+    slice is as large as leaves each program several, up to 32. Interpreted programs take turns on one core: there are a
+    few.
     """
     is_long = shape.pooling >= _LONG_BAGS
     order = "by_table" if is_long else "mixed"
@@ -89,9 +98,10 @@ def choose_launch_config(shape: LookupSize, device: torch.device) -> LaunchConfi
 
 
 def list_launch_configs(chosen: LaunchConfig, device: torch.device) -> list[LaunchConfig]:
-    """The configs that tuning measures beside a chosen one, equally many for each: tiles, orders, slices, programs.
+    """List the configs that tuning measures, the chosen one first: other tiles, orders, slices, numbers of programs.
 
-    On CPUs, where nothing is worth one, a few.
+    Their number does not depend on the chosen one, since all ranks must measure equally many. On CPUs, where tuning
+    gains nothing, there are two.
     """
     if device.type == "cpu":
         return [chosen, chosen._replace(order="remote_first")]
@@ -106,24 +116,24 @@ def list_launch_configs(chosen: LaunchConfig, device: torch.device) -> list[Laun
 
 
 def round_up_to_power(number: int) -> int:
-    """Of two. Triton's own function may be called in kernels too, for which its host waits microseconds."""
+    """Round up to a power of two. Triton's own function, made for kernels too, costs the host microseconds."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 @functools.lru_cache
 def count_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 for a CPU."""
+    """Return a GPU's number of multiprocessors; 1 for a CPU."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _kept: dict[tuple[object, ...], Tensor] = {}
-_captured: dict[int, Tensor] = {}  # by address: what replays of CUDA graphs read or copy from
+_captured: dict[int, Tensor] = {}  # by address: tensors that replays of CUDA graphs read or copy from
 
 
-def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int64 numbers in device memory, put there at the first call with these.
+def cache_on_device(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return int64 numbers in device memory, copied there at the first call with these numbers.
 
-    ValueError while a CUDA graph is captured, if they are not there yet.
+    ValueError while a CUDA graph is captured, if they are not in device memory yet.
     """
     key = (device, words)
     if key not in _kept:
@@ -136,17 +146,18 @@ def keep_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
 
 
 def hold_for_replays(kept: Tensor) -> Tensor:
-    """The tensor itself; while a CUDA graph is captured, it is never freed from then on, whatever caches let go of.
+    """Return the tensor itself; while a CUDA graph is captured, also keep it alive for good.
 
-    Replays read it, and nobody says when a graph is gone. Calls outside of graphs hold nothing.
+    Replays read it, and nobody says when a graph is gone, so it must outlive the caches. Calls outside of a capture
+    keep nothing.
     """
     if _is_capturing(kept.device):
         _captured[kept.data_ptr()] = kept
     return kept
 
 
-def send_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int64 numbers in device memory, for one call. The host does not wait, and a CUDA graph repeats the copy."""
+def copy_to_device(words: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Copy int64 numbers to device memory, for one call. The host does not wait, and a CUDA graph repeats the copy."""
     staged = torch.from_numpy(np.fromiter(itertools.chain.from_iterable(words), np.int64))
     if device.type == "cpu":
         return staged
@@ -161,10 +172,10 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def describe_tables(tables: TableSet, first_column: int, batch: int, width: int, total: int) -> KernelTables:
-    """What kernels take of these tables; columns of a row of the output begin at first_column with table 0."""
-    lookup = _describe_tables(tables, first_column, width)
-    hold_for_replays(lookup.meta)
-    return lookup._replace(batch=batch, width=width, total=total)
+    """Make the kernel argument for these tables; table 0's columns begin at first_column of a row of the output."""
+    described = _describe_tables(tables, first_column, width)
+    hold_for_replays(described.meta)
+    return described._replace(batch=batch, width=width, total=total)
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES_KEPT)
@@ -177,10 +188,10 @@ def _describe_tables(tables: TableSet, first_column: int, width: int) -> KernelT
 def describe_shapes(
     shapes: Sequence[tuple[int, int, int]], itemsize: int, first_column: int, width: int, device: torch.device
 ) -> KernelTables:
-    """`describe_tables` for tables of (address, rows, dim) and elements of so many bytes; the call's sizes are 0.
+    """Make the kernel argument for tables of (address, rows, dim); the sizes of a call are left at 0.
 
-    Rows are read as wide as tables' addresses and dims allow, and stored as wide as all ranks' columns do: peers' dims
-    say where in the output this rank's columns begin.
+    itemsize: bytes of an element. Kernels read rows as wide as the tables' addresses and dims allow, and store them as
+    wide as the output's columns allow: peers' dims decide where in the output this rank's columns begin.
     """
     dims = tuple(dim for _, _, dim in shapes)
     places = tuple(address // itemsize for address, _, _ in shapes)
@@ -189,7 +200,7 @@ def describe_shapes(
         words.append((address, rows, dim, column))
         column += dim
     return KernelTables(
-        keep_words(tuple(words) or ((0, 0, 0, 0),), device),
+        cache_on_device(tuple(words) or ((0, 0, 0, 0),), device),
         len(dims),
         0,
         0,
@@ -201,15 +212,15 @@ def describe_shapes(
     )
 
 
-def find_kind(lookup: KernelTables) -> tuple[Hashable, ...]:
-    """All that decides for what Triton compiles a kernel that is given these tables: see `stretto.tiles.Launches`."""
-    numbers = lookup.tables, lookup.batch, lookup.width, lookup.total
-    constants = lookup.dim, lookup.block, lookup.multiple, lookup.out_multiple
-    return *map(kind_of, (lookup.meta, *numbers)), *(constant.value for constant in constants)
+def find_kind(tables: KernelTables) -> tuple[Hashable, ...]:
+    """Return all of this argument that Triton compiles a kernel for: part of a key of `stretto.tiles.Launches`."""
+    numbers = tables.count, tables.batch, tables.width, tables.total
+    constants = tables.dim, tables.block, tables.multiple, tables.out_multiple
+    return *map(kind_of, (tables.meta, *numbers)), *(constant.value for constant in constants)
 
 
 @functools.lru_cache
 def describe_pooling(config: LaunchConfig, mode: str, checks: bool) -> PoolingConfig:
-    """What kernels take of a config."""
+    """Make the kernel argument of a config."""
     constants = (config.bags, config.rows, config.slice, mode == "mean", checks)
     return PoolingConfig(*(tl.constexpr(value) for value in constants))

@@ -17,7 +17,7 @@ from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.launch_config import LaunchConfig, choose_launch_config, list_launch_configs
 from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
-from stretto.ops.embedding.put import find_put_slots
+from stretto.ops.embedding.put.operator import find_put_slots
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
 from stretto.ops.workspace import find_group
 

@@ -1,7 +1,21 @@
-"""Outputs that peers store into: a ring in symmetric memory, whose slots are used again when no tensor of them lives.
+"""Outputs that peers store into: a ring of slots in symmetric memory, each reused once no tensor of it is alive.
 
-Which slot a call's output takes is each rank's own affair: it tells its peers where, call by call. A rank none of whose
-slots is free takes a spare one, and copies the output out of it.
+Each rank chooses the slot of its own output and tells its peers in each call (`begin_pooling`). Three calls in a row on
+one rank, with slots A, B and a spare:
+
+    call                     e               e + 1                      e + 2
+    slot that is taken       A               A if the output of e is    A or B, whichever is free; if neither is, the
+                                             gone, else B               spare, and the output is a copy of it
+    `destinations` words     parity 0        parity 1: readers of e     parity 0 again: this rank has ended e + 1, in
+    of this rank, which                      may still read parity 0    which it received what each reader sent then, so
+    begin_pooling writes                                                all readers have ended e
+
+    peers store into it      from the call's begin_pooling here, which follows on this rank's stream whatever read the
+                             slot's old output, until they have signalled their slices
+    the output is complete   when the call's pool_and_send has ended here: it has waited for all peers' slices
+    the slot is free again   when the last tensor of its memory is gone, views included
+
+A slot that a CUDA graph has captured belongs to that graph for good, since its replays write there.
 """
 
 import sys
@@ -17,22 +31,22 @@ from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import BlockChannel
 
 OUTPUTS = 2
-"""Outputs of a size and group that can live at once without a copy."""
+"""Outputs of one group and size class that can be alive at once without a copy."""
 
 CHANNELS = 32
-"""Groups of slices that a rank signals to another one by one."""
+"""Signals from each rank to each other one: a rank's tables are divided among them."""
 
 _SMALLEST = 1 << 16
-_FINE = 64 << 20  # from here on sizes are rounded to eighths of a power of two, below to powers of two
+_FINE = 64 << 20  # bytes; larger sizes are rounded up to eighths of a power of two, smaller ones to powers of two
 _ALIGNMENT = 128
 
 
 class OutputRing:
-    """`OUTPUTS` slots and a spare one on every rank, and the signals of calls whose outputs lie in them.
+    """`OUTPUTS` slots and a spare one on every rank, and the channel that signals calls whose outputs lie in them.
 
-    channel: its buffer begins with `destinations`, int64 [2, world, 2], by the call's parity: where each rank's output
-    of the call lies, in units of 16 bytes from `slots` on, and the fingerprint of its placement. tickets: int32 [1],
-    how many of a call's tasks are taken. index_errors: what kernels find wrong with their input.
+    channel: its buffer holds `destinations` and then `slots`. destinations: int64 [2, world, 2], by the call's parity
+    and the rank: where that rank's output lies, in units of 16 bytes from `slots` on, and the fingerprint of its
+    placement. tickets: int32 [1], how many of a call's tasks are taken. index_errors: bad input that kernels found.
     """
 
     def __init__(self, channel: BlockChannel, slot_bytes: int, outputs: int) -> None:
@@ -45,14 +59,13 @@ class OutputRing:
         self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
         self.index_errors = IndexErrors(channel.rank, channel.device)
-        parts = self.slots.chunk(outputs + 1)
-        self._spare = parts[-1]
-        self._parts = [_Slot(part) for part in parts[:-1]]
+        *slots, self._spare = self.slots.chunk(outputs + 1)
+        self._slots = [_Slot(slot) for slot in slots]
         self._captures: list[int | None] = [None] * outputs
 
     @classmethod
     def find(cls, group: str, device: torch.device, size: int) -> "OutputRing":
-        """The group's ring whose slots hold `size` bytes, or a few more; all ranks call it with the same size."""
+        """Find or make the group's ring whose slots hold `size` bytes; all ranks call it with the same size."""
         slot_bytes = round_size(size)
 
         def make() -> OutputRing:
@@ -70,52 +83,51 @@ class OutputRing:
         return find_kept(group, device, ("embedding outputs", slot_bytes), make)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, Callable[[], Tensor]]:
-        """Where the next call's output lies, in bytes from `slots` on; and how to have it when the kernel is launched.
+        """Take the slot of the next call's output.
 
-        A slot is taken again when all tensors of its memory are gone. One that a CUDA graph has captured is that
-        graph's for good, since its replays write there.
+        Returns (its first byte, counted from `slots`; a function that makes the output once the kernel is launched).
         """
         capture = find_capture(self.channel.device)
-        for slot, part in enumerate(self._parts):
-            if part.is_unused() and self._captures[slot] in (None, capture):
-                self._captures[slot] = capture
-                return slot * self.slot_bytes, partial(_view, part.memory, shape, dtype)
-        return self.outputs * self.slot_bytes, lambda: _view(self._spare, shape, dtype).clone()
+        for number, slot in enumerate(self._slots):
+            if slot.is_free() and self._captures[number] in (None, capture):
+                self._captures[number] = capture
+                return number * self.slot_bytes, partial(_make_tensor, slot.memory, shape, dtype)
+        return self.outputs * self.slot_bytes, lambda: _make_tensor(self._spare, shape, dtype).clone()
 
 
-def _view(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The beginning of the memory as a tensor that is no view to torch: one of an operator's output may be changed."""
+def _make_tensor(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Make a tensor of the memory's beginning that torch does not take for a view, so that users may change it."""
     place = memory.storage_offset() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), place, shape, (shape[1], 1))
 
 
 def find_output_rings(group: str) -> list[OutputRing]:
-    """All rings of a group."""
+    """Return all rings of a group."""
     return [kept for kept in list_kept(group) if isinstance(kept, OutputRing)]
 
 
 class _Slot:
-    """A slot as a tensor of a storage of its own, of which it is known who else uses it. memory: bytes."""
+    """A slot as a tensor with a storage of its own, whose other users can be counted. memory: uint8, the slot."""
 
-    def __init__(self, part: Tensor) -> None:
-        on_cuda = part.device.type == "cuda"
+    def __init__(self, slot: Tensor) -> None:
+        on_cuda = slot.device.type == "cuda"
         self.memory = (
-            torch.as_tensor(_CudaMemory(part), device=part.device) if on_cuda else torch.from_numpy(part.numpy())
+            torch.as_tensor(_CudaMemory(slot), device=slot.device) if on_cuda else torch.from_numpy(slot.numpy())
         )
         self._storage = self.memory.untyped_storage()
-        self._unused = self._count_users()
+        self._users_when_free = self._count_users()
 
-    def is_unused(self) -> bool:
-        """Whether nobody else has a tensor of it, or its storage."""
-        return self._count_users() == self._unused
+    def is_free(self) -> bool:
+        """Return whether nobody else has a tensor of the slot, or its storage."""
+        return self._count_users() == self._users_when_free
 
     def _count_users(self) -> tuple[int, int]:
-        """Tensors; and Python's users of the storage, of which torch gives all the same object, and counts it once."""
+        """Return the tensors of the storage, and Python's references to it, which torch counts as one of them."""
         return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
 
 
 class _CudaMemory:
-    """Memory that torch makes a tensor of, and holds on to as long as that tensor's storage lives."""
+    """CUDA memory as `torch.as_tensor` takes it; torch keeps this object alive as long as the tensor's storage."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -129,7 +141,7 @@ class _CudaMemory:
 
 
 def round_size(size: int) -> int:
-    """The bytes of a slot for `size` bytes: few different ones, so that allocation, which ranks meet in, is rare."""
+    """Round a size in bytes up to one of few, so that allocation, for which all ranks meet, is rare."""
     power = 1 << max(size - 1, _SMALLEST - 1).bit_length()
     if power <= _FINE:
         return power
@@ -137,7 +149,10 @@ def round_size(size: int) -> int:
 
 
 def find_capture(device: torch.device) -> int | None:
-    """A number of the CUDA graph that is being captured; None where none is, a new number where they are not known."""
+    """Return the number of the CUDA graph that is being captured, None if none is.
+
+    Without the package cuda-bindings graphs cannot be told apart, and each captured call gets a new number.
+    """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
     try:

@@ -16,9 +16,10 @@ from stretto.memory import failures, group_timeout, shared_gpus
 from stretto.ops.checks import find_name
 from stretto.ops.embedding.forward import count_programs, find_launch_config
 from stretto.ops.embedding.index_errors import IndexErrors
-from stretto.ops.embedding.launch_config import LaunchConfig, describe_pooling, describe_tables, keep_words
+from stretto.ops.embedding.launch_config import LaunchConfig, cache_on_device, describe_pooling, describe_tables
 from stretto.ops.embedding.output_ring import CHANNELS, round_size
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
+from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.workspace import find_group, find_kept, list_kept
 from stretto.tiles import INTERPRETED, Channel
@@ -97,10 +98,10 @@ def _launch(
     device = offsets.device
     counts = find_kept(group, device, ("embedding put counts", placement), lambda: _count(placement, device))
     first_column = placement.first_column(placement.rank)
-    lookup = describe_tables(tables, first_column, placement.local_batch, placement.width, indices.numel())
+    kernel_tables = describe_tables(tables, first_column, placement.local_batch, placement.width, indices.numel())
     programs = count_programs(config, placement, len(tables.dims), device)
     if not all(reach):
-        programs = min(programs, STAGING_BYTES // (config.bags * lookup.block.value * placement.dtype.itemsize))
+        programs = min(programs, STAGING_BYTES // (config.bags * kernel_tables.block.value * placement.dtype.itemsize))
         if programs == 0:
             raise ValueError(
                 f"{NAME}: {STAGING_BYTES} bytes of staging hold no tile of a config with {config.bags} bags"
@@ -118,11 +119,9 @@ def _launch(
     pool_and_put[(programs,)](
         slots.channel,
         exchange,
-        lookup,
+        kernel_tables,
         describe_pooling(config, mode, checks),
-        indices,
-        offsets,
-        weights,
+        Bags(indices, offsets, weights),
         out,
         placement.fingerprint,
         slots.index_errors.report(),
@@ -211,10 +210,10 @@ class PutSlots:
 
     def describe(self, dtype: torch.dtype, reach: tuple[bool, ...]) -> Any:
         """What kernels are given, for tables of a dtype."""
-        from stretto.ops.embedding.put_kernel import Exchange
+        from stretto.ops.embedding.put.kernel import PutExchange
 
-        words = keep_words((tuple(int(is_near) for is_near in reach),), self.device).view(-1)
-        return Exchange(words, self._signals, self._begun, self._staging.view(dtype), self._targets, self._tickets)
+        words = cache_on_device((tuple(int(is_near) for is_near in reach),), self.device).view(-1)
+        return PutExchange(words, self._signals, self._begun, self._staging.view(dtype), self._targets, self._tickets)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The next call's output. It is written over two calls later, so it is copied in stream order."""
@@ -280,7 +279,7 @@ def _load_kernels() -> tuple[Any, Any]:
         raise RuntimeError(
             f"{NAME}: torch has no bindings of NVSHMEM for Triton here: it found no GPU that Triton knows"
         )
-    from stretto.ops.embedding import put_kernel
+    from stretto.ops.embedding.put import kernel as put_kernel
 
     begin_putting, pool_and_put = put_kernel.begin_putting, put_kernel.pool_and_put
     return nvshmem.requires_nvshmem(begin_putting), nvshmem.requires_nvshmem(pool_and_put)

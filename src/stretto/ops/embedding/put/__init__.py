@@ -1,0 +1,1 @@
+"""Embedding look-ups whose vectors travel through NVSHMEM's puts, to ranks whose memory this GPU cannot map."""
