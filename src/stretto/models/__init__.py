@@ -1,7 +1,7 @@
-"""Models in plain PyTorch, with no parallel code in them.
+"""Models in plain PyTorch, without parallel code.
 
-`parallelize` puts `GPT`, as any other model, on a grid; `stretto.parallel.distribute_tables` a `DLRM`. Both are
-imported on first use: their configurations are of use on a machine without torch too.
+`stretto.parallelize` puts a `GPT`, as any other model, on a grid; `stretto.parallel.distribute_tables` distributes the
+tables of a `DLRM`. Both are imported on first use: their configurations also work on a machine without torch.
 """
 
 from importlib import import_module

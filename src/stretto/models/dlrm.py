@@ -1,10 +1,10 @@
-"""DLRM: a recommendation model (Naumov et al., 2019; Punniyamurthy et al., section 2.1): who clicks on what?
+"""DLRM: a recommendation model that predicts clicks (Naumov et al., 2019; Punniyamurthy et al., section 2.1).
 
-Its numbers go through the bottom MLP, its categories through embedding tables whose rows are pooled bag by bag; dot
-products of every pair of these vectors, with the bottom MLP's vector beside them, go through the top MLP.
+The bottom MLP reads the dense features, and embedding tables pool the rows of the categorical features' bags. The dot
+products of all pairs of these vectors, concatenated with the bottom MLP's vector, are the input of the top MLP.
 
-Nothing here knows about ranks. `stretto.parallel.distribute_tables` replaces `tables` by those of a rank, and says with
-`reorder` in which order pooled vectors then stand.
+The model knows nothing about ranks. `stretto.parallel.distribute_tables` replaces `tables` by a rank's tables, and
+calls `reorder` with the order of the pooled vectors that they return.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from stretto.parallel.recsys.index_exchange import check_offsets
 
 
 class EmbeddingTables(nn.ModuleList):
-    """Tables whose rows are added up bag by bag.
+    """Embedding tables with sum pooling over bags.
 
-    `tables(indices, offsets)`: indices [total] int64 or int32, all of the first table first, and offsets
-    [tables x batch + 1] where each bag begins, as TorchRec's KeyedJaggedTensor has them; offsets may lie on the CPU,
-    which saves waiting for a GPU. Returns [batch, tables x dim]. A bag may be empty: its sum is zero. ValueError for
-    offsets of another number, and, where they are on the CPU, for ones that do not divide the indices.
+    `tables(indices, offsets)`: indices [total], int64 or int32, those of the first table first; offsets
+    [tables x batch + 1], the start of each bag, as in TorchRec's KeyedJaggedTensor. Offsets may be on the CPU, which
+    saves waiting for a GPU. Returns [batch, tables x dim]; the sum of an empty bag is zero. Raises ValueError for a
+    wrong number of offsets and, if they are on the CPU, for offsets that do not fit the indices.
     """
 
     def __init__(self, rows: Sequence[int], dim: int) -> None:
@@ -43,10 +43,10 @@ class EmbeddingTables(nn.ModuleList):
 
 
 class DotInteraction(nn.Module):
-    """Dot products of every pair of a sample's vectors.
+    """Dot products of all pairs of a sample's vectors.
 
-    x [batch, dim] and pooled [batch, tables x dim] become [batch, dim + tables (tables + 1) / 2]: x itself, its product
-    with each table's vector, and those of table i with table j < i.
+    Takes x [batch, dim] and pooled [batch, tables x dim]. Returns [batch, dim + tables (tables + 1) / 2]: x itself, its
+    product with each table's vector, and the products of tables i and j < i.
     """
 
     def __init__(self, tables: int) -> None:
@@ -55,7 +55,7 @@ class DotInteraction(nn.Module):
         self._columns: tuple[Tensor, Tensor] | None = None
 
     def reorder(self, order: Sequence[int]) -> None:
-        """From now on `pooled` has the tables in this order; what comes out stays as it was."""
+        """Set the order of the tables in `pooled`. The output's order does not change."""
         if sorted(order) != sorted(self._order):
             raise ValueError(f"{list(order)} is no order of {len(self._order)} tables")
         self._order, self._columns = tuple(order), None
@@ -65,11 +65,11 @@ class DotInteraction(nn.Module):
         with_x, with_each_other = self._places(x.device)
         first = torch.bmm(vectors, x.unsqueeze(2)).squeeze(2)
         second = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        # The places select what is wanted in one copy, so that another order costs nothing.
+        # The columns are selected in one copy, so another order of the tables costs nothing.
         return torch.cat((x, first.index_select(1, with_x), second.index_select(1, with_each_other)), dim=1)
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the products stand: in [tables], and in [tables x tables]."""
+        """The columns of the products in output order: in [tables], and in [tables x tables]."""
         if self._columns is None or self._columns[0].device != device:
             tables = len(self._order)
             place = {table: column for column, table in enumerate(self._order)}
@@ -83,9 +83,9 @@ class DLRM(nn.Module):
     """A deep learning recommendation model.
 
     `model(dense, indices, offsets)`: dense [batch, config.dense]; indices [total], int32 or int64, all bags of the
-    first table first; offsets [tables x batch + 1], where each bag begins, which may lie on the CPU. Returns logits
-    [batch]. `model(..., labels=labels)`, 0 or 1 each, returns the mean binary cross-entropy, or the sum over
-    `num_samples` where that is given: a rank divides its part by the whole batch's count.
+    first table first; offsets [tables x batch + 1], the start of each bag, which may be on the CPU. Returns logits
+    [batch]. `model(..., labels=labels)`, 0 or 1 each, returns the mean binary cross-entropy, or the sum divided by
+    `num_samples` if that is given: a rank divides its part by the size of the whole batch.
     """
 
     def __init__(self, config: DLRMConfig) -> None:
@@ -106,7 +106,7 @@ class DLRM(nn.Module):
         labels: Tensor | None = None,
         num_samples: int | None = None,
     ) -> Tensor:
-        # The tables first, so that the backward pass comes to them last: the MLPs' gradients may be summed meanwhile.
+        # Tables run first, so that their backward pass runs last and overlaps with the reduction of MLP gradients.
         pooled = self.tables(indices, offsets)
         if len(pooled) != len(dense):
             raise ValueError(f"dense has {len(dense)} samples, and offsets {len(pooled)}: both must be of one batch")
@@ -117,11 +117,11 @@ class DLRM(nn.Module):
         return total / (len(labels) if num_samples is None else num_samples)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Say that `tables` returns its vectors in another order; parameters keep their meaning."""
+        """Set the order in which `tables` returns its vectors. The parameters' meaning does not change."""
         self.interaction.reorder(order)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The published DLRM's: Glorot's for linears, and U(-1/sqrt(rows), 1/sqrt(rows)) for tables."""
+        """Initialize as the published DLRM: Glorot's for linears, U(-1/sqrt(rows), 1/sqrt(rows)) for tables."""
         if isinstance(module, nn.Linear):
             out, into = module.weight.shape
             nn.init.normal_(module.weight, std=(2 / (into + out)) ** 0.5)

@@ -1,4 +1,4 @@
-"""The shapes of DLRMs, MLPerf's among them. Imports no torch: configurations are read without it."""
+"""The shapes of DLRMs, including MLPerf's. Imports no torch: configurations are read without it."""
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -7,12 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DLRMConfig:
-    """The shape of a DLRM: a sample has `dense` numbers, and for each table a bag of row numbers.
+    """The shape of a DLRM. A sample has `dense` features, and for each table a bag of row numbers.
 
-    `rows` are the tables' lengths, `dim` is the length of every table's vectors, and `pooling` how many rows a bag has
-    on average, by table (one number stands for all): it sizes the data, and balances tables over ranks. `bottom` and
-    `top` are the widths of the MLPs' layers; the bottom one ends with `dim`, the top one with 1, the logit.
-    Raises ValueError when the numbers do not fit together.
+    rows: of each table. dim: the embedding dimension of every table. pooling: the mean number of rows in a bag, of each
+    table or one for all; it sizes the data and balances tables over ranks. bottom, top: layer widths of the MLPs; the
+    bottom MLP ends with `dim`, the top MLP with 1, the logit. Raises ValueError when the numbers do not fit together.
     """
 
     rows: tuple[int, ...]
@@ -48,23 +47,23 @@ class DLRMConfig:
 
     @property
     def tables(self) -> int:
-        """How many tables there are."""
+        """The number of tables."""
         return len(self.rows)
 
     @property
     def interactions(self) -> int:
-        """How many pairs of vectors are multiplied: each table's and the dense features' with each other."""
+        """The number of dot products: of all pairs among the tables' vectors and the bottom MLP's vector."""
         return self.tables * (self.tables + 1) // 2
 
     def capped(self, max_rows: int) -> "DLRMConfig":
-        """The same with tables of at most `max_rows` rows, to fit where the whole does not."""
+        """Limit every table to `max_rows` rows, for machines that cannot hold the whole tables."""
         if max_rows < 1:
             raise ValueError(f"model.max_rows is {max_rows}, but must be at least 1")
         return replace(self, rows=tuple(min(rows, max_rows) for rows in self.rows))
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "DLRMConfig":
-        """A named size: small, kaggle, mlperf-v2 or paper; `overrides` replace single fields."""
+        """Make a named shape: small, kaggle, mlperf-v2 or paper; `overrides` replace single fields."""
         if name not in DLRM_PRESETS:
             near = get_close_matches(name, DLRM_PRESETS, n=1, cutoff=0.0)[0]
             raise ValueError(f"no DLRM is named {name!r}; did you mean {near!r}? Known: {', '.join(DLRM_PRESETS)}")
@@ -76,13 +75,13 @@ class DLRMConfig:
         return replace(DLRM_PRESETS[name], **overrides)
 
 
-# MLPerf's DLRM-v2: rows of the tables of Criteo's 1 TB click logs (40 million at most), and the sizes of its bags.
+# MLPerf's DLRM-v2: rows of the tables of Criteo's 1 TB click logs (at most 40 million), and the rows of its bags.
 MLPERF_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
     155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
 )  # fmt: skip
 MLPERF_POOLING = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-# The Kaggle challenge's distinct categories, as the published DLRM counts them.
+# The numbers of distinct categories in the Kaggle challenge's data, as the published DLRM counts them.
 KAGGLE_ROWS = (
     1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194, 27, 14_992, 5_461_306,
     10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
@@ -97,10 +96,10 @@ DLRM_PRESETS: dict[str, DLRMConfig] = {
         pooling=(3, 1, 7, 1, 12, 2, 5, 1),
     ),
     "kaggle": DLRMConfig(rows=KAGGLE_ROWS, dim=16, bottom=(512, 256, 64, 16), top=(512, 256, 1)),
-    # With a dot interaction, as in MLPerf's first DLRM, where v2 has a DCN of low rank.
+    # The interaction is a dot product, as in MLPerf's first DLRM; v2 has a low-rank DCN instead.
     "mlperf-v2": DLRMConfig(
         rows=MLPERF_ROWS, dim=128, bottom=(512, 256, 128), top=(1024, 1024, 512, 256, 1), pooling=MLPERF_POOLING
     ),
-    # Punniyamurthy et al., section 4.1 and table 2: vectors of 256, and 70 of them in a bag. It says nothing of rows.
+    # Punniyamurthy et al., section 4.1 and table 2: dimension 256, 70 rows in a bag. The number of rows is not given.
     "paper": DLRMConfig(rows=(1_000_000,) * 64, dim=256, bottom=(512, 256), top=(512, 256, 1), pooling=(70,)),
 }

@@ -1,8 +1,8 @@
 """GPT: a pre-norm, decoder-only transformer (Singh, section 5.2.1 and Table 5.1).
 
-Nothing here knows about ranks. Three habits let `stretto.parallelize` shard it: shapes inside attention are written
-with -1 where a number of heads would stand, batch size and sequence length are there those of what the linear returned
-(`GPT.takes_sharded_sequence`), and `GPT.parallel_plan` says, as plain data, what each submodule is.
+The model knows nothing about ranks. Three conventions let `stretto.parallelize` shard it: attention infers the number
+of heads (-1 in shapes); it takes batch size and sequence length from the linear's output (`takes_sharded_sequence`);
+and `GPT.parallel_plan` gives the role of each submodule as plain data.
 """
 
 from typing import Any
@@ -17,24 +17,24 @@ IGNORED_TARGET = -100
 
 
 def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000)."""
+    """Compute cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000)."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), 10_000.0**-exponents)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the two halves of each head of `x` [batch, heads, seq, head_dim] by the position's angles."""
+    """Rotate the two halves of each head of `x` [batch, heads, seq, head_dim] by the position's angles."""
     cos, sin = (angle.to(x.dtype) for angle in angles)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention. One linear makes queries, keys and values.
+    """Causal self-attention. One linear computes queries, keys and values.
 
-    Its output features stand in groups, one a KV head: the group's queries, its key, its value, each of head_dim. So a
-    rank that owns whole groups owns all that its heads need.
+    Its output features are grouped by KV head: the group's queries, its key, its value, each of head_dim features. A
+    rank that owns whole groups therefore owns all that its heads need.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears around a GELU, or three around a SwiGLU (down(silu(gate(x)) * up(x)))."""
+    """Two linears around a GELU, or three around a SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class TransformerBlock(nn.Module):
 
 
 class NextTokenLoss(nn.Module):
-    """The sum of the valid targets' cross-entropies over `num_targets` (default: how many are valid).
+    """The sum of the valid targets' cross-entropies, divided by `num_targets` (default: the number of valid ones).
 
-    logits [batch, seq, vocab], targets [batch, seq] int64 with -100 for those that do not count; returns a scalar.
+    Takes logits [batch, seq, vocab] and targets [batch, seq], int64, where -100 marks invalid ones. Returns a scalar.
     """
 
     def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:
@@ -104,9 +104,9 @@ class NextTokenLoss(nn.Module):
 class GPT(nn.Module):
     """A decoder-only language model.
 
-    `model(tokens)` [batch, seq] int64 returns logits [batch, seq, vocab]; `model(tokens, targets)` returns the mean
-    loss over the valid targets (those that are not -100), or their sum over `num_targets` where that is given: with
-    gradient accumulation the divisor is the whole batch's count, which one micro-batch cannot know.
+    `model(tokens)`, int64 [batch, seq], returns logits [batch, seq, vocab]. `model(tokens, targets)` returns the mean
+    loss over the valid targets (those that are not -100), or their sum divided by `num_targets` if that is given: with
+    gradient accumulation the divisor is the whole batch's number of targets, which a micro-batch cannot count.
     """
 
     takes_sharded_sequence = True
@@ -146,7 +146,7 @@ class GPT(nn.Module):
         return logits if targets is None else self.loss(logits, targets, num_targets)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's: N(0, 0.02), and what is added to the residual stream is scaled by 1 / sqrt(2 x layers)."""
+        """Initialize as GPT-2: N(0, 0.02), scaled by 1 / sqrt(2 x layers) where outputs add to the residual stream."""
         if isinstance(module, nn.Linear | nn.Embedding):
             is_residual = getattr(module, "is_residual", False)
             nn.init.normal_(module.weight, std=0.02 * ((2 * self.config.layers) ** -0.5 if is_residual else 1.0))
@@ -156,7 +156,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
     def parallel_plan(self) -> dict[str, Any]:
-        """What each submodule is to `stretto.parallelize`: name patterns to roles. Data only; no rank is mentioned."""
+        """Map name patterns of submodules to their roles for `stretto.parallelize`, as data that mentions no rank."""
         kind = "attention heads" if self.config.num_kv_heads == self.config.heads else "KV heads"
         group_width = (self.config.heads // self.config.num_kv_heads + 2) * self.config.head_dim
         return {

@@ -1,4 +1,4 @@
-"""The shapes of GPTs, those of Table 5.1 (Singh) among them. Imports no torch: a planner needs only the numbers."""
+"""The shapes of GPTs, including those of Table 5.1 (Singh). Imports no torch: the planner needs only the numbers."""
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. Counts are whole-model numbers, whatever grid it will run on.
+    """The shape of a GPT. All numbers are the whole model's, on any grid.
 
-    `ffn` is the MLP's inner width (default 4 x hidden); `kv_heads` below `heads` is grouped-query attention.
-    Raises ValueError when the numbers do not fit together.
+    ffn: the MLP's inner width (default 4 x hidden). kv_heads: fewer than `heads` is grouped-query attention. Raises
+    ValueError when the numbers do not fit together.
     """
 
     layers: int
@@ -70,7 +70,7 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "GPTConfig":
-        """A named size: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""
+        """Make a named shape: gpt2-small, or gpt-5b to gpt-640b of Table 5.1; `overrides` replace single fields."""
         if name not in PRESETS:
             near = get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
             raise ValueError(f"no model is named {name!r}; did you mean {near!r}? Known: {', '.join(PRESETS)}")
@@ -84,7 +84,7 @@ class GPTConfig:
 
 PRESETS: dict[str, GPTConfig] = {
     "gpt2-small": GPTConfig(layers=12, hidden=768, heads=12, max_seq_len=1024),
-    # Table 5.1 of Singh's dissertation. It names no vocabulary; GPT-2's is taken.
+    # Table 5.1 of Singh's dissertation, which gives no vocabulary: these have GPT-2's.
     "gpt-5b": GPTConfig(layers=24, hidden=4096, heads=32),
     "gpt-10b": GPTConfig(layers=32, hidden=5120, heads=40),
     "gpt-20b": GPTConfig(layers=32, hidden=7168, heads=56),

@@ -1,4 +1,4 @@
-"""Reports: plots and tables from what runs leave in their folders."""
+"""Plots and tables of finished runs, timelines and schedules."""
 
 from stretto.deprecated import alias
 from stretto.report.loss_plot import plot_loss

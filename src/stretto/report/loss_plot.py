@@ -1,4 +1,4 @@
-"""The loss by step, of one run or of several."""
+"""Plots the loss by step of one or several runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-# Told apart by people who see colours differently, and by their widths: a later curve lies on an earlier one.
+# Distinguishable with colour blindness, and by line width: later curves are drawn over earlier ones.
 COLOURS = ("#1f5fa8", "#d8731f", "#3a8a4d", "#8f4a9e", "#7a6a58")
 SMOOTHED_FROM = 200  # steps: below, each step's loss is clear enough by itself
 
@@ -17,14 +17,14 @@ Curve = tuple[Sequence[int], Sequence[float]]
 
 
 def plot_loss(curves: Mapping[str, Curve], file: Path, *, unit: str = "token") -> None:
-    """Draw losses (nats a token, or another unit) over steps into a PNG: {name: (steps, losses)}.
+    """Plot losses (nats per token or other unit) over steps into a PNG. curves: {name: (steps, losses)}.
 
-    Long curves get a running mean. Two curves get a panel more, with their difference. Raises ValueError when there is
-    no curve.
+    Long curves are drawn with a running mean. Two curves get a second panel with their difference. Raises ValueError
+    when there is no curve.
     """
     if not curves:
         raise ValueError("there is no curve to draw: give at least one")
-    # Figure without pyplot: no window system is asked for, and nothing global is left behind.
+    # Figure is used without pyplot, which needs no window system and has no global state.
     figure = Figure(figsize=(7.2, 5.4 if len(curves) == 2 else 4.2), dpi=150, layout="constrained")
     if len(curves) == 2:
         axes, difference = figure.subplots(2, sharex=True, height_ratios=(3, 1))
@@ -56,20 +56,20 @@ def _draw(axes: Axes, name: str, curve: Curve, colour: str, *, is_under: bool) -
 
 
 def _draw_difference(axes: Axes, one: Curve, other: Curve) -> None:
-    """The size of the difference, on a logarithmic scale, at the steps that both curves have."""
+    """Plot the absolute difference on a logarithmic scale, at the steps that both curves have."""
     others = dict(zip(*other, strict=True))
     steps = [step for step in one[0] if step in others]
     losses = dict(zip(*one, strict=True))
     sizes = np.array([abs(losses[step] - others[step]) for step in steps])
     axes.set_ylabel("|difference|")
-    if (sizes > 0).any():  # equal losses have no place on a logarithmic scale
+    if (sizes > 0).any():  # a logarithmic scale has no zero
         axes.semilogy(steps, np.where(sizes > 0, sizes, np.nan), ".", color="#555555", markersize=4)
 
 
 def running_mean(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Each value's mean with its neighbours, within a hundredth of the curve on either side, fewer at the ends."""
+    """Average each value with its neighbours, up to a hundredth of the curve on either side, fewer at the ends."""
     at = np.arange(len(losses))
-    # As many on one side as on the other: a steep beginning would otherwise be drawn too high.
+    # The same number on both sides: otherwise a steep start would be drawn too high.
     reach = np.minimum(max(1, len(losses) // 100), np.minimum(at, at[::-1]))
     sums = np.concatenate(([0.0], np.cumsum(losses)))
     return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)

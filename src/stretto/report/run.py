@@ -1,4 +1,4 @@
-"""What a run's folder has to say: loss.png, timeline.png and summary.md, from what the run has written."""
+"""Reports a run: reads what it wrote to its folder, and writes loss.png, timeline.png and summary.md."""
 
 import json
 import math
@@ -19,15 +19,15 @@ LOSS_PLOT = "loss.png"
 TIMELINE_PLOT = "timeline.png"
 SUMMARY = "summary.md"
 MAX_SUMMARY_BYTES = 1 << 20
-EVALUATION = ("auc", "evaluation_loss")  # what a line of a step has, after which there was one
+EVALUATION = ("auc", "evaluation_loss")  # keys in the lines of steps after which there was an evaluation
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder describes it.
+    """A run, as its folder describes it.
 
-    `steps`, `losses` and `rates`, tokens or samples a second, go together. `evaluations` are those steps after which
-    there was one, with what it measured. `summary` is {} for a run cut short.
+    steps, losses, rates: of each step its number, loss, and tokens or samples per second. evaluations: the steps after
+    which there was an evaluation, with its results. summary: {} if the run was interrupted.
     """
 
     out: Path
@@ -40,7 +40,7 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """The run's ranks in words, as a plot names them."""
+        """The run's name in plots: its ranks and grid."""
         grid = self.config.grid
         return f"{grid.ranks} ranks, {name_grid(grid.sizes())}" if grid.ranks > 1 else "1 rank"
 
@@ -68,19 +68,20 @@ def read_run(out: Path) -> RunRecord:
 
 
 def largest_difference(run: RunRecord, other: RunRecord) -> float:
-    """The largest difference between two runs' losses at a step that both have; NaN where they share none."""
+    """The largest difference between two runs' losses at a step that both have; NaN if they share no step."""
     others = dict(zip(other.steps, other.losses, strict=True))
     both = [abs(loss - others[step]) for step, loss in zip(run.steps, run.losses, strict=True) if step in others]
     return max(both, default=math.nan)
 
 
 def write_report(out: Path, *, beside: Path | None = None, sample: str | None = None) -> RunRecord:
-    """Write `out`/loss.png and summary.md, with another run's loss and a generated text if they are given.
+    """Write loss.png and summary.md to `out`, and timeline.png if the run was traced. Returns the run.
 
-    A run that was traced gets timeline.png too. Returns the run. Raises ValueError like `read_run`.
+    beside: the folder of another run, whose loss is plotted and compared. sample: generated text for the summary.
+    Raises ValueError as `read_run` does.
     """
     run = read_run(out)
-    (out / TIMELINE_PLOT).unlink(missing_ok=True)  # an earlier run's
+    (out / TIMELINE_PLOT).unlink(missing_ok=True)  # it may be an earlier run's
     if (out / TRACE_FILE).is_file():
         plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
     other = None if beside is None else read_run(beside)
@@ -97,15 +98,15 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
 
 
 def remove_report(out: Path) -> None:
-    """Delete what `write_report` has written of an earlier run."""
+    """Delete what `write_report` wrote for an earlier run."""
     for name in (LOSS_PLOT, TIMELINE_PLOT, SUMMARY):
         (out / name).unlink(missing_ok=True)
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The steps of a run, oldest first; [] before the first. Leaves out a last line that a kill has cut short.
+    """Read the steps of a run, oldest first; [] before the first step. Skips a truncated last line, left by a kill.
 
-    Raises ValueError for any other line that is damaged.
+    Raises ValueError for any other damaged line.
     """
     file = out / METRICS_FILE
     if not file.is_file():
@@ -158,7 +159,7 @@ def _timeline(run: RunRecord) -> str:
 
 
 def _measured(run: RunRecord) -> str:
-    """A step's time, its exposed communication, peak memory: measured, and predicted where there is a prediction."""
+    """Compare step time, exposed communication and peak memory: measured, and predicted if there is a prediction."""
     measured, predicted = run.summary.get("measured", {}), run.summary.get("predicted", {})
     if not measured and not predicted:
         return ""

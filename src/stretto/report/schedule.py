@@ -1,4 +1,4 @@
-"""The picture of a schedule: a row for each thread block, a box for each step, an arrow for each message."""
+"""Plots a schedule: a row for each thread block, a box for each step, an arrow for each message."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ MAX_STEPS = 20_000
 ARROWS_WITH_HEADS = 600
 BOX = 0.62
 
-# Colours that differ for all eyes and in lightness; the letters inside say the same.
+# Distinguishable with colour blindness and in lightness; the letters in the boxes give the type, too.
 COLOURS = {
     StepType.SEND: "#56b4e9",
     StepType.RECEIVE: "#009e73",
@@ -42,10 +42,11 @@ DARK = {StepType.RECEIVE, StepType.RECEIVE_COPY_SEND, StepType.RECEIVE_REDUCE_SE
 
 
 def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) -> None:
-    """Draw a schedule, or some ranks of it, into a PNG or SVG.
+    """Plot a schedule, or some ranks of it, into a PNG or SVG.
 
-    A step stands as far to the right as steps must come before it. ValueError for more than MAX_ROWS thread blocks or
-    MAX_STEPS steps, for ranks that are not there, for a schedule that cannot run to its end, and for another format.
+    A step's horizontal position is the length of the longest path of steps before it. Raises ValueError for more than
+    MAX_ROWS thread blocks or MAX_STEPS steps, for ranks that do not exist, for a schedule that cannot run to its end,
+    and for another file format.
     """
     if file.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"a picture is a .png or .svg file, not {file.name!r}")
@@ -129,7 +130,7 @@ def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) ->
 
 
 def _times(schedule: Schedule) -> tuple[Graph, list[int]]:
-    """The schedule's graph, and for each step the longest path to it."""
+    """Build the schedule's graph, and compute the length of the longest path to each step."""
     errors: list[str] = []
     graph = build_graph(schedule, errors)
     order, left = linear_order(graph)

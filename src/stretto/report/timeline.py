@@ -1,4 +1,4 @@
-"""The picture of a timeline: computation and each axis's communication as rows, exposed parts marked."""
+"""Plots a timeline: a row for computation and one for each axis's communication, with exposed parts marked."""
 
 from pathlib import Path
 
@@ -10,28 +10,28 @@ from matplotlib.transforms import blended_transform_factory
 from stretto.cluster import name_grid
 from stretto.train.observe.timeline import COMPUTE, OTHER, Intervals, Timeline, subtract
 
-# Blue, grey and vermilion differ for all eyes, in lightness too; exposed parts are hatched besides.
+# Blue, grey and vermilion are distinguishable with colour blindness, and in lightness; exposed parts are also hatched.
 COMPUTATION, HIDDEN, EXPOSED = "#1f5fa8", "#a8b4bf", "#d55e00"
 HATCH = "////"
 MILLISECONDS = 1e3
 
 
 def plot_timeline(timeline: Timeline, file: Path) -> None:
-    """Draw a timeline into a PNG. At a row's right: the milliseconds a step that it runs, and that are exposed."""
+    """Plot a timeline into a PNG. The right margin has each row's milliseconds per step, and those exposed."""
     rows = timeline.rows
-    # Figure without pyplot: no window system is asked for, and nothing global is left behind.
+    # Figure is used without pyplot, which needs no window system and has no global state.
     figure = Figure(figsize=(11, 1.9 + 0.55 * len(rows)), dpi=150, layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
         if row == COMPUTE:
             _draw(axes, timeline.busy(row), place, COMPUTATION)
-            told = f"{_ms(timeline.compute)} ms a step"
+            label = f"{_ms(timeline.compute)} ms a step"
         else:
             exposed = timeline.exposed(row)
             _draw(axes, subtract(timeline.busy(row), exposed), place, HIDDEN)
             _draw(axes, exposed, place, EXPOSED, hatch=HATCH)
-            told = f"{_ms(timeline.communication[row])} ms a step,\n{_ms(timeline.exposed_by_axis[row])} exposed"
-        axes.text(1.01, place, told, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
+            label = f"{_ms(timeline.communication[row])} ms a step,\n{_ms(timeline.exposed_by_axis[row])} exposed"
+        axes.text(1.01, place, label, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
     _mark_steps(axes, timeline)
     axes.set_xlim(0, timeline.steps[-1].end * MILLISECONDS)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -46,7 +46,7 @@ def plot_timeline(timeline: Timeline, file: Path) -> None:
 
 def _draw(axes: Axes, intervals: Intervals, place: int, colour: str, hatch: str | None = None) -> None:
     bars = [(start * MILLISECONDS, (end - start) * MILLISECONDS) for start, end in intervals]
-    # The hatch takes the edge's colour; no edge is drawn, so that a short bar is not wider than its time.
+    # The hatch has the edge's colour. No edge is drawn, so a short bar is not wider than its duration.
     axes.broken_barh(bars, (place - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0, hatch=hatch)
 
 
@@ -75,6 +75,6 @@ def _legend() -> list[Patch]:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, of large ones the whole."""
+    """Format seconds as milliseconds, large values without decimals."""
     value = seconds * MILLISECONDS
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

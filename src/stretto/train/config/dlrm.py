@@ -165,7 +165,7 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
         if data.format == "synthetic" and getattr(data, name) is not None:
             problems.append(f"data.{name} is {getattr(data, name)!r}, but synthetic samples come from no file")
     if data.format == "criteo" and data.jagged:
-        problems.append("data.jagged is true, but Criteo's samples have what they have; data.jagged=false would do")
+        problems.append("data.jagged is true, but only synthetic samples can be jagged; data.jagged=false would do")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Files that are computed once and kept, written whole or not at all."""
+"""A cache of files that can be computed again, and atomic writing of files."""
 
 import fcntl
 import logging
@@ -13,17 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where Stretto keeps what it can compute again: $STRETTO_CACHE, or ~/.cache/stretto by XDG's rules."""
+    """The cache folder: $STRETTO_CACHE, or by the XDG rules ~/.cache/stretto."""
     if chosen := os.environ.get("STRETTO_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto"
 
 
 def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
-    """The cached file `name`, written by `write` if it is not there. `name` must identify the content.
+    """Return the cached file `name`; `write` writes it if it does not exist. `name` must identify the content.
 
-    Processes that ask for it at once wait for the first; if that dies, the next one writes. Raises ValueError
-    when the cache folder cannot be written to.
+    Concurrent processes wait for the first one; if it dies, the next one writes the file. Raises ValueError when the
+    cache folder cannot be written to.
     """
     path = cache_folder() / name
     if path.exists():
@@ -41,7 +41,7 @@ def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Create or replace a file with what `write` writes; when it raises, nothing has changed."""
+    """Create or replace a file atomically with what `write` writes; if it raises, nothing changes."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
@@ -55,7 +55,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock that is this file; the kernel lets go of it when the process ends, however it ends."""
+    """Hold the lock on this file; the kernel releases it when the process ends."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,6 +63,6 @@ def _locked(path: Path) -> Iterator[None]:
             logger.info("waiting for the process that writes %s", path.with_suffix(""))
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            # Some network file systems have no locks. Work may then be done twice, but files are still whole.
+            # Some network file systems have no locks. Processes may then repeat work, but files are still complete.
             logger.info("no lock on %s (%s): every process does the work", path, error)
         yield

@@ -1,4 +1,4 @@
-"""A data set: a token stream cut into sequences of one length."""
+"""A data set of tokens: a token stream split into sequences of one length."""
 
 import os
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ def open_dataset(
 ) -> "TokenDataset":
     """Open text or token files as sequences of `seq_len` inputs and their targets.
 
-    `path` names files or folders; their tokens are one stream, in that order. `format` is "text", "nanogpt",
-    "megatron", or "auto": a .bin with an .idx beside it is Megatron-LM's, another .bin is nanoGPT's, and the
-    rest is text. `tokenizer` is "bytes" or the path of a tokenizer.json, for text. `token_dtype` is that of a
-    nanoGPT file, "uint16", "uint32" or "int64". `vocab` is the model's vocabulary, which every id must be below.
+    path: files or folders; their tokens form one stream, in that order. format: "text", "nanogpt", "megatron", or
+    "auto": a .bin file with an .idx file is Megatron-LM's, any other .bin is nanoGPT's, and everything else is text.
+    tokenizer: "bytes" or the path of a tokenizer.json, for text. token_dtype: a nanoGPT file's, "uint16", "uint32" or
+    "int64". vocab: the model's vocabulary size; every id must be below it.
 
-    Costs the same for any size of file, except that a tokenizer reads all text once and that a Megatron-LM
-    index is checked as a whole. Raises ValueError, with the file, the value and the rule, for what cannot be
-    trained on; ids are checked here in a bounded sample, and each again when it is read.
+    The time does not depend on the files' size, except that a tokenizer reads all text once and that a Megatron-LM
+    index is checked as a whole. Raises ValueError, with the file, the value and the rule, for files that cannot be
+    trained on. A bounded sample of ids is checked here, and every id again when it is read.
     """
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len} must be at least 1")
@@ -59,9 +59,9 @@ def open_dataset(
 
 
 class TokenDataset:
-    """Sequences of seq_len + 1 ids that begin seq_len ids apart, so that each id is a target once.
+    """Sequences of seq_len + 1 ids that start seq_len ids apart, so that each id is a target once.
 
-    Ids left over at the end are not read. Every id is below `vocab_size`.
+    The remaining ids at the end are not used. Every id is below `vocab_size`.
     """
 
     def __init__(self, stream: TokenStream, *, seq_len: int, vocab_size: int) -> None:
@@ -79,14 +79,14 @@ class TokenDataset:
 
     @property
     def tokens(self) -> int:
-        """Number of ids in the data, those left over included."""
+        """The number of ids in the data, including the unused ones at the end."""
         return self._stream.tokens
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the ids, in hexadecimal, from their number and a bounded sample of them.
+        """A hexadecimal hash of the number of ids and of a bounded sample of them.
 
-        The same for the same ids in other files, of another format or cut to another sequence length.
+        It does not depend on how the ids are split into files, on the format, or on the sequence length.
         """
         return self._stream.fingerprint
 
@@ -97,7 +97,7 @@ class TokenDataset:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int | np.integer) -> NDArray[np.int64]:
-        """Sequence `index` of [0, len), int64 [seq_len + 1]: inputs [:-1] and targets [1:].
+        """Read sequence `index` of [0, len), int64 [seq_len + 1]: inputs [:-1] and targets [1:].
 
         Raises ValueError with file and position for an id outside the vocabulary.
         """
@@ -114,7 +114,7 @@ def _check_vocab(vocab: int | None, known: int, tokenizer: str) -> int:
 
 
 def _vocab_of_storage(stream: TokenStream) -> int:
-    """What the ids' type bounds them to: token files do not say more."""
+    """The vocabulary size that the ids' dtype implies, since token files do not store one."""
     widest = max((np.iinfo(segment.dtype) for segment in stream.segments), key=lambda info: info.max)
     if widest.max >= 1 << 16:
         raise ValueError(f"{stream.segments[0].path}: {widest.dtype} ids do not bound the vocabulary: set vocab")

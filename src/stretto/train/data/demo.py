@@ -1,4 +1,4 @@
-"""Text to train on that needs no download: the documentation inside Python's standard library."""
+"""A corpus that needs no download: the documentation in Python's standard library."""
 
 import ast
 import os
@@ -10,8 +10,8 @@ from stretto.train.data.files import reading
 
 MIN_BYTES = 1_000_000
 
-# Modules and packages whose docstrings are read: the longest ones that every Python from 3.11 on brings along
-# on every system (Debian, for one, packs idlelib, tkinter and distutils separately).
+# Modules and packages whose docstrings are read: the longest ones that every Python since 3.11 has on every system
+# (Debian, for example, packages idlelib, tkinter and distutils separately).
 # fmt: off
 MODULES = (
     "_collections_abc", "_pydecimal", "_pyio", "abc", "argparse", "ast", "asyncio", "base64", "bdb",
@@ -34,10 +34,10 @@ MODULES = (
 
 
 def demo_corpus() -> str:
-    """The language reference's topics and the docstrings of `MODULES`, more than `MIN_BYTES` of English.
+    """Collect the language reference's topics and the docstrings of `MODULES`: over `MIN_BYTES` of English text.
 
-    The same text for the same Python. Source files are parsed, never imported: importing some of them has
-    effects. Raises ValueError when this Python came without its library's sources.
+    The text is the same for the same Python. Source files are parsed and never imported, since importing some of them
+    has side effects. Raises ValueError if this Python has no sources of its library.
     """
     library = Path(os.__file__).parent
     text = "\n\n".join([*_topics(library / "pydoc_data" / "topics.py"), *_docstrings(library)]) + "\n"
@@ -51,7 +51,7 @@ def demo_corpus() -> str:
 
 
 def write_demo_corpus(path: str | Path) -> Path:
-    """Write `demo_corpus()` to a file in UTF-8, whole or not at all; its folder is made. Returns the path."""
+    """Write `demo_corpus()` atomically to a file in UTF-8, and make its folder. Returns the path."""
     path = Path(path)
     content = demo_corpus().encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def write_demo_corpus(path: str | Path) -> Path:
 
 
 def _topics(path: Path) -> Iterator[str]:
-    """The texts that `help("assert")` and its like show: the values of the dict `topics` in a module."""
+    """Yield the texts that `help("assert")` and the like show: the values of the dict `topics` in a module."""
     if not path.is_file():
         return
     for statement in _parse(path).body:
@@ -70,7 +70,7 @@ def _topics(path: Path) -> Iterator[str]:
 
 
 def _docstrings(library: Path) -> Iterator[str]:
-    """Docstrings with the names that they document, file by file, in the order of the source."""
+    """Yield docstrings with the names that they document, file by file, in the order of the source."""
     for module in MODULES:
         for path in [library / f"{module}.py", *sorted((library / module).rglob("*.py"))]:
             parts = path.relative_to(library).with_suffix("").parts

@@ -1,4 +1,4 @@
-"""Which files a data path means, of what format they are, and whether they can be that."""
+"""Finds the files that a data path means, detects their format, and checks that they can be of that format."""
 
 import difflib
 import os
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FORMATS = ("auto", "text", "nanogpt", "megatron")
-MAX_FILES = 1_000_000  # in one folder: more is a mistaken path, such as "/"
+MAX_FILES = 1_000_000  # in one folder; more indicate a wrong path, such as "/"
 HELD_OUT = ("val", "valid", "validation", "test")
 
-# How files begin that are neither text nor raw token ids.
+# The first bytes of files that are neither text nor raw token ids.
 SIGNATURES = {
     b"\x89PNG\r\n": "a PNG image",
     b"\xff\xd8\xff\xe0": "a JPEG image",
@@ -38,7 +38,7 @@ SIGNATURES = {
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into a ValueError that names the file."""
+    """Convert an OSError in the block into a ValueError that names the file."""
     try:
         yield
     except OSError as error:
@@ -46,12 +46,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
-    """The format and the data files that `paths` mean, in order.
+    """Find the data files that `paths` mean, in order, and their format.
 
-    A path is a file, a folder (searched recursively, sorted by path, without hidden and empty files, without
-    following links to folders) or, for Megatron-LM, the common prefix of a .bin and an .idx file, which stand
-    for each other: the .bin is returned. Raises ValueError for a path that is missing, empty or no regular
-    file, for a file that is named twice, and where `format` is "auto" and the files are of several formats.
+    A path is a file, a folder (searched recursively and sorted by path; hidden and empty files and links to folders are
+    skipped) or, for Megatron-LM, the common prefix of a .bin and an .idx file; either of the two also means both, and
+    the .bin is returned. Raises ValueError for a path that is missing, empty or not a regular file, for a file that is
+    named twice, and if `format` is "auto" and the files have several formats.
     """
     if format not in FORMATS:
         nearest = difflib.get_close_matches(format, FORMATS, n=1, cutoff=0.0)[0]
@@ -73,13 +73,13 @@ def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
 
 
 def file_size(path: Path) -> int:
-    """Size in bytes of a file; ValueError when it is missing, empty or no regular file."""
+    """The size of a file in bytes. Raises ValueError if it is missing, empty or not a regular file."""
     with reading(path):
         status = path.stat() if path.exists() else None
     if status is None:
         raise ValueError(f"{path}: no such file or folder{_nearest_name(path)}")
     if not stat.S_ISREG(status.st_mode):
-        # Opening a pipe or a device could block for ever.
+        # Opening a pipe or a device could block forever.
         raise ValueError(f"{path}: is not a regular file")
     if status.st_size == 0:
         raise ValueError(f"{path}: is empty")
@@ -87,7 +87,7 @@ def file_size(path: Path) -> int:
 
 
 def read_head(path: Path, count: int) -> bytes:
-    """The first `count` bytes of a file; ValueError when they are those of a known other type."""
+    """Read the first `count` bytes of a file. Raises ValueError if they belong to a known other type of file."""
     with reading(path), path.open("rb") as file:
         head = file.read(count)
     for signature, name in SIGNATURES.items():
@@ -107,7 +107,7 @@ def _expand(path: Path, format: str) -> list[Path]:
 
 
 def _files_of_folder(folder: Path, format: str) -> list[Path]:
-    """The folder's files that `format` reads, neither hidden nor empty, sorted by their paths' parts."""
+    """List the folder's files that `format` reads, neither hidden nor empty, sorted by the parts of their paths."""
     files = list[Path]()
     for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -120,7 +120,7 @@ def _files_of_folder(folder: Path, format: str) -> list[Path]:
         case "megatron":
             files = [file for file in files if file.suffix == ".idx"]
         case "auto":
-            # An index stands for its .bin, which is in the list as well.
+            # The .bin of an index is in the list, too.
             files = [file for file in files if file.suffix != ".idx" or not file.with_suffix(".bin").exists()]
     files = sorted((file for file in files if file.stat().st_size > 0), key=lambda file: file.parts)
     if not files:
@@ -140,7 +140,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _common_format(files: Sequence[Path]) -> str:
-    """The one format of all files, by what lies there; ValueError when there are several."""
+    """Detect the format that all files have. Raises ValueError if there are several."""
     first_of = dict[str, Path]()
     for file in files:
         first_of.setdefault(_detect(file), file)
@@ -170,7 +170,7 @@ def _megatron_data_file(file: Path) -> Path:
 
 
 def _nearest_name(path: Path) -> str:
-    """A hint at the name in the same folder that is most like the missing one, if one is."""
+    """Suggest the name in the same folder that is most similar to the missing one, if any is similar."""
     if not path.parent.is_dir():
         return ""
     with reading(path.parent):

@@ -1,4 +1,4 @@
-"""Hashes of 64-bit words, and what is drawn from them: random numbers that are functions of a place."""
+"""Hashes of 64-bit words, and counter-based random numbers: a number is a function of a key and its position."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ Words = NDArray[np.uint64]
 
 
 def mix(values: Words) -> Words:
-    """A bijection of 64-bit words in which every bit depends on every bit: one step of SplitMix64.
+    """Apply one step of SplitMix64: a bijection of 64-bit words in which every bit depends on every bit.
 
     Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014, with David Stafford's Mix13.
     """
@@ -18,7 +18,7 @@ def mix(values: Words) -> Words:
 
 
 def key_of(*numbers: int) -> Words:
-    """One word, uint64 [1], of several numbers: another for another order of them."""
+    """Hash several numbers, in their order, to one word, uint64 [1]."""
     key = np.zeros(1, dtype=np.uint64)
     for number in numbers:
         key = mix(key ^ np.uint64(number % (1 << 64)))
@@ -26,5 +26,5 @@ def key_of(*numbers: int) -> Words:
 
 
 def uniform(words: Words) -> NDArray[np.float64]:
-    """Numbers of [0, 1) from mixed words."""
+    """Convert hashed words to floats in [0, 1)."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

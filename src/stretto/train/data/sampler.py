@@ -1,4 +1,4 @@
-"""Which sequences a step trains on: a shuffle that is computed where it is needed, and never stored."""
+"""Chooses the sequences of each step: a shuffle of the data set that is computed on demand and never stored."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from numpy.typing import NDArray
 
 from stretto.train.data.hashing import mix
 
-# Pairs of Feistel rounds. Four rounds make a strong pseudorandom permutation of a large domain (Luby and
-# Rackoff, 1988); until all orders of five or six sequences are equally likely, it takes about sixteen.
-# Changing this changes the order of data in every run.
+# Pairs of Feistel rounds. Four rounds make a strong pseudorandom permutation of a large domain (Luby and Rackoff,
+# 1988); it takes about sixteen until all orders of five or six sequences are equally likely. Changing this changes the
+# order of the data in every run.
 ROUND_PAIRS = 8
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order in which `dataset_length` sequences are trained on, a global `batch` of them each step.
+    """The order in which `dataset_length` sequences are trained on, a global batch of `batch` of them in each step.
 
-    Each epoch is another permutation of all sequences, and batches run across the ends of epochs. A step's
-    batch is a function of (seed, step) and nothing else: a run resumes at any step, on any number of ranks.
-    Memory and time are those of a batch, however long the data set is.
+    Each epoch is another permutation of all sequences, and batches continue across the ends of epochs. A step's batch
+    depends only on (seed, step), so a run resumes at any step, on any number of ranks. Memory and time depend on the
+    batch, not on the length of the data set.
     """
 
     dataset_length: int
@@ -36,27 +36,27 @@ class Sampler:
             raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """The sequences of step `step` (from 0), int64 [batch], the same on every rank."""
+        """The indices of the sequences of step `step` (the first is 0), int64 [batch], the same on every rank."""
         first = step * self.batch
         if not 0 <= first < (1 << 63) - self.batch:
             raise ValueError(f"step={step} must be at least 0 and below {((1 << 63) - self.batch) // self.batch}")
         positions = np.arange(first, first + self.batch, dtype=np.uint64)
         epoch, offset = np.divmod(positions, np.uint64(self.dataset_length))
         key = mix(mix(np.full(self.batch, self.seed, dtype=np.uint64)) ^ epoch)
-        # A Feistel permutation of slightly more than dataset_length values; from a value that is too large it
-        # is walked on along its cycle, which ends inside, because it began inside.
+        # Cycle walking: the Feistel network permutes slightly more than dataset_length values. It is applied again to
+        # values that are too large; the cycle returns to the range because it started there.
         indices = self._permute(offset, key)
         while (outside := indices >= self.dataset_length).any():
             indices[outside] = self._permute(indices[outside], key[outside])
         return indices.astype(np.int64)
 
     def _permute(self, values: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """A permutation of range(rows * columns) for each key, applied to uint64 [n].
+        """Permute range(rows * columns), by another permutation for each key; values and key are uint64 [n].
 
         A Feistel network over two digits instead of two halves of bits (Black and Rogaway, Ciphers with
         arbitrary finite domains, 2002): each round adds a hash of one digit to the other.
         """
-        # About the square root, and even: with two odd digits, no round is an odd permutation.
+        # About the square root, and even: with two odd radices, no round is an odd permutation.
         rows = 2 * (math.isqrt(self.dataset_length - 1) // 2 + 1)
         columns = -(-self.dataset_length // rows)
         column, row = np.divmod(values, np.uint64(rows))
@@ -69,9 +69,9 @@ class Sampler:
 
 
 def rank_rows(batch: int, coordinate: int, parts: int) -> slice:
-    """The rows of the global batch that batch coordinate `coordinate` of `parts` (data * z) trains on.
+    """The rows of the global batch that the ranks at batch coordinate `coordinate` of `parts` (data * z) train on.
 
-    Raises ValueError, with the nearest batches that would do, when `parts` does not divide the batch.
+    Raises ValueError, with the nearest batch sizes that would do, if `parts` does not divide the batch.
     """
     if not 0 <= coordinate < parts:
         raise ValueError(f"batch coordinate {coordinate} is not one of 0 to {parts - 1}")

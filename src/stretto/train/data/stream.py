@@ -1,4 +1,4 @@
-"""A stream of token ids that lies in one or many files, memory-mapped and read by position."""
+"""A stream of token ids in one or many memory-mapped files, read by position."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from stretto.train.config.options import MAX_VOCAB
 from stretto.train.data.files import reading
 
-# What a look at a whole stream may cost, however large it is: 256 blocks of 16 Ki tokens.
+# The sample that represents a whole stream of any size: 256 blocks of 16 Ki tokens.
 SAMPLE_BLOCKS = 256
 BLOCK_TOKENS = 1 << 14
-# A process may hold 65530 maps by Linux's default, and a folder of text may hold more files than that.
+# Linux allows a process 65530 maps by default, and a folder of text may have more files than that.
 MAX_OPEN_MAPS = 256
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a stream that one file holds: `tokens` ids of numpy type `dtype` ("<u2"), from byte 0."""
+    """The part of a stream in one file: `tokens` ids of numpy dtype `dtype` ("<u2"), from byte 0."""
 
     path: Path
     dtype: str
@@ -29,7 +29,7 @@ class Segment:
 
 
 class TokenStream:
-    """The ids of all segments, one after another. Files are mapped when they are first read."""
+    """The concatenated ids of all segments. A file is mapped when it is first read."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = tuple(segments)
@@ -37,16 +37,16 @@ class TokenStream:
         self._maps: dict[int, NDArray[np.integer]] = {}
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[tuple[Segment, ...]]]:
-        # A pickled map would carry its file's whole content to the other process.
+        # A pickled map would copy its file's whole content to the other process.
         return TokenStream, (self.segments,)
 
     @property
     def tokens(self) -> int:
-        """Number of ids in the stream."""
+        """The number of ids in the stream."""
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Ids [start, stop) as int64 [stop - start]. ValueError when a file has changed its size."""
+        """Read ids [start, stop) as int64 [stop - start]. Raises ValueError if a file's size has changed."""
         ids = np.empty(stop - start, dtype=np.int64)
         position = start
         while position < stop:
@@ -57,7 +57,7 @@ class TokenStream:
         return ids
 
     def read_checked(self, start: int, stop: int, vocab: int) -> NDArray[np.int64]:
-        """`read`, and a ValueError with file and position when an id is not in [0, vocab)."""
+        """Read ids as `read` does. Raises ValueError with file and position if an id is not in [0, vocab)."""
         ids = self.read(start, stop)
         if ids.max() < vocab and ids.min() >= 0:
             return ids
@@ -72,7 +72,7 @@ class TokenStream:
         )
 
     def sampled_blocks(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of evenly spaced blocks, the first and the last among them; all, if they are few."""
+        """Yield (start, stop) of evenly spaced blocks, including the first and the last; all blocks if they are few."""
         blocks = -(-self.tokens // BLOCK_TOKENS)
         chosen = min(blocks, SAMPLE_BLOCKS)
         for number in range(chosen):
@@ -81,9 +81,9 @@ class TokenStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the ids, in hexadecimal: their number and their sampled blocks.
+        """A hexadecimal hash of the number of ids and of the sampled blocks.
 
-        It does not depend on names, on how the stream is split into files, or on the type that stores it.
+        It does not depend on names, on how the stream is split into files, or on the stored dtype.
         """
         digest = hashlib.blake2b(str(self.tokens).encode(), digest_size=16)
         for start, stop in self.sampled_blocks():
@@ -91,7 +91,7 @@ class TokenStream:
         return digest.hexdigest()
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """The segment that holds a position of the stream, and the position inside it."""
+        """Find the segment that holds a position of the stream, and the position inside it."""
         index = int(np.searchsorted(self._ends, position, side="right"))
         return index, position - int(self._ends[index]) + self.segments[index].tokens
 

@@ -1,4 +1,4 @@
-"""Text files as tokens: their bytes, or what a Hugging Face tokenizer makes of them."""
+"""Text files as tokens: their bytes, or the ids of a Hugging Face tokenizer."""
 
 import hashlib
 import importlib.metadata
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 BYTE_VOCAB = 256
 HEAD_BYTES = 1 << 16
-# A tokenizer takes a few hundred bytes of memory for a byte of text: text goes through it in pieces.
+# A tokenizer needs a few hundred bytes of memory for each byte of text, so it is given pieces of the text.
 PIECE_BYTES = 1 << 18
 PIECES_AT_ONCE = 8
 MAX_TOKENIZER_BYTES = 1 << 28
 
 
 def open_bytes(files: Sequence[Path]) -> TokenStream:
-    """The files' bytes, one token each, read where they lie. ValueError for a file that is not text."""
+    """Open files as streams of bytes, one token each, without copying them. Raises ValueError for a non-text file."""
     for file in files:
         zero = read_head(file, HEAD_BYTES).find(b"\x00")
         if zero >= 0:
@@ -39,11 +39,11 @@ def open_bytes(files: Sequence[Path]) -> TokenStream:
 
 
 def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenStream, int]:
-    """The files' text through a tokenizer.json, and its vocabulary's size: every id is below it.
+    """Tokenize files with a tokenizer.json. Returns the ids and the vocabulary size, which every id is below.
 
-    Nothing is added between files or at their ends. The ids are computed once and kept in the cache folder,
-    found again by the text's and the tokenizer's content. Raises ValueError for a file that is not valid
-    UTF-8, for a file that is no tokenizer, and when the package tokenizers is missing.
+    No special tokens are added between files or at their ends. The ids are computed once and cached under a key made
+    from the text's and the tokenizer's content. Raises ValueError for a file that is not valid UTF-8, for a file that
+    is not a tokenizer, and if the package tokenizers is missing.
     """
     text = open_bytes(files)
     tokenizer, description = load_tokenizer(tokenizer_path)
@@ -65,7 +65,7 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
 
 
 def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
-    """The tokenizer of a tokenizer.json, without its padding and truncation, and the file's content."""
+    """Load a tokenizer.json, without its padding and truncation. Returns the tokenizer and the file's content."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -96,7 +96,7 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
 def _cache_key(text: TokenStream, tokenizer: bytes) -> str:
     key = hashlib.blake2b(text.fingerprint.encode(), digest_size=16)
     for segment in text.segments:
-        # The fingerprint of a large text is of samples: the time of writing tells of a change between them.
+        # The fingerprint of a large text samples it; the modification time reveals changes between the samples.
         with reading(segment.path):
             key.update(f"{segment.tokens} {segment.path.stat().st_mtime_ns} ".encode())
     key.update(tokenizer)
@@ -105,7 +105,7 @@ def _cache_key(text: TokenStream, tokenizer: bytes) -> str:
 
 
 def _decoded_pieces(path: Path) -> Iterator[str]:
-    """The text in pieces of about PIECE_BYTES; ValueError with the position of a byte that is not UTF-8."""
+    """Yield the text in pieces of about PIECE_BYTES. Raises ValueError with the position of an invalid UTF-8 byte."""
     position = 0
     with reading(path), path.open("rb") as file:
         text = file.read(PIECE_BYTES)
@@ -118,9 +118,9 @@ def _decoded_pieces(path: Path) -> Iterator[str]:
 
 
 def _cut(text: bytes) -> int:
-    """Where to end a piece: after the last line end between two words, where tokenizers cut as well.
+    """Choose the end of a piece: after the last line end between two words, where tokenizers split, too.
 
-    Text without such a line end is cut before its last character, which may be incomplete.
+    Text without such a line end is split before its last character, which may be incomplete.
     """
     newline = text.rfind(b"\n", 1, len(text) - 1)
     while newline > 0:
@@ -134,7 +134,7 @@ def _cut(text: bytes) -> int:
 
 
 def _decode(piece: bytes, path: Path, position: int) -> str:
-    """The piece as text; `position` is its first byte's, for the message."""
+    """Decode a piece. position: of its first byte, for the message."""
     try:
         return piece.decode()
     except UnicodeDecodeError as error:

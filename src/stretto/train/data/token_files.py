@@ -1,4 +1,4 @@
-"""Files of token ids as nanoGPT and Megatron-LM write them."""
+"""Opens and checks files of token ids in nanoGPT's and Megatron-LM's formats."""
 
 import struct
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_OLD_MAGIC = b"TNTIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices
 MEGATRON_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CHUNK_ENTRIES = 1 << 20  # of an index table, looked at together: bounds the memory that the check takes
+CHUNK_ENTRIES = 1 << 20  # entries of an index table that are checked at once; bounds the check's memory
 
 
 def open_nanogpt(files: Sequence[Path], token_dtype: str) -> TokenStream:
-    """Raw little-endian ids, nothing else in the file. ValueError when a file cannot be that."""
+    """Open nanoGPT's files: raw little-endian ids and nothing else. Raises ValueError if a file cannot be that."""
     if token_dtype not in TOKEN_DTYPES:
         raise ValueError(f"token_dtype={token_dtype!r} is not one of {', '.join(TOKEN_DTYPES)}")
     return TokenStream(_nanogpt_segment(file, token_dtype) for file in files)
 
 
 def open_megatron(files: Sequence[Path]) -> TokenStream:
-    """Megatron-LM's .bin files, each with its .idx beside it: the sequences of all documents in one stream.
+    """Open Megatron-LM's .bin files, each with its .idx: the sequences of all documents in one stream.
 
-    The whole index is checked, also against the size of the .bin. ValueError when the two do not fit.
+    Checks the whole index, and that it fits the size of the .bin. Raises ValueError if the two do not fit.
     """
     return TokenStream(_megatron_segment(file) for file in files)
 
@@ -57,12 +57,12 @@ def _nanogpt_segment(path: Path, token_dtype: str) -> Segment:
 
 
 def _wider_dtype(head: bytes, dtype: np.dtype) -> str | None:
-    """The type of ids that were written wider than `dtype`, if the head of their file shows that."""
+    """Find the dtype of ids that are wider than `dtype`, if the first bytes of the file show that they are."""
     for name, wider in reversed(TOKEN_DTYPES.items()):
         if np.dtype(wider).itemsize > dtype.itemsize:
             words = np.frombuffer(head, dtype=dtype).reshape(-1, np.dtype(wider).itemsize // dtype.itemsize)
             lowest, rest = words[:, 0], words[:, 1:]
-            # A vocabulary of more than 16 bits has little above them, and uses all of what is below.
+            # Ids of a vocabulary above 16 bits have small high halves, and low halves of any value.
             is_large = dtype.itemsize == 2 and lowest.max() >= 1 << 12 and rest[:, 0].max() < 16
             if 2 * np.count_nonzero(lowest) >= len(lowest) and not rest[:, 1:].any() and (is_large or not rest.any()):
                 return name
@@ -81,7 +81,7 @@ def _megatron_segment(path: Path) -> Segment:
 
 @dataclass(frozen=True)
 class _MegatronIndex:
-    """An index whose header is right and whose size is what the header says.
+    """An index whose header is valid and whose size is what the header implies.
 
     After the header: `sequences` int32 lengths in tokens, `sequences` int64 positions in bytes of the .bin,
     `documents` int64 numbers of the sequences at which documents begin.
@@ -93,7 +93,7 @@ class _MegatronIndex:
     documents: int
 
     def check_sequences(self, data_size: int) -> int:
-        """Where the last sequence ends, in bytes; ValueError unless all lie end to end in `data_size`."""
+        """Find the end of the last sequence in bytes. Raises ValueError unless all are contiguous in `data_size`."""
         itemsize = np.dtype(self.dtype).itemsize
         end = 0
         for first in range(0, self.sequences, CHUNK_ENTRIES):
@@ -120,7 +120,7 @@ class _MegatronIndex:
         return end
 
     def check_documents(self) -> None:
-        """ValueError unless the document indices rise from 0 to the number of sequences."""
+        """Raise ValueError unless the document indices rise from 0 to the number of sequences."""
         previous = 0
         for first in range(0, self.documents, CHUNK_ENTRIES):
             count = min(CHUNK_ENTRIES, self.documents - first)
@@ -134,7 +134,7 @@ class _MegatronIndex:
             previous = int(indices[-1])
 
     def _table(self, dtype: str, offset: int, count: int) -> NDArray[np.int64]:
-        """`count` entries at `offset` bytes after the header."""
+        """Read `count` entries at `offset` bytes after the header."""
         with reading(self.path):
             entries = np.fromfile(self.path, dtype=dtype, count=count, offset=MEGATRON_HEADER.size + offset)
         return entries.astype(np.int64)

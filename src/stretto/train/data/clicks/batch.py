@@ -1,4 +1,4 @@
-"""Samples of a recommendation model: numbers, bags of rows of tables, and whether there was a click."""
+"""Batches of samples for recommendation models: their format, the bags of rows in them, and their prefetching."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +13,11 @@ from stretto.train.data.hashing import key_of, mix
 
 @dataclass(frozen=True)
 class ClickBatch:
-    """Some samples.
+    """A batch of samples.
 
-    dense: float32 [samples, numbers]. labels: float32 [samples], 0 or 1. indices: int64 [total], rows of the first
-    table for all samples, then those of the second, and so on. offsets: int64 [tables x samples + 1], where each bag
-    begins in `indices`.
+    dense: float32 [samples, features]. labels: float32 [samples], 1 for a click, else 0. indices: int64 [total], rows
+    of the first table for all samples, then those of the second table, and so on. offsets: int64
+    [tables x samples + 1], the start of each bag in `indices`.
     """
 
     dense: NDArray[np.float32]
@@ -27,20 +27,20 @@ class ClickBatch:
 
 
 class ClickDataset(Protocol):
-    """Samples that are read in any order."""
+    """A data set of samples with random access."""
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the samples, in hexadecimal."""
+        """A hexadecimal hash that identifies the samples."""
 
     def __len__(self) -> int: ...
 
     def read(self, samples: NDArray[np.int64]) -> ClickBatch:
-        """These samples, each a number of [0, len)."""
+        """Read samples by their numbers in [0, len)."""
 
 
 def offsets_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each bag begins, and the last one's end: int64 [n + 1] of lengths [n]."""
+    """Compute the start of each bag and the end of the last one, int64 [n + 1], from lengths [n]."""
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths.reshape(-1), out=offsets[1:])
     return offsets
@@ -49,9 +49,10 @@ def offsets_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def make_bags(
     first: NDArray[np.int64], rows: Sequence[int], pooling: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices and offsets of bags whose first row is `first` [tables, samples]; the others follow from it.
+    """Make bags whose first row is `first` [tables, samples], and whose other rows are a function of it.
 
-    As in MLPerf's DLRM-v2, a category always brings the same other rows along, drawn evenly from its table.
+    As in MLPerf's DLRM-v2, a category always has the same other rows, drawn uniformly from its table. Returns indices
+    and offsets.
     """
     samples = first.shape[1]
     parts = []
@@ -67,7 +68,10 @@ def make_bags(
 
 
 class BatchPrefetcher:
-    """`read(step)` returns what `make(step)` does, and has a thread make the next step's, up to step `last`."""
+    """Makes the next step's batch in a thread while the current one is trained on.
+
+    `read(step)` returns `make(step)`, and starts making the batch of `step + 1`, up to step `last`.
+    """
 
     def __init__(self, make: Callable[[int], ClickBatch], *, last: int) -> None:
         self._make, self._last = make, last
@@ -75,7 +79,7 @@ class BatchPrefetcher:
         self._next: tuple[int, Future[ClickBatch]] | None = None
 
     def read(self, step: int) -> ClickBatch:
-        """A step's samples. Raises what making them did."""
+        """Return a step's batch. Raises what `make` raised."""
         expected, self._next = self._next, None
         batch = expected[1].result() if expected is not None and expected[0] == step else self._make(step)
         if step < self._last:
@@ -83,5 +87,5 @@ class BatchPrefetcher:
         return batch
 
     def close(self) -> None:
-        """End the thread, once it has made what it is at."""
+        """Stop the thread after the batch that it is making."""
         self._thread.shutdown(cancel_futures=True)

@@ -1,6 +1,6 @@
-"""Criteo's click logs: lines of text with a label, 13 whole numbers and 26 categories, tabs between them.
+"""Criteo's click logs: lines of text with a label, 13 integers and 26 categories, separated by tabs.
 
-Text is parsed once, into records of one size that the cache keeps: a shuffle then reads any of them at once.
+The text is parsed once into a cached file of fixed-size records, which a shuffle can read in any order.
 """
 
 import gzip
@@ -20,9 +20,9 @@ from stretto.train.data.hashing import key_of, mix
 
 NUMBERS, CATEGORIES = 13, 26
 COLUMNS = 1 + NUMBERS + CATEGORIES
-ABSENT = np.iinfo(np.int32).min  # stands for a number that a line does not have
+ABSENT = np.iinfo(np.int32).min  # marks an empty number
 RECORD = np.dtype([("label", "u1"), ("numbers", "<i4", NUMBERS), ("categories", "<u4", CATEGORIES), ("absent", "<u4")])
-VERSION = 1  # of RECORD and of what is written into it
+VERSION = 1  # of RECORD and its contents
 PIECE_BYTES = 1 << 22
 GZIP = b"\x1f\x8b"
 TAB, NEWLINE, RETURN, MINUS = b"\t\n\r-"
@@ -35,11 +35,11 @@ _DECIMAL = np.where(_HEX < 10, _HEX, _NO_DIGIT).astype(np.uint8)
 
 
 class CriteoClicks:
-    """The lines of text files, gzip's too, as samples for tables of so many `rows` and bags of so many (`pooling`).
+    """The lines of text files, gzipped or not, as samples for tables with `rows` rows and bags of `pooling` rows.
 
-    A number becomes log(1 + x), a negative or absent one 0. A category is hashed into its table; row 0 is for those
-    that are absent. Where pooling is above 1, other rows follow from the category as in MLPerf's DLRM-v2. Raises
-    ValueError, with file and line, for what is no such file.
+    A number x becomes log(1 + x), a negative or empty one 0. A category is hashed to a row of its table; row 0 is for
+    empty categories. If pooling is above 1, the category determines the other rows as in MLPerf's DLRM-v2. Raises
+    ValueError, with file and line, for a malformed file.
     """
 
     def __init__(self, path: str | list[str], rows: Sequence[int], pooling: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class CriteoClicks:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the samples, in hexadecimal, from their number, a bounded sample of them, and the tables."""
+        """A hexadecimal hash of the number of samples, a bounded sample of them, and the tables."""
         sample = self._records[np.linspace(0, len(self) - 1, num=min(len(self), 1000), dtype=np.int64)]
         digest = hashlib.blake2b(repr((len(self), self._rows, self._pooling)).encode(), digest_size=16)
         digest.update(sample.tobytes())
@@ -62,13 +62,13 @@ class CriteoClicks:
         return len(self._records)
 
     def read(self, samples: NDArray[np.int64]) -> ClickBatch:
-        """These samples, each a number of [0, len)."""
+        """Read samples by their numbers in [0, len)."""
         records = self._records[samples]
         dense = np.log1p(np.maximum(records["numbers"], 0).astype(np.float32))
         first = np.empty((CATEGORIES, len(samples)), dtype=np.int64)
         for table, rows in enumerate(self._rows):
             is_absent = (records["absent"] >> np.uint32(table)) & np.uint32(1)
-            # Another hash for each table: what collides in one does not in another of the same size.
+            # Each table has its own hash, so that categories that collide in one do not in another of the same size.
             hashed = mix(records["categories"][:, table].astype(np.uint64) ^ key_of(table))
             first[table] = np.where(is_absent, 0, 1 + hashed % np.uint64(rows - 1)) if rows > 1 else 0
         indices, offsets = make_bags(first, self._rows, self._pooling)
@@ -76,7 +76,7 @@ class CriteoClicks:
 
 
 def _key_of(files: Sequence[Path]) -> str:
-    """Names the records of these files: others, should one of them change."""
+    """Compute the cache key of the files' records; it changes if one of the files changes."""
     digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
     for file in files:
         with reading(file):
@@ -87,7 +87,7 @@ def _key_of(files: Sequence[Path]) -> str:
 
 def _write_records(files: Sequence[Path], output: BinaryIO) -> None:
     for file in files:
-        file_size(file)  # refuses an empty one
+        file_size(file)  # refuses an empty file
         line = 1
         for piece in _pieces(file):
             records = parse_lines(piece, file, line)
@@ -98,7 +98,7 @@ def _write_records(files: Sequence[Path], output: BinaryIO) -> None:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """The file's whole lines, about PIECE_BYTES at once; what gzip has packed is unpacked."""
+    """Yield the file's lines, about PIECE_BYTES at once, decompressed if the file is gzipped."""
     with reading(path), path.open("rb") as file:
         is_packed = file.read(len(GZIP)) == GZIP
         file.seek(0)
@@ -114,22 +114,22 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 rest += piece[cut:]
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: is cut short or damaged after line {lines}: {error}") from error
-        if rest:  # the last line; or one so long that it is none, as the parser will say
+        if rest:  # the last line, or a line that is too long, which the parser refuses
             yield rest + b"\n"
 
 
 def parse_lines(text: bytes, path: Path, line: int = 1) -> NDArray[np.void]:
-    """Whole lines as records. `path` and the first line's number are for messages.
+    """Parse complete lines into records. path, line: the file and the number of the first line, for messages.
 
-    Raises ValueError for the first line that is no sample: another number of columns, a label that is neither 0 nor 1,
-    a number that is none or needs more than 32 bits, a category that is no hexadecimal number of 32 bits.
+    Raises ValueError for the first malformed line: a wrong number of columns, a label that is neither 0 nor 1, a number
+    that is not an integer of 32 bits, a category that is not a hexadecimal number of 32 bits.
     """
     data = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(data == NEWLINE)
     separators = np.flatnonzero((data == TAB) | (data == NEWLINE))
     columns = np.diff(np.searchsorted(separators, ends), prepend=-1)
     if (wrong := np.flatnonzero(columns != COLUMNS)).size:
-        # What stands before it is looked at first, so that the first bad line is named.
+        # The lines before it are parsed first, so that the error names the first malformed line.
         parse_lines(text[: ends[wrong[0] - 1] + 1] if wrong[0] else b"", path, line)
         found = int(columns[wrong[0]])
         hint = ": a file without labels cannot be trained on" if found == COLUMNS - 1 else ""
@@ -173,11 +173,11 @@ def _rule(column: int) -> str:
 def _parse_numbers(
     data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Decimal numbers, ABSENT for empty fields, and where there is something else."""
+    """Parse decimal numbers. Returns the values (ABSENT for empty fields), and which fields are malformed."""
     is_negative = (stops > starts) & (data[np.minimum(starts, len(data) - 1)] == MINUS)
     values, faults = _parse_digits(data, starts + is_negative, stops, _DECIMAL, 10, 10)
     faults |= (is_negative & (stops == starts + 1)) | (values > np.iinfo(np.int32).max + is_negative)
-    values = np.maximum(np.where(is_negative, -values, values), ABSENT + 1)  # all negative ones are read as 0
+    values = np.maximum(np.where(is_negative, -values, values), ABSENT + 1)  # all negative numbers are read as 0
     return np.where(starts == stops, ABSENT, values), faults
 
 
@@ -189,7 +189,7 @@ def _parse_digits(
     base: int,
     most: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Numbers of at most so many digits, 0 for empty fields, and where there is something else."""
+    """Parse numbers of at most `most` digits. Returns the values (0 for empty fields), and which are malformed."""
     lengths = stops - starts
     faults = lengths > most
     values = np.zeros(starts.shape, dtype=np.int64)

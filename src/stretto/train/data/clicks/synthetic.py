@@ -1,4 +1,4 @@
-"""Samples that are computed, with a signal to learn: no file is needed, and any number of them is there."""
+"""Synthetic samples with a signal to learn: any number of them, computed on demand without a file."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 from stretto.train.data.clicks.batch import ClickBatch, offsets_of
 from stretto.train.data.hashing import Words, key_of, mix, uniform
 
-# Some rows are looked up far more often than others, as in real logs: row = rows x u^SKEW of a uniform u.
+# Row popularity is skewed, as in real logs: row = rows x u^SKEW, where u is uniform.
 SKEW = 3.0
-# Standard deviations of a logit's two parts. The best that a model can reach with them is an AUC of about 0.88.
+# Standard deviations of a logit's two parts. The best possible AUC with them is about 0.88.
 FROM_TABLES, FROM_NUMBERS = 2.0, 1.0
-LABEL, LENGTHS, NUMBERS, ROWS, TASTE, WEIGHTS = range(6)  # what is drawn, so that no two draws agree
+LABEL, LENGTHS, NUMBERS, ROWS, TASTE, WEIGHTS = range(6)  # streams of random numbers
 
 
 class SyntheticClicks:
-    """`samples` samples, each a function of `seed` and its number.
+    """A data set of `samples` samples, each a function of `seed` and its number.
 
-    rows and pooling, by table: how many rows it has and how many are in a bag. Where `is_jagged`, a bag has from none
-    to twice as many, as many on average. Every row has a hidden taste, every number a hidden weight; the sum of a
-    sample's is the logit of its label.
+    rows, pooling: of each table, its number of rows and the rows of a bag. is_jagged: a bag has 0 to 2 x pooling rows,
+    on average pooling. Every row has a hidden value and every dense feature a hidden weight; a label's logit is the sum
+    of those of its sample.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SyntheticClicks:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the samples, in hexadecimal; the first of a longer data set of the same kind are the same."""
+        """A hexadecimal hash of what determines the samples. It does not depend on their number."""
         about = (self._rows, self._pooling, self._dense, self._seed, self._is_jagged)
         return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
@@ -51,14 +51,14 @@ class SyntheticClicks:
         return self._samples
 
     def read(self, samples: NDArray[np.int64]) -> ClickBatch:
-        """These samples, each a number of [0, len)."""
+        """Read samples by their numbers in [0, len)."""
         batch, _ = self.read_with_logits(samples)
         return batch
 
     def read_with_logits(self, samples: NDArray[np.int64]) -> tuple[ClickBatch, NDArray[np.float64]]:
-        """The samples, and the logits that their labels were drawn by."""
+        """Read samples, and the logits from which their labels were drawn."""
         keys = mix(mix(samples.astype(np.uint64)) ^ key_of(self._seed))
-        # Exponential, as the logarithms of counts are, roughly; of mean and deviation 1.
+        # Exponential with mean and standard deviation 1, roughly as the logarithms of counts.
         numbers = -np.log1p(-uniform(self._draw(keys, NUMBERS, self._dense)))
         logits = (numbers - 1) @ self._weights
         parts, lengths = [], []
@@ -87,5 +87,5 @@ class SyntheticClicks:
         return (uniform(self._draw(keys, LENGTHS, 1, table))[:, 0] * (2 * size + 1)).astype(np.int64)
 
     def _draw(self, keys: Words, what: int, count: int, table: int = 0) -> Words:
-        """Words [samples, count], others for everything that is drawn."""
+        """Draw random words [samples, count] from the stream `what` of a table."""
         return mix(keys[:, None] ^ mix(np.arange(count, dtype=np.uint64) ^ key_of(what, table)))
