@@ -19,7 +19,8 @@ from stretto.bench.checkouts import run as checkouts
 from stretto.bench.checkouts import settings as checkouts_settings
 from stretto.bench.checkouts.cases import CPU_CASES, CheckoutCase, list_cases
 from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
-from stretto.bench.checkouts.run import bench_checkouts, find_interval, judge
+from stretto.bench.checkouts.report import find_interval, judge
+from stretto.bench.checkouts.run import bench_checkouts
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.mps import mps_daemon
 from stretto.cli import app

@@ -8,75 +8,25 @@ All ranks share one GPU, under MPS. So the times hold for comparing two checkout
 """
 
 import contextlib
-import hashlib
-import math
 import random
 import signal
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stretto.bench.checkouts.cases import CheckoutCase
-from stretto.bench.checkouts.plot import plot_checkouts
 from stretto.bench.checkouts.ranks import CheckoutRanks, RanksFailed
+from stretto.bench.checkouts.report import Comparison, MeasuredCase, log, write_comparison
 from stretto.bench.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
-from stretto.bench.harness import Column, print_table, write_result
 from stretto.bench.mps import mps_daemon
-
-BOUND = 0.02
-"""Ratios of medians nearer to 1 than this count as equal."""
 
 _MOST_STARTS = 4
 _PREPARATION = 0.6  # of the time, after which no further case is prepared
 _START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device gives up after 30
 _TARGET = 4e-3  # seconds of a measurement
 _MOST_TIMES = 64
-_NORMAL_QUANTILE = 1.96  # of a confidence of 95%
-_LEAST_RATIOS = 6  # whose least and greatest hold the median with that confidence
-
-COLUMNS = (
-    Column("case", "case"),
-    Column("rounds", "rounds"),
-    Column("before", "before (us)", "{:.1f}"),
-    Column("after", "after (us)", "{:.1f}"),
-    Column("ratio", "after / before", "{:.3f}"),
-    Column("low", "from", "{:.3f}"),
-    Column("high", "to", "{:.3f}"),
-    Column("verdict", "verdict"),
-    Column("host_before", "host before (us)", "{:.1f}"),
-    Column("host_after", "host after (us)", "{:.1f}"),
-)
-
-
-@dataclass
-class _Measured:
-    """Seconds of a call, on the device and to issue, of each round's pair of measurements."""
-
-    device: list[tuple[float, float]] = field(default_factory=list)
-    host: list[tuple[float, float]] = field(default_factory=list)
-
-    def ratios(self) -> list[float]:
-        return [after / before for before, after in self.device]
-
-    def is_decided(self) -> bool:
-        """Whether the confidence interval of the ratio lies inside the bounds, or outside of them."""
-        low, high = find_interval(self.ratios())
-        return (low >= 1 - BOUND and high <= 1 + BOUND) or low > 1 + BOUND or high < 1 - BOUND
-
-
-@dataclass
-class _Comparison:
-    """Measurements by case, why others have none, and what broke the run off; processors: that a rank saw."""
-
-    measured: dict[str, _Measured] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    failure: str | None = None
-    processors: int = 0
 
 
 def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
@@ -99,33 +49,12 @@ def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
         else:
             _require_gpu()
         outcome = _run(setting, Path(folder), environment, deadline)
-    return _write(setting, outcome, out)
+    return write_comparison(setting, outcome, out)
 
 
-def find_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The confidence interval (95%) of the median, from order statistics: no distribution is assumed."""
-    ordered = sorted(values)
-    below = max(0, math.floor((len(ordered) - _NORMAL_QUANTILE * math.sqrt(len(ordered))) / 2))
-    return ordered[below], ordered[len(ordered) - 1 - below]
-
-
-def judge(ratios: Sequence[float]) -> str:
-    """What is said of a case: "same", "slower" or "faster" by more than the bound, or "unclear".
-
-    A case is called slower or faster if its whole confidence interval is beyond the bound, and the same if its median
-    is within. Fewer than six ratios have no such interval.
-    """
-    low, high = find_interval(ratios)
-    if abs(statistics.median(ratios) - 1) <= BOUND:
-        return "same"
-    if len(ratios) < _LEAST_RATIOS or (low <= 1 + BOUND and high >= 1 - BOUND):
-        return "unclear"
-    return "slower" if low > 1 + BOUND else "faster"
-
-
-def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> _Comparison:
+def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> Comparison:
     """Start both sets of ranks, prepare and measure; start them again without a case that has broken them."""
-    outcome, began = _Comparison(), time.monotonic()
+    outcome, began = Comparison(), time.monotonic()
     prepare_until = began + _PREPARATION * (deadline - began)
     for attempt in range(_MOST_STARTS):
         with contextlib.ExitStack() as stack:
@@ -140,7 +69,7 @@ def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], d
             if times is None:
                 continue
             seconds = time.monotonic() - began
-            _say(f"{len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
+            log(f"{len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
             try:
                 _measure(setting, sets, times, outcome, deadline)
             except RanksFailed as error:
@@ -156,7 +85,7 @@ def _start(
     environment: Mapping[str, str],
     deadline: float,
     stack: contextlib.ExitStack,
-    outcome: _Comparison,
+    outcome: Comparison,
 ) -> list[CheckoutRanks]:
     """Both sets of ranks, before and after.
 
@@ -185,7 +114,7 @@ def _await_start(ranks: CheckoutRanks, deadline: float) -> int:
 
 
 def _prepare(
-    setting: CheckoutsSetting, sets: Sequence[CheckoutRanks], outcome: _Comparison, until: float
+    setting: CheckoutsSetting, sets: Sequence[CheckoutRanks], outcome: Comparison, until: float
 ) -> dict[str, int] | None:
     """Have both sets prepare all cases; how many rows a measurement of each takes. None where ranks were lost."""
     times: dict[str, int] = {}
@@ -211,7 +140,7 @@ def _prepare(
             seconds = max(_time(each, case, 1)[0] for each in sets)
         except RanksFailed as error:
             outcome.refused[case.name] = str(error)
-            _say(f"{case.name}: {error}")
+            log(f"{case.name}: {error}")
             return None
         calls = case.options["calls"]
         times[case.name] = min(_MOST_TIMES, max(1, round(_TARGET / (seconds * calls))))
@@ -222,7 +151,7 @@ def _measure(
     setting: CheckoutsSetting,
     sets: Sequence[CheckoutRanks],
     times: Mapping[str, int],
-    outcome: _Comparison,
+    outcome: Comparison,
     deadline: float,
 ) -> None:
     """Rounds over all cases, then over those that are undecided. RanksFailed leaves what was measured."""
@@ -235,15 +164,15 @@ def _measure(
         if not cases:
             return
         if number in (1, setting.rounds):
-            _say(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
+            log(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
         for case in chosen.sample(cases, len(cases)):
             if time.monotonic() > deadline:
-                _say(f"the time is over in round {number + 1}, of {len(cases)} cases")
+                log(f"the time is over in round {number + 1}, of {len(cases)} cases")
                 return
             pair = {each.name: (0.0, 0.0) for each in sets}
             for each in chosen.sample(sets, len(sets)):
                 pair[each.name] = _time(each, case, times[case.name])
-            found = outcome.measured.setdefault(case.name, _Measured())
+            found = outcome.measured.setdefault(case.name, MeasuredCase())
             found.device.append((pair[BEFORE][0], pair[AFTER][0]))
             found.host.append((pair[BEFORE][1], pair[AFTER][1]))
 
@@ -254,99 +183,6 @@ def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, 
     if "error" in answers[0]:
         raise RanksFailed(f"{ranks.name} at {case.name}: {answers[0]['error']}")
     return max(said["seconds"] for said in answers), max(said["host"] for said in answers)
-
-
-def _write(setting: CheckoutsSetting, outcome: _Comparison, out: Path) -> dict[str, Any]:
-    rows = [_row(case, outcome.measured[case.name]) for case in setting.cases() if case.name in outcome.measured]
-    summary = {name: _summarize(part) for name, part in _split(rows).items()}
-    for name, part in _split(rows).items():
-        print_table(f"{name}: {setting.ranks} ranks on one device", COLUMNS, part)
-        print(f"{name}: {describe(summary[name])}")
-    for name, reason in outcome.refused.items():
-        _say(f"not measured: {name}: {reason}")
-    if outcome.failure is not None:
-        _say(f"broken off: {outcome.failure}")
-    about = {
-        "ranks": setting.ranks,
-        "percentage": setting.share,
-        "processors": outcome.processors,
-        "rounds": setting.rounds,
-        "seed": setting.seed,
-        "bound": BOUND,
-        "checkouts": {name: _digest(source) for name, source in setting.sources.items()},
-        "summary": summary,
-        "refused": outcome.refused,
-        "failure": outcome.failure,
-    }
-    path = write_result(out, "checkouts", COLUMNS, rows, **about)
-    lines = [f"{name}: {describe(found)}" for name, found in summary.items()]
-    table = path.with_suffix(".md")
-    table.write_text("\n\n".join([table.read_text().rstrip(), *lines]) + "\n")
-    plot_checkouts(path, path.with_suffix(".png"))
-    return {"rows": rows, "refused": outcome.refused, "failure": outcome.failure, "summary": summary}
-
-
-def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of kernels whose programs were bounded (or not) apart from all others, which are to stay as fast."""
-    parts = {
-        "cases": [row for row in rows if not row["is_bounded"]],
-        "cases whose kernels fill the GPU and wait": [row for row in rows if row["is_bounded"]],
-    }
-    return {name: part for name, part in parts.items() if part}
-
-
-def _row(case: CheckoutCase, found: _Measured) -> dict[str, Any]:
-    ratios = found.ratios()
-    low, high = find_interval(ratios)
-    row = {
-        "case": case.name,
-        "kind": case.kind,
-        "mode": case.mode,
-        "is_bounded": case.is_bounded,
-        "rounds": len(ratios),
-        "before": 1e6 * statistics.median(before for before, _ in found.device),
-        "after": 1e6 * statistics.median(after for _, after in found.device),
-        "ratio": statistics.median(ratios),
-        "low": low,
-        "high": high,
-        "verdict": judge(ratios),
-    }
-    if case.mode == "eager":
-        row |= {
-            "host_before": 1e6 * statistics.median(before for before, _ in found.host),
-            "host_after": 1e6 * statistics.median(after for _, after in found.host),
-        }
-    return row
-
-
-def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    verdicts = {
-        name: [row["case"] for row in rows if row["verdict"] == name]
-        for name in ("same", "slower", "faster", "unclear")
-    }
-    mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
-    return {"cases": len(rows), "mean_ratio": mean, **verdicts}
-
-
-def describe(summary: Mapping[str, Any]) -> str:
-    """A summary of "cases", "mean_ratio" and the cases of each verdict, in words."""
-    text = (
-        f"{len(summary['same'])} of {summary['cases']} medians within {BOUND:.0%}, geometric mean of the ratios "
-        f"{summary['mean_ratio']:.3f}"
-    )
-    for name in ("slower", "faster", "unclear"):
-        if summary[name]:
-            text += f"; {name}: {', '.join(summary[name])}"
-    return text
-
-
-def _digest(source: Path) -> str:
-    """A checkout's name where paths and commits say nothing: a hash of its package's files."""
-    found = hashlib.sha256()
-    for path in sorted((source / "stretto").rglob("*")):
-        if path.suffix in (".py", ".cu", ".cpp", ".hpp"):
-            found.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
 
 
 def _require_gpu() -> None:
@@ -373,7 +209,3 @@ def _raising_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,202 @@
+"""What `stretto bench checkouts` reports: ratios with their confidence intervals, verdicts, tables and the picture."""
+
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from stretto.bench.checkouts.cases import CheckoutCase
+from stretto.bench.checkouts.settings import CheckoutsSetting
+from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
+
+BOUND = 0.02
+"""Ratios of medians nearer to 1 than this count as equal."""
+
+_NORMAL_QUANTILE = 1.96  # of a confidence of 95%
+_LEAST_RATIOS = 6  # whose least and greatest hold the median with that confidence
+
+COLUMNS = (
+    Column("case", "case"),
+    Column("rounds", "rounds"),
+    Column("before", "before (us)", "{:.1f}"),
+    Column("after", "after (us)", "{:.1f}"),
+    Column("ratio", "after / before", "{:.3f}"),
+    Column("low", "from", "{:.3f}"),
+    Column("high", "to", "{:.3f}"),
+    Column("verdict", "verdict"),
+    Column("host_before", "host before (us)", "{:.1f}"),
+    Column("host_after", "host after (us)", "{:.1f}"),
+)
+
+
+@dataclass
+class MeasuredCase:
+    """Seconds of a call, on the device and to issue, of each round's pair of measurements."""
+
+    device: list[tuple[float, float]] = field(default_factory=list)
+    host: list[tuple[float, float]] = field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        return [after / before for before, after in self.device]
+
+    def is_decided(self) -> bool:
+        """Whether the confidence interval of the ratio lies inside the bounds, or outside of them."""
+        low, high = find_interval(self.ratios())
+        return (low >= 1 - BOUND and high <= 1 + BOUND) or low > 1 + BOUND or high < 1 - BOUND
+
+
+@dataclass
+class Comparison:
+    """Measurements by case, why others have none, and what broke the run off; processors: that a rank saw."""
+
+    measured: dict[str, MeasuredCase] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    processors: int = 0
+
+
+def find_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The confidence interval (95%) of the median, from order statistics: no distribution is assumed."""
+    ordered = sorted(values)
+    below = max(0, math.floor((len(ordered) - _NORMAL_QUANTILE * math.sqrt(len(ordered))) / 2))
+    return ordered[below], ordered[len(ordered) - 1 - below]
+
+
+def judge(ratios: Sequence[float]) -> str:
+    """What is said of a case: "same", "slower" or "faster" by more than the bound, or "unclear".
+
+    A case is called slower or faster if its whole confidence interval is beyond the bound, and the same if its median
+    is within. Fewer than six ratios have no such interval.
+    """
+    low, high = find_interval(ratios)
+    if abs(statistics.median(ratios) - 1) <= BOUND:
+        return "same"
+    if len(ratios) < _LEAST_RATIOS or (low <= 1 + BOUND and high >= 1 - BOUND):
+        return "unclear"
+    return "slower" if low > 1 + BOUND else "faster"
+
+
+def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) -> dict[str, Any]:
+    rows = [_row(case, outcome.measured[case.name]) for case in setting.cases() if case.name in outcome.measured]
+    summary = {name: _summarize(part) for name, part in _split(rows).items()}
+    for name, part in _split(rows).items():
+        print_table(f"{name}: {setting.ranks} ranks on one device", COLUMNS, part)
+        print(f"{name}: {describe(summary[name])}")
+    for name, reason in outcome.refused.items():
+        log(f"not measured: {name}: {reason}")
+    if outcome.failure is not None:
+        log(f"broken off: {outcome.failure}")
+    about = {
+        "ranks": setting.ranks,
+        "percentage": setting.share,
+        "processors": outcome.processors,
+        "rounds": setting.rounds,
+        "seed": setting.seed,
+        "bound": BOUND,
+        "checkouts": {name: _digest(source) for name, source in setting.sources.items()},
+        "summary": summary,
+        "refused": outcome.refused,
+        "failure": outcome.failure,
+    }
+    path = write_result(out, "checkouts", COLUMNS, rows, **about)
+    lines = [f"{name}: {describe(found)}" for name, found in summary.items()]
+    table = path.with_suffix(".md")
+    table.write_text("\n\n".join([table.read_text().rstrip(), *lines]) + "\n")
+    plot_checkouts(path, path.with_suffix(".png"))
+    return {"rows": rows, "refused": outcome.refused, "failure": outcome.failure, "summary": summary}
+
+
+def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of kernels whose programs were bounded (or not) apart from all others, which are to stay as fast."""
+    parts = {
+        "cases": [row for row in rows if not row["is_bounded"]],
+        "cases whose kernels fill the GPU and wait": [row for row in rows if row["is_bounded"]],
+    }
+    return {name: part for name, part in parts.items() if part}
+
+
+def _row(case: CheckoutCase, found: MeasuredCase) -> dict[str, Any]:
+    ratios = found.ratios()
+    low, high = find_interval(ratios)
+    row = {
+        "case": case.name,
+        "kind": case.kind,
+        "mode": case.mode,
+        "is_bounded": case.is_bounded,
+        "rounds": len(ratios),
+        "before": 1e6 * statistics.median(before for before, _ in found.device),
+        "after": 1e6 * statistics.median(after for _, after in found.device),
+        "ratio": statistics.median(ratios),
+        "low": low,
+        "high": high,
+        "verdict": judge(ratios),
+    }
+    if case.mode == "eager":
+        row |= {
+            "host_before": 1e6 * statistics.median(before for before, _ in found.host),
+            "host_after": 1e6 * statistics.median(after for _, after in found.host),
+        }
+    return row
+
+
+def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    verdicts = {
+        name: [row["case"] for row in rows if row["verdict"] == name]
+        for name in ("same", "slower", "faster", "unclear")
+    }
+    mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
+    return {"cases": len(rows), "mean_ratio": mean, **verdicts}
+
+
+def describe(summary: Mapping[str, Any]) -> str:
+    """A summary of "cases", "mean_ratio" and the cases of each verdict, in words."""
+    text = (
+        f"{len(summary['same'])} of {summary['cases']} medians within {BOUND:.0%}, geometric mean of the ratios "
+        f"{summary['mean_ratio']:.3f}"
+    )
+    for name in ("slower", "faster", "unclear"):
+        if summary[name]:
+            text += f"; {name}: {', '.join(summary[name])}"
+    return text
+
+
+def _digest(source: Path) -> str:
+    """A checkout's name where paths and commits say nothing: a hash of its package's files."""
+    found = hashlib.sha256()
+    for path in sorted((source / "stretto").rglob("*")):
+        if path.suffix in (".py", ".cu", ".cpp", ".hpp"):
+            found.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def plot_checkouts(result: Path, picture: Path) -> None:
+    """A line a case: the median of after / before and its interval; the bounds are dotted. Filling kernels in red."""
+    data = json.loads(result.read_text())
+    rows = data["rows"][::-1]
+    figure = Figure(figsize=(8, 0.14 * len(rows) + 1.4), layout="constrained")
+    panel = figure.add_subplot()
+    for place, row in enumerate(rows):
+        colour = EXPOSED if row["is_bounded"] else OURS
+        panel.plot([row["low"], row["high"]], [place, place], color=colour, linewidth=1)
+        panel.plot([row["ratio"]], [place], ".", color=colour, markersize=5)
+    panel.axvline(1, color=PEER, linewidth=0.8)
+    for bound in (1 - data["bound"], 1 + data["bound"]):
+        panel.axvline(bound, color=PEER, linewidth=0.8, linestyle=":")
+    panel.set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=5)
+    panel.set_ylim(-1, len(rows))
+    panel.set_xlabel("after / before (median, 95% interval); in red: kernels that fill the GPU and wait")
+    figure.suptitle(f"{data['ranks']} ranks on one device, {describe_origin(data)}", fontsize=9)
+    figure.savefig(picture, dpi=130)
+
+
+def log(text: str) -> None:
+    """Print a line of progress to stderr: stdout is for tables and JSON."""
+    print(text, file=sys.stderr, flush=True)
