@@ -1,1 +1,5 @@
-"""Every figure that the README claims: one command each, with its peers in the same run, and its results on disk."""
+"""The benches behind every figure of the README: a folder each, with its peers in the same run (`stretto bench`).
+
+A folder has the bench's settings (`settings.py`, of which `stretto.cli.bench` makes the command's options), the
+measurement (`run.py`, or a file a command) and the picture.
+"""

@@ -1,4 +1,4 @@
-"""What every bench shares: starting ranks, timing steps, and writing the result with what it was measured on."""
+"""Starts ranks, times steps, and writes results with the machine they were measured on: for all benches."""
 
 import gc
 import json
@@ -27,13 +27,13 @@ from stretto.train.launch import allocator_environment
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# What a run may die of without taking the others with it: what it refuses, memory, and what a compiler does not know.
+# Errors that fail one run but not the bench: refused options, memory, and what a compiler does not support.
 FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a bench's table: the row's key, its heading (with the unit), and how a value is printed."""
+    """A column of a table: the row's key, the heading (with the unit), and the format of a value."""
 
     key: str
     heading: str
@@ -41,7 +41,7 @@ class Column:
 
 
 def machine_kind() -> dict[str, str]:
-    """What the figures were taken on: devices and versions, never a machine's name."""
+    """The devices and versions that figures were measured on; never a machine's name."""
     if torch.cuda.is_available():
         devices = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
     else:
@@ -55,7 +55,7 @@ def machine_kind() -> dict[str, str]:
 def write_result(
     out: Path, name: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **about: Any
 ) -> Path:
-    """Write `out`/`name`.json (command, date, kind of machine, `about`, rows) and the table as .md beside it.
+    """Write `out`/`name`.json (command, date, machine kind, `about`, rows), and the table beside it as .md.
 
     Returns the JSON's path.
     """
@@ -76,7 +76,7 @@ def write_result(
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table; a value that is absent is a dash."""
+    """The lines of a Markdown table; an absent value is a dash."""
     return [
         "| " + " | ".join(column.heading for column in columns) + " |",
         "|" + "---|" * len(columns),
@@ -85,7 +85,7 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]])
 
 
 def _command() -> str:
-    """The command line as it was given, less the folder that it wrote to, and of other files the names alone."""
+    """The command line without --out, and with other absolute paths reduced to file names."""
     arguments = [argument.rpartition("/")[2] if argument.startswith("/") else argument for argument in sys.argv[1:]]
     for index, argument in enumerate(arguments):
         if argument == "--out":
@@ -100,7 +100,7 @@ def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[str]:
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows for people; a value that is absent is a dash."""
+    """Print a table for people; an absent value is a dash."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column.heading, justify="right")
@@ -110,21 +110,23 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[st
 
 
 def in_one_line(error: BaseException) -> str:
-    """What a row of a table says of a run that failed."""
+    """The first line of an error's message, for a cell of a table."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:
-    """Call `entry(*args)` on `ranks` processes with torchrun's machinery; returns what rank 0 returned.
+    """Call `entry(*args)` in `ranks` processes that torchrun's launcher starts; returns rank 0's result.
 
-    trains: with the allocator's settings that `stretto train` gives its ranks. Beside collectives alone NCCL is to have
-    memory that it registers in CUDA graphs, as it does by default.
+    trains: use the allocator settings of `stretto train`. Benches of collectives keep torch's defaults, with which NCCL
+    registers the memory of CUDA graphs.
     """
-    # one thread a rank unless the user says otherwise: the ranks share the cores
+    # the ranks share the cores, unless the user sets another number of threads
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     if trains:
         os.environ.update(allocator_environment())
-    with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:  # torchrun leaves its own behind
+    with tempfile.TemporaryDirectory(
+        prefix="stretto-bench-"
+    ) as folder:  # torchrun would not remove a folder of its own
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -148,7 +150,7 @@ def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:
 
 
 def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
-    """Median seconds of a step on the slowest rank, by events on a GPU and by the clock elsewhere."""
+    """Median seconds of a step on the slowest rank, from CUDA events on a GPU, else from the clock."""
     for _ in range(warm_up):
         step()
     if not torch.cuda.is_available():
@@ -173,7 +175,7 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
 
 
 def empty_memory() -> None:
-    """Start from an empty allocator, whose peak counts from now."""
+    """Empty the CUDA allocator's cache, and reset its peak."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.synchronize()
@@ -182,7 +184,7 @@ def empty_memory() -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """What the rank that needed most had allocated."""
+    """The largest peak of allocated memory of any rank, in GiB; None on a CPU."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) + allocated_bytes(device)

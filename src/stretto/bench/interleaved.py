@@ -1,4 +1,4 @@
-"""Timing several ways to do one thing on GPUs in turn, so that all meet the same machine."""
+"""Times several callables on GPUs in turn, so that drift of the machine affects all of them alike."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from stretto.bench.settings import require_least
 
 @dataclass(frozen=True)
 class TimingEffort:
-    """Rounds over everything, and in each so many replays of a graph (or rows of calls)."""
+    """How often to measure: rounds over all callables, and replays of a graph (or rows of calls) in a round."""
 
     rounds: int = 3
     replays: int = 7
@@ -26,7 +26,7 @@ class TimingEffort:
 
 @dataclass(frozen=True)
 class Timed:
-    """Median seconds of a call on the slowest rank's GPU, and of its host."""
+    """Median seconds of a call on the slowest rank: on the GPU, and for the host to issue it."""
 
     seconds: float
     host: float
@@ -41,12 +41,11 @@ def time_interleaved(
     never_captured: Collection[str] = (),
     rests: bool = True,
 ) -> dict[str, Timed]:
-    """Time all runs in turn, several rounds of them, in CUDA graphs of ten calls (one from 64 MB) or as plain calls.
+    """Time all runs in turn for several rounds, in CUDA graphs of ten calls (one call from 64 MB) or as eager calls.
 
-    never_captured: names of runs that are plain calls in any case. rests: the GPU is idle before each run's turn.
-    Without, runs follow each other at once, round by round in another order, and the first replay of a turn is not
-    counted: what takes much power is faster after a rest (large products by up to a tenth), and in training there is
-    none.
+    never_captured: names of runs that are always eager. rests: let the GPU idle before each run's turn. If False, runs
+    follow each other at once, in another order each round, and the first replay of a turn is not counted. Kernels that
+    take much power run faster after a rest (large products by up to a tenth), which training does not have.
     """
     effort = effort or TimingEffort()
     calls = 10 if size < 64 << 20 else 1
@@ -100,7 +99,7 @@ def _repeat(run: Callable[[], Any], calls: int) -> None:
 
 
 def name_size(size: int) -> str:
-    """Bytes for people: 64 KB, say."""
+    """A number of bytes for people: "64 KB"."""
     for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
         if size >= unit:
             return f"{size / unit:g} {name}"

@@ -1,7 +1,7 @@
-"""A CUDA MPS daemon of this process's own, so that kernels of several processes run at once on one GPU.
+"""Runs a private CUDA MPS daemon, so that kernels of several processes run at once on one GPU.
 
-Without MPS the driver gives the processes of a GPU time slices, and kernels that wait for each other take milliseconds
-for what takes microseconds under MPS.
+Without MPS the driver time-slices the processes of a GPU: kernels that wait for each other then take milliseconds
+instead of microseconds.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-# Percentages by ranks, on an H100: 62, 32, 16 or 14 multiprocessors. More would do for some numbers of ranks (31% for
-# 3, 21% for 4), but cuBLAS leaves parts of products unwritten with 20, 26, 36, 38, 40 or 42 multiprocessors
-# (docs/testing.md).
+# Percentages by number of ranks. On an H100 they give 62, 32, 16 or 14 multiprocessors. Some numbers of ranks could
+# have more (31% for 3, 21% for 4), but cuBLAS leaves parts of products unwritten with 20, 26, 36, 38, 40 or 42
+# multiprocessors (docs/testing.md).
 _SHARES = {1: 100, 2: 48, 3: 25, 4: 13, 5: 13, 6: 13, 7: 13, 8: 12}
-_LIMIT = 30.0  # seconds that the daemon has to start, and to end
+_LIMIT = 30.0  # seconds for the daemon to start, and to end
 
 
 def has_mps() -> bool:
@@ -29,23 +29,23 @@ def has_mps() -> bool:
 
 
 def share_for(ranks: int) -> int:
-    """The percentage that gives each of so many ranks on a GPU multiprocessors of its own.
+    """The MPS percentage with which each of so many ranks on a GPU has multiprocessors of its own.
 
-    With percentages that add up to 100 some ranks share multiprocessors: on an H100 each of 4 ranks with 25% may use
-    32, but where 3 fill theirs the last one finds 20. A kernel that holds its places while it waits for another rank
-    may then keep that rank out. Up to 8 ranks the percentages were measured to keep ranks apart, on an H100, and are
-    such that cuBLAS's products are right; beyond, they add up to 80 at most.
+    With percentages that add up to 100, some ranks share multiprocessors: on an H100, each of 4 ranks with 25% may use
+    32, but when 3 of them fill theirs, 20 are left for the last. A kernel that holds its multiprocessors while it waits
+    for another rank may then keep that rank from running. Up to 8 ranks, the percentages were measured to keep ranks
+    apart on an H100, with correct cuBLAS products. For more ranks they add up to 80 at most.
     """
     return _SHARES.get(ranks) or max(1, 80 // ranks)
 
 
 @contextlib.contextmanager
 def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
-    """Start an MPS daemon, and end it when the block is left, or when this process is gone, however that comes.
+    """Start an MPS daemon, and end it when the block is left or this process ends, even if it is killed.
 
     percentage: of the GPU's multiprocessors that each process gets, 1 to 100. Yields the environment variables that
-    make a process a client of this daemon; its own pipe and log folders keep it apart from any other daemon. End all
-    clients before the block is left. ValueError where there is no MPS or the daemon does not start.
+    make a process a client of this daemon, whose pipe and log folders are its own. End all clients before the block is
+    left. Raises ValueError if there is no MPS or the daemon does not start.
     """
     if not 1 <= percentage <= 100:
         raise ValueError(f"a process gets 1 to 100 percent of the multiprocessors, not {percentage}")
@@ -54,9 +54,9 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
         raise ValueError("ranks that share a GPU need MPS: nvidia-cuda-mps-control, of NVIDIA's driver, is not on PATH")
     folder = tempfile.mkdtemp(prefix="stretto-mps-")  # short: the path of a socket has at most 107 characters
     variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    # A percentage in the daemon's own environment would be the most that any client gets.
+    # A percentage in the daemon's own environment would limit all clients.
     environment = {name: value for name, value in os.environ.items() if name != _PERCENTAGE} | variables
-    # It ends the daemon once its standard input is closed, as it is when this process is killed, too.
+    # This process ends the daemon when its standard input is closed, as happens when its parent is killed.
     keeper = subprocess.Popen(
         [sys.executable, "-IS", __file__, control, folder],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -64,7 +64,7 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
     )  # fmt: skip
     try:
         try:
-            # Its output goes nowhere: the daemon would inherit a pipe and keep it open.
+            # No pipe for the output: the daemon would inherit it and keep it open.
             _run([control, "-d"], environment).check_returncode()
         except (OSError, subprocess.SubprocessError) as error:
             raise ValueError(f"the MPS daemon does not start: {error}; its log: {_tail(folder)}") from error
@@ -75,13 +75,13 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
         keeper.wait()
 
 
-def _run(command: list[str], environment: Mapping[str, str], said: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
-    nowhere = subprocess.DEVNULL
-    return subprocess.run(command, input=said, env=environment, timeout=_LIMIT, stdout=nowhere, stderr=nowhere)
+def _run(command: list[str], environment: Mapping[str, str], text: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    devnull = subprocess.DEVNULL
+    return subprocess.run(command, input=text, env=environment, timeout=_LIMIT, stdout=devnull, stderr=devnull)
 
 
 def _keep(control: str, folder: Path) -> None:
-    """Wait until standard input is closed; then ask the daemon to quit, and kill it if it is there after all."""
+    """Wait until standard input is closed, ask the daemon to quit, and kill it if it still runs."""
     sys.stdin.read()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         _run([control], os.environ, b"quit\n")

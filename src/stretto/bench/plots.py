@@ -1,4 +1,4 @@
-"""What the pictures of all benches share: colours, and the line that says what was measured on, and when."""
+"""Colours of all benches' pictures, and the line that names the devices and the date of a measurement."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
-"""`stretto probe`: measure this machine into a cluster file, for a planner to use.
+"""`stretto probe`: measures this machine's links and kernels into a cluster file for the planner.
 
-All ranks measure at once, as they will work at once: links are shared, and so is a chip's power.
+All ranks measure at the same time, since in training they share the links, and a chip's power.
 """
 
 import itertools
@@ -54,7 +54,7 @@ ON_CPU = ProbeEffort(
 
 
 def probe(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -> Cluster:
-    """This machine as measured by `ranks` processes, one a GPU (or on the CPU's cores, with gloo).
+    """Measure this machine with `ranks` processes, one a GPU (or on the CPU's cores, with gloo).
 
     `shapes`: (m, n, k) of products that are measured besides the table's. Raises ValueError for fewer than two ranks.
     """
@@ -69,14 +69,14 @@ def probe(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -
 
 
 def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
-    """Every (preceding, size) of groups that fit (Singh, section 5.1.2, case 1)."""
+    """Every (preceding, size) of groups that fit into the ranks (Singh, section 5.1.2, case 1)."""
     for preceding in range(1, ranks // 2 + 1):
         for size in range(2, ranks // preceding + 1):
             yield preceding, size
 
 
 def members(ranks: int, preceding: int, size: int) -> list[list[int]]:
-    """The ranks of each such group: `preceding` apart, all groups side by side; those left over sit out."""
+    """The ranks of all such groups: `preceding` apart, groups side by side; ranks left over are in none."""
     return [
         [block + inner + outer * preceding for outer in range(size)]
         for block in range(0, ranks - preceding * size + 1, preceding * size)
@@ -103,9 +103,9 @@ def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -
 
 
 def _crowding(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
-    """How many times as long computation takes when all ranks compute at length, where they share cores.
+    """The factor by which computation slows down when all ranks, which share cores, compute at length.
 
-    A product that is timed by itself ends before another process gets its core.
+    A single product ends before another process gets its core, and would not show it.
     """
     a = torch.randn(effort.sides[-1], effort.sides[-1], device=device, dtype=TORCH_DTYPES[dtype])
     timed = partial(time_steps, warm_up=2, repeats=effort.repeats)

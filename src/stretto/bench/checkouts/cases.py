@@ -1,4 +1,4 @@
-"""What `stretto bench checkouts` measures: a table of cases, which each checkout's ranks make for themselves."""
+"""The table of cases that `stretto bench checkouts` measures; each checkout's ranks build them from it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 MODES = ("graph", "eager")
 _SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20}
-_EAGER_SIZES = ("1 KB", "1 MB")  # of calls from the host: what it takes shows at these
+_EAGER_SIZES = ("1 KB", "1 MB")  # sizes at which the host's time shows
 _COLLECTIVES = {
     "allreduce": "two-shot-all-reduce",
     "allgather": "direct-all-gather",
@@ -14,7 +14,7 @@ _COLLECTIVES = {
     "alltoall": "direct-all-to-all",
 }
 _UNROLLS = {"LL": 1, "LL128": 1, "Simple": 4, "Copy": 4}
-_FILLING = 1 << 20  # bytes from which on a fused schedule takes all multiprocessors, by about 1024 threads a block
+_FILLING = 1 << 20  # bytes from which a fused schedule fills all multiprocessors, with about 1024 threads a block
 _N, _K = 4096, 1024
 _PACKETS = {"exchange": "packets"}
 _PLANS: tuple[tuple[str, str, dict[str, Any], tuple[int, ...]], ...] = (
@@ -26,17 +26,18 @@ _PLANS: tuple[tuple[str, str, dict[str, Any], tuple[int, ...]], ...] = (
     ("matmul_all_reduce", "one shot", _PACKETS | {"shots": 1}, (16,)),
     ("matmul_all_reduce", "two shots", _PACKETS | {"shots": 2}, (16, 512)),
 )
-"""Operator, the name of a plan, what it pins, and rows of the whole. Of an all-reduce by tiles the second half is the
-library's all-gather, which says nothing of Stretto where gloo runs it."""
+"""Operator, name of a configuration, the fields that it sets, and rows of the whole matrix.
+
+There is no all-reduce by tiles: its second half is the library's all-gather, which gloo would run here."""
 
 
 @dataclass(frozen=True)
 class CheckoutCase:
-    """One thing to time, in one mode ("graph": replays of a CUDA graph; "eager": calls from the host).
+    """One call to time, in one mode ("graph": replays of a CUDA graph; "eager": calls from the host).
 
-    kind and options: what a rank makes it from (`checkouts.worker`); options["calls"]: calls of a row, or of a graph.
-    is_bounded: whether its kernel fills the GPU and waits for other ranks, so that it is listed apart where a change
-    bounds what such kernels take.
+    kind and options: what `checkouts.worker` builds it from; options["calls"]: calls in a row, or in a graph.
+    is_bounded: whether its kernel fills the GPU and waits for other ranks. Such cases are listed apart, since a change
+    may bound how many blocks their kernels take.
     """
 
     name: str
@@ -46,12 +47,12 @@ class CheckoutCase:
     is_bounded: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """What a rank is told."""
+        """The command's fields that tell a rank how to build the case."""
         return {"kind": self.kind, "mode": self.mode, "options": self.options}
 
 
 def list_cases() -> list[CheckoutCase]:
-    """All cases on a GPU; first what takes little to compile, so that it is measured in any case."""
+    """All cases on a GPU; those that compile fast come first, so that a short run measures them too."""
     return [*_list_collectives(), *_list_tiles(), *_list_embeddings(), *_list_operators()]
 
 
@@ -76,11 +77,11 @@ def _list_collectives() -> Iterator[CheckoutCase]:
 
 
 def _list_tiles() -> Iterator[CheckoutCase]:
-    for way in ("push", "copies"):
+    for transfer in ("push", "copies"):
         for rows in (16, 1024):
             for mode in MODES:
-                options = {"way": way, "rows": rows, "columns": 1024, "calls": 4}
-                yield CheckoutCase(f"tiles by {way}, {rows} rows {mode}", "tiles", mode, options)
+                options = {"transfer": transfer, "rows": rows, "columns": 1024, "calls": 4}
+                yield CheckoutCase(f"tiles by {transfer}, {rows} rows {mode}", "tiles", mode, options)
 
 
 def _list_embeddings() -> Iterator[CheckoutCase]:
@@ -97,14 +98,14 @@ def _list_operators() -> Iterator[CheckoutCase]:
         for m in rows:
             for mode in MODES:
                 options = {"operator": operator, "m": m, "n": _N, "k": _K, "dtype": "bfloat16", "plan": plan}
-                is_bounded = (operator, name) != ("all_gather_matmul", "copies")  # which waits for copy engines
+                is_bounded = (operator, name) != ("all_gather_matmul", "copies")  # copies: waits for copy engines
                 title = f"{operator} {name} m={m} {mode}"
                 yield CheckoutCase(title, "operator", mode, options | {"calls": 4}, is_bounded)
 
 
 CPU_CASES = [
     CheckoutCase(
-        "tiles by push, 16 rows eager", "tiles", "eager", {"way": "push", "rows": 16, "columns": 32, "calls": 1}
+        "tiles by push, 16 rows eager", "tiles", "eager", {"transfer": "push", "rows": 16, "columns": 32, "calls": 1}
     ),
     CheckoutCase(
         "matmul_all_reduce one shot m=4 eager",
@@ -122,4 +123,4 @@ CPU_CASES = [
         is_bounded=True,
     ),
 ]
-"""Two small cases that kernels run as interpreted, by ranks on CPUs."""
+"""Two small cases for CPU ranks, whose kernels are interpreted."""

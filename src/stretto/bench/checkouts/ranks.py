@@ -1,4 +1,4 @@
-"""The ranks of one checkout of Stretto: processes that obey commands, each within a time limit."""
+"""Worker processes that run one checkout of Stretto: starts them, sends commands, and collects answers in time."""
 
 import json
 import os
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("worker.py")
-_AFTER_AN_ERROR = 10.0  # seconds that the other ranks have to raise too: they may wait for the one that did
+_AFTER_AN_ERROR = 10.0  # seconds for the other ranks to raise too: they may wait for the one that did
 _TO_END = 5.0
 
 
 class RanksFailed(RuntimeError):
-    """Ranks died, did not answer in time or disagree: these processes are of no use any more."""
+    """Ranks died, timed out or disagreed. These processes cannot be used any further."""
 
 
 class CheckoutRanks:
-    """`ranks` worker processes that import Stretto from `source`. Use it as a context manager: it ends them.
+    """`ranks` worker processes that import Stretto from `source`. A context manager, which ends them.
 
-    name: of the checkout, for messages; store: a path that does not exist yet, where the ranks find each other;
-    device: "cuda" (all on the first GPU) or "cpu"; environment: variables added to this process's.
+    name: of the checkout, for messages. store: a path that does not exist yet, for the ranks' rendezvous. device:
+    "cuda" (all on the first GPU) or "cpu". environment: variables that are added to this process's.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CheckoutRanks:
             raise
 
     def _start(self, command: list[str], environment: Mapping[str, str], errors: Path) -> None:
-        # -P: no folder of scripts comes before the checkout. A session of its own: Ctrl-C is for this process alone.
+        # -P keeps the script's folder off sys.path, before the checkout. In a session of its own, Ctrl-C misses it.
         with errors.open("wb") as file:
             process = subprocess.Popen(
                 command,
@@ -68,23 +68,23 @@ class CheckoutRanks:
         threading.Thread(target=_forward_lines, args=(process, answers), daemon=True).start()
 
     def wait_for_start(self, limit: float) -> list[dict[str, Any]]:
-        """What the ranks say once they have joined, within so many seconds. RanksFailed for the wrong checkout."""
+        """Wait until the ranks have joined; returns their first answers. RanksFailed for the wrong checkout."""
         started = self._hear("start", limit)
-        for said in started:
-            if "error" not in said and not Path(said["stretto"]).resolve().is_relative_to(self._source.resolve()):
-                raise RanksFailed(f"{self.name} imported Stretto from {said['stretto']}, not from {self._source}")
+        for answer in started:
+            if "error" not in answer and not Path(answer["stretto"]).resolve().is_relative_to(self._source.resolve()):
+                raise RanksFailed(f"{self.name} imported Stretto from {answer['stretto']}, not from {self._source}")
         return started
 
     def ask(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
-        """Have all ranks obey; their answers in rank order. Either none of them has "error", or all have.
+        """Send a command to all ranks and return their answers in rank order: all of them have "error", or none has.
 
-        limit: seconds. RanksFailed where a rank dies, does not answer in time, or fails while another does not.
+        limit: seconds. Raises RanksFailed if a rank dies, times out, or fails while another succeeds.
         """
         self.tell(command)
         return self.hear(command, limit)
 
     def tell(self, command: Mapping[str, Any]) -> None:
-        """Send a command to all ranks, whose answers `hear` takes."""
+        """Send a command to all ranks without waiting for the answers, which `hear` collects."""
         line = (json.dumps(command) + "\n").encode()
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
@@ -95,48 +95,49 @@ class CheckoutRanks:
                 raise self._failure(rank, "has ended") from error
 
     def hear(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
-        """The answers to what `tell` has sent; see `ask`."""
+        """Wait for the answers to the command that `tell` has sent. Raises as `ask` does."""
         return self._hear(f"{command['do']} {command.get('case', '')}".strip(), limit)
 
     def _hear(self, what: str, limit: float) -> list[dict[str, Any]]:
         end = time.monotonic() + limit
-        heard: dict[int, dict[str, Any]] = {}
-        while len(heard) < len(self._processes):
+        answered: dict[int, dict[str, Any]] = {}
+        while len(answered) < len(self._processes):
             for rank, answers in enumerate(self._answers):
-                if rank in heard:
+                if rank in answered:
                     continue
                 try:
-                    # The first rank that is still to answer is waited for; the others are looked at in turn.
+                    # Waits a moment for each rank that has not answered yet, in turn.
                     line = answers.get(timeout=max(0.0, min(0.05, end - time.monotonic())))
                 except queue.Empty:
                     continue
                 if not line:
                     raise self._failure(rank, f"died at: {what}")
-                heard[rank] = json.loads(line)
-                if "error" in heard[rank]:
+                answered[rank] = json.loads(line)
+                if "error" in answered[rank]:
                     end = min(end, time.monotonic() + _AFTER_AN_ERROR)
-            if time.monotonic() >= end and len(heard) < len(self._processes):
-                errors = "".join(f"; rank {rank}: {said['error']}" for rank, said in heard.items() if "error" in said)
-                missing = next(rank for rank in range(len(self._processes)) if rank not in heard)
+            if time.monotonic() >= end and len(answered) < len(self._processes):
+                failed_ranks = {rank: answer["error"] for rank, answer in answered.items() if "error" in answer}
+                errors = "".join(f"; rank {rank}: {error}" for rank, error in failed_ranks.items())
+                missing = next(rank for rank in range(len(self._processes)) if rank not in answered)
                 raise self._failure(missing, f"did not answer within {limit:.0f} s: {what}{errors}")
-        failed = [rank for rank in heard if "error" in heard[rank]]
-        if failed and len(failed) < len(heard):
-            raise self._failure(failed[0], f"failed alone at: {what}: {heard[failed[0]]['error']}")
-        return [heard[rank] for rank in range(len(self._processes))]
+        failed = [rank for rank in answered if "error" in answered[rank]]
+        if failed and len(failed) < len(answered):
+            raise self._failure(failed[0], f"failed alone at: {what}: {answered[failed[0]]['error']}")
+        return [answered[rank] for rank in range(len(self._processes))]
 
     def _failure(self, rank: int, what: str) -> RanksFailed:
         lines = self._errors[rank].read_text(errors="replace").strip().splitlines()
-        said = f"; its last words: {lines[-1][-300:]}" if lines else ""
-        return RanksFailed(f"rank {rank} of {self.name} {what}{said}")
+        last = f"; its last words: {lines[-1][-300:]}" if lines else ""
+        return RanksFailed(f"rank {rank} of {self.name} {what}{last}")
 
     def close(self) -> None:
-        """End all processes: by word, then by signal."""
+        """End all processes: ask them to, then kill those that remain."""
         for process in self._processes:
             assert process.stdin is not None
-            with suppress(OSError):  # of one that has ended
+            with suppress(OSError):  # the process may have ended
                 process.stdin.write(b'{"do": "end"}\n')
             with suppress(OSError):
-                process.stdin.close()  # which ends a rank that is in the middle of something, too
+                process.stdin.close()  # ends a rank even in the middle of a case
         end = time.monotonic() + _TO_END
         for process in self._processes:
             try:
@@ -144,7 +145,7 @@ class CheckoutRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # a driver that holds it is not waited for
+            with suppress(subprocess.TimeoutExpired):  # do not wait for a process that the driver holds
                 process.wait(_TO_END)
 
     def __enter__(self) -> "CheckoutRanks":
@@ -155,7 +156,7 @@ class CheckoutRanks:
 
 
 def _forward_lines(process: "subprocess.Popen[bytes]", answers: "queue.Queue[bytes]") -> None:
-    """Put each line of a process's stdout into a queue, and an empty one at its end."""
+    """Put each line of a process's stdout into a queue, then an empty line when it ends."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:

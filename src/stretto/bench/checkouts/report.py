@@ -18,10 +18,10 @@ from stretto.bench.harness import Column, print_table, write_result
 from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
 
 BOUND = 0.02
-"""Ratios of medians nearer to 1 than this count as equal."""
+"""Medians of ratios that differ from 1 by less count as equal."""
 
-_NORMAL_QUANTILE = 1.96  # of a confidence of 95%
-_LEAST_RATIOS = 6  # whose least and greatest hold the median with that confidence
+_NORMAL_QUANTILE = 1.96  # for 95% confidence
+_LEAST_RATIOS = 6  # the fewest whose smallest and largest enclose the median with that confidence
 
 COLUMNS = (
     Column("case", "case"),
@@ -39,7 +39,7 @@ COLUMNS = (
 
 @dataclass
 class MeasuredCase:
-    """Seconds of a call, on the device and to issue, of each round's pair of measurements."""
+    """Seconds a call, (before, after) of each round: on the device, and for the host to issue it."""
 
     device: list[tuple[float, float]] = field(default_factory=list)
     host: list[tuple[float, float]] = field(default_factory=list)
@@ -55,7 +55,10 @@ class MeasuredCase:
 
 @dataclass
 class Comparison:
-    """Measurements by case, why others have none, and what broke the run off; processors: that a rank saw."""
+    """All results so far: measurements by case, and why other cases have none.
+
+    failure: why measuring stopped early, or None. processors: the multiprocessors that a rank has.
+    """
 
     measured: dict[str, MeasuredCase] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -64,17 +67,17 @@ class Comparison:
 
 
 def find_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The confidence interval (95%) of the median, from order statistics: no distribution is assumed."""
+    """The 95% confidence interval of the median, from order statistics, which assume no distribution."""
     ordered = sorted(values)
     below = max(0, math.floor((len(ordered) - _NORMAL_QUANTILE * math.sqrt(len(ordered))) / 2))
     return ordered[below], ordered[len(ordered) - 1 - below]
 
 
 def judge(ratios: Sequence[float]) -> str:
-    """What is said of a case: "same", "slower" or "faster" by more than the bound, or "unclear".
+    """The verdict on a case: "same", "slower" or "faster" by more than the bound, or "unclear".
 
-    A case is called slower or faster if its whole confidence interval is beyond the bound, and the same if its median
-    is within. Fewer than six ratios have no such interval.
+    A case is slower or faster if its whole confidence interval lies beyond the bound, and the same if its median lies
+    within. Fewer than six ratios have no such interval.
     """
     low, high = find_interval(ratios)
     if abs(statistics.median(ratios) - 1) <= BOUND:
@@ -115,7 +118,7 @@ def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) 
 
 
 def _split(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of kernels whose programs were bounded (or not) apart from all others, which are to stay as fast."""
+    """Split the rows: kernels that fill the GPU and wait, whose programs may be bounded, apart from all others."""
     parts = {
         "cases": [row for row in rows if not row["is_bounded"]],
         "cases whose kernels fill the GPU and wait": [row for row in rows if row["is_bounded"]],
@@ -157,7 +160,7 @@ def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """A summary of "cases", "mean_ratio" and the cases of each verdict, in words."""
+    """A summary in words. summary: "cases", "mean_ratio" and the cases of each verdict."""
     text = (
         f"{len(summary['same'])} of {summary['cases']} medians within {BOUND:.0%}, geometric mean of the ratios "
         f"{summary['mean_ratio']:.3f}"
@@ -169,7 +172,7 @@ def describe(summary: Mapping[str, Any]) -> str:
 
 
 def _digest(source: Path) -> str:
-    """A checkout's name where paths and commits say nothing: a hash of its package's files."""
+    """Identify a checkout by a hash of its package's files: results name neither paths nor commits."""
     found = hashlib.sha256()
     for path in sorted((source / "stretto").rglob("*")):
         if path.suffix in (".py", ".cu", ".cpp", ".hpp"):
@@ -178,7 +181,7 @@ def _digest(source: Path) -> str:
 
 
 def plot_checkouts(result: Path, picture: Path) -> None:
-    """A line a case: the median of after / before and its interval; the bounds are dotted. Filling kernels in red."""
+    """Draw a line a case: the median of after / before with its interval; dotted bounds; GPU-filling kernels in red."""
     data = json.loads(result.read_text())
     rows = data["rows"][::-1]
     figure = Figure(figsize=(8, 0.14 * len(rows) + 1.4), layout="constrained")

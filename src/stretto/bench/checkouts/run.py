@@ -1,10 +1,10 @@
-"""Two checkouts of Stretto measured in turn in one run, case by case: what a change costs.
+"""Measures two checkouts of Stretto in turn in one run, case by case, to show what a change costs.
 
-Each checkout has ranks of its own, processes that import Stretto from there, and one set of ranks works at a time. A
-round measures every case once by each checkout, one right after the other in random order, and what counts is the
-median over the rounds of the ratio of such a pair: the machine's drift is in both, and cancels.
+Each checkout has its own set of ranks: processes that import Stretto from that checkout. One set of ranks works at a
+time. A round measures every case once with each checkout, in random order and without a pause between the two. The
+result of a case is the median over the rounds of the ratio of the pair, in which the machine's drift cancels.
 
-All ranks share one GPU, under MPS. So the times hold for comparing two checkouts, and for nothing else.
+All ranks share one GPU under MPS, so the times are good for comparing two checkouts and for nothing else.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from stretto.bench.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
 from stretto.bench.mps import mps_daemon
 
 _MOST_STARTS = 4
-_PREPARATION = 0.6  # of the time, after which no further case is prepared
-_START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device gives up after 30
-_TARGET = 4e-3  # seconds of a measurement
-_MOST_TIMES = 64
+_PREPARATION = 0.6  # share of the time limit after which no further case is prepared
+_START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device times out after 30
+_TARGET_SECONDS = 4e-3  # of a measurement
+_MOST_REPLAYS = 64
 
 
 def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
-    """Measure, print tables, and write checkouts.json, .md and .png to `out`.
+    """Compare the two checkouts, print tables, and write checkouts.json, .md and .png to `out`.
 
-    Returns "rows" (a case each), "refused" (case to the reason that it was not measured) and "failure" (None, or what
-    broke the measuring off; rows are what was measured until then). Every process is ended, and the MPS daemon too.
-    ValueError where there is no GPU or no MPS.
+    Returns "rows" (one a case), "refused" (why a case was not measured, by its name) and "failure" (None, or why
+    measuring stopped early; the rows then hold what was measured before). All processes and the MPS daemon have ended
+    on return. Raises ValueError where there is no GPU or no MPS.
     """
     deadline = time.monotonic() + setting.seconds
     with _raising_on_sigterm(), tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
-        # Neither checkout chooses by times that the other, or an earlier run, has measured.
+        # An empty cache: neither checkout may select kernels by times that the other one or an earlier run measured.
         environment = {
             "STRETTO_CACHE": str(Path(folder) / "cache"),
             "STRETTO_SHARE_GPUS": "1",
@@ -53,12 +53,12 @@ def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
 
 
 def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> Comparison:
-    """Start both sets of ranks, prepare and measure; start them again without a case that has broken them."""
+    """Start both sets of ranks, prepare and measure the cases; restart without any case that killed the ranks."""
     outcome, began = Comparison(), time.monotonic()
     prepare_until = began + _PREPARATION * (deadline - began)
     for attempt in range(_MOST_STARTS):
         with contextlib.ExitStack() as stack:
-            # A daemon for each start: ranks that were killed in the middle of a kernel may have broken the last one.
+            # A new daemon for each start: ranks killed in the middle of a kernel may have broken the last one.
             variables = environment | ({} if setting.on_cpu else stack.enter_context(mps_daemon(setting.share)))
             try:
                 sets = _start(setting, folder / f"store-{attempt}", variables, deadline, stack, outcome)
@@ -87,10 +87,10 @@ def _start(
     stack: contextlib.ExitStack,
     outcome: Comparison,
 ) -> list[CheckoutRanks]:
-    """Both sets of ranks, before and after.
+    """Start both sets of ranks, "before" and "after".
 
-    On a GPU the second starts when the first has its share of the multiprocessors, so that MPS puts ranks of one set
-    side by side.
+    On a GPU the second set starts once the first has its share of the multiprocessors, so that MPS places the ranks of
+    one set side by side.
     """
     device = "cpu" if setting.on_cpu else "cuda"
     sets: list[CheckoutRanks] = []
@@ -116,9 +116,9 @@ def _await_start(ranks: CheckoutRanks, deadline: float) -> int:
 def _prepare(
     setting: CheckoutsSetting, sets: Sequence[CheckoutRanks], outcome: Comparison, until: float
 ) -> dict[str, int] | None:
-    """Have both sets prepare all cases; how many rows a measurement of each takes. None where ranks were lost."""
+    """Have both sets prepare all cases. Returns the replays of a measurement by case, or None if ranks were lost."""
     times: dict[str, int] = {}
-    is_apart = 2 * setting.ranks * setting.share <= 100 or setting.on_cpu
+    has_own_processors = 2 * setting.ranks * setting.share <= 100 or setting.on_cpu
     for case in setting.cases():
         if case.name in outcome.refused:
             continue
@@ -127,13 +127,14 @@ def _prepare(
             continue
         command = {"do": "prepare", "case": case.name, **case.describe()}
         try:
-            if is_apart:
+            if has_own_processors:
                 for each in sets:
                     each.tell(command)
                 answers = [each.hear(command, _PREPARE_LIMIT) for each in sets]
             else:
                 answers = [each.ask(command, _PREPARE_LIMIT) for each in sets]
-            errors = [f"{each.name}: {said[0]['error']}" for each, said in zip(sets, answers, strict=True) if said[0]]
+            pairs = zip(sets, answers, strict=True)
+            errors = [f"{each.name}: {answer[0]['error']}" for each, answer in pairs if answer[0]]
             if errors:
                 outcome.refused[case.name] = "; ".join(errors)
                 continue
@@ -143,7 +144,7 @@ def _prepare(
             log(f"{case.name}: {error}")
             return None
         calls = case.options["calls"]
-        times[case.name] = min(_MOST_TIMES, max(1, round(_TARGET / (seconds * calls))))
+        times[case.name] = min(_MOST_REPLAYS, max(1, round(_TARGET_SECONDS / (seconds * calls))))
     return times
 
 
@@ -154,8 +155,8 @@ def _measure(
     outcome: Comparison,
     deadline: float,
 ) -> None:
-    """Rounds over all cases, then over those that are undecided. RanksFailed leaves what was measured."""
-    chosen = random.Random(setting.seed)
+    """Measure in rounds over all cases, then over the undecided ones. On RanksFailed, `outcome` keeps what there is."""
+    order = random.Random(setting.seed)
     cases = [case for case in setting.cases() if case.name in times]
     began = time.monotonic()
     for number in range(setting.round_limit):
@@ -165,12 +166,12 @@ def _measure(
             return
         if number in (1, setting.rounds):
             log(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
-        for case in chosen.sample(cases, len(cases)):
+        for case in order.sample(cases, len(cases)):
             if time.monotonic() > deadline:
                 log(f"the time is over in round {number + 1}, of {len(cases)} cases")
                 return
             pair = {each.name: (0.0, 0.0) for each in sets}
-            for each in chosen.sample(sets, len(sets)):
+            for each in order.sample(sets, len(sets)):
                 pair[each.name] = _time(each, case, times[case.name])
             found = outcome.measured.setdefault(case.name, MeasuredCase())
             found.device.append((pair[BEFORE][0], pair[AFTER][0]))
@@ -178,11 +179,11 @@ def _measure(
 
 
 def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, float]:
-    """Seconds a call on the slowest rank: on the device, and to issue it."""
+    """Run a case; returns seconds a call on the slowest rank, on the device and for the host to issue it."""
     answers = ranks.ask({"do": "run", "case": case.name, "times": times}, _RUN_LIMIT)
     if "error" in answers[0]:
         raise RanksFailed(f"{ranks.name} at {case.name}: {answers[0]['error']}")
-    return max(said["seconds"] for said in answers), max(said["host"] for said in answers)
+    return max(answer["seconds"] for answer in answers), max(answer["host"] for answer in answers)
 
 
 def _require_gpu() -> None:
@@ -194,7 +195,7 @@ def _require_gpu() -> None:
 
 @contextlib.contextmanager
 def _raising_on_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that processes and daemon are ended; outside of the main thread, nothing."""
+    """Make SIGTERM unwind like Ctrl-C, so that processes and the daemon end. Does nothing outside the main thread."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

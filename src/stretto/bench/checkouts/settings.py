@@ -1,4 +1,4 @@
-"""What `stretto bench checkouts` takes from its command: two checkouts, ranks, cases, and for how long."""
+"""Settings of `stretto bench checkouts`: the two checkouts, ranks, cases and time limit."""
 
 import random
 from dataclasses import dataclass, field
@@ -15,14 +15,15 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True)
 class CheckoutsSetting:
-    """What is compared, and for how long.
+    """Which checkouts `stretto bench checkouts` compares, on which cases, and for how long.
 
     before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout.
-    rounds: of every case; then more of those whose confidence interval still holds a bound, up to most_rounds, until
-    `seconds` have passed since the start of the command. only: parts of names, of which a case has one (none: all).
-    percentage: of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of ranks works at a time).
-    At 100 / (2 ranks) or less, both sets have multiprocessors of their own, and prepare cases at the same time. on_cpu:
-    a few cases by interpreted kernels, to try the command. ValueError for a setting that cannot be.
+    rounds: of every case. Cases whose confidence interval still contains a bound then get more, up to most_rounds each,
+    until `seconds` have passed since the command started. only: measures the cases whose names contain one of these
+    (empty: all). percentage: share of the GPU's multiprocessors for each rank (None: 100 / ranks, since one set of
+    ranks works at a time). At 100 / (2 ranks) or less, both sets have multiprocessors of their own and prepare cases at
+    the same time. on_cpu: a few cases with interpreted kernels, to try the command. Raises ValueError for settings that
+    cannot work.
     """
 
     before: Annotated[Path, Option("A checkout of Stretto, or its src.")]

@@ -1,16 +1,17 @@
-"""One rank of `stretto bench checkouts`: prepares cases with the checkout on PYTHONPATH, and times them on command.
+"""One rank of `stretto bench checkouts`: builds cases with the checkout on PYTHONPATH, and times them on command.
 
-The command runs this file by its path, in a process whose PYTHONPATH begins with the checkout to measure, so that
-`stretto` is that checkout. The file therefore uses only what both checkouts have, and imports nothing beside it.
+The bench runs this file by its path, in a process whose PYTHONPATH begins with the checkout to measure, so that
+`stretto` is that checkout. The file must therefore work with older checkouts as well as with its own: it uses names
+that all of them have, or looks a renamed one up by its new and its old name, and imports nothing from its own folder.
 
-It reads one command a line from stdin, as JSON, and answers each by one line of JSON on stdout:
+It reads commands from stdin, one line of JSON each, and answers each with one line of JSON on stdout:
 
     {"do": "prepare", "case": name, "kind": ..., "mode": ..., "options": {...}}    -> {}
     {"do": "run", "case": name, "times": n}     -> {"seconds": a call on the device, "host": a call on the host}
     {"do": "end"}
 
-An exception is answered by {"error": its text}. Everything that is printed goes to stderr. When stdin ends, so does the
-process, whatever it is doing.
+It answers an exception with {"error": its text}. Everything that is printed goes to stderr. The process ends when stdin
+does, whatever it is doing.
 """
 
 import importlib
@@ -32,14 +33,14 @@ import triton.language as tl
 import stretto
 from stretto import ops, tiles
 
-_GROUP_LIMIT = timedelta(seconds=30)  # of waits on the device, too: less than the command waits for an answer
+_GROUP_LIMIT = timedelta(seconds=30)  # for waits on the device too: less than the bench waits for an answer
 _WARM_UP = 3
 _BLOCK = 256  # columns that a tile's kernel takes at once
 _TILE_ROWS = 16
 
 
 class _PreparedCase(NamedTuple):
-    """What a command times: a row of `calls` calls, and a look at whether a wait of them was given up."""
+    """A case that is ready to time: `row` makes `calls` calls; `check` raises if one of their waits timed out."""
 
     row: Callable[[], Any]
     calls: int
@@ -47,7 +48,7 @@ class _PreparedCase(NamedTuple):
 
 
 class _CaseCall(NamedTuple):
-    """One call of a case, the calls that a row (or CUDA graph) has, and what raises if a wait was given up."""
+    """One call of a case, how many a row (or CUDA graph) has, and a check that raises if a wait timed out."""
 
     call: Callable[[], Any]
     calls: int
@@ -55,10 +56,10 @@ class _CaseCall(NamedTuple):
 
 
 def main() -> None:
-    """Join the ranks, then obey. argv: JSON with rank, world, store (a path) and device."""
+    """Join the other ranks, then serve commands. argv: JSON with rank, world, store (a path) and device."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries that print must not write between the answers
     commands = _read_commands()
 
     def answer(reply: dict[str, Any]) -> None:
@@ -71,15 +72,15 @@ def main() -> None:
         command = commands.get()
         if command["do"] == "end":
             answers.flush()
-            os._exit(0)  # torn down in order, ranks would wait for each other
+            os._exit(0)  # without tearing groups down, where ranks would wait for each other
         try:
             answer(rank.prepare(**command) if command["do"] == "prepare" else rank.run(**command))
-        except Exception as error:  # noqa: BLE001 - whatever a checkout raises is said to the command, which decides
+        except Exception as error:  # noqa: BLE001 - the bench decides about whatever a checkout raises
             answer({"error": f"{type(error).__name__}: {error}"[:500]})
 
 
 def _read_commands() -> "queue.Queue[dict[str, Any]]":
-    """Commands from stdin; its end, when the parent is gone, ends this process even in the middle of a case."""
+    """Read commands from stdin. Its end, when the parent is gone, ends this process even in the middle of a case."""
     found: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:
@@ -113,7 +114,7 @@ class _WorkerRank:
         self._kernels: dict[Any, Any] = {}
 
     def prepare(self, do: str, case: str, kind: str, mode: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Compile and warm up a case, and capture it where its mode is "graph". Collective."""
+        """Compile and warm up a case, and capture it if its mode is "graph". Collective."""
         kinds: dict[str, Callable[..., _CaseCall]] = {
             "collective": self._collective,
             "operator": self._operator,
@@ -144,10 +145,10 @@ class _WorkerRank:
         return {}
 
     def run(self, do: str, case: str, times: int) -> dict[str, float]:
-        """Seconds a call, of `times` rows of calls one after another, on the device and for the host to issue."""
+        """Time `times` rows of calls; returns seconds a call, on the device and for the host to issue."""
         row, calls, check = self._cases[case]
         count = times * calls
-        row()  # not timed: in it, ranks whose command came earlier wait for the others
+        row()  # not timed: here ranks that got the command earlier wait for the others
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -173,7 +174,7 @@ class _WorkerRank:
     def _collective(
         self, case: str, collective: str, algorithm: str, protocol: str, unroll: int, size: int, calls: int
     ) -> _CaseCall:
-        """A schedule of a collective by a protocol; size: bytes of the whole array, bf16."""
+        """A collective's schedule with a protocol; size: bytes of the whole array, in bf16."""
         from stretto.collectives import selection
         from stretto.collectives.executor.cuda.communicator import CudaCommunicator
         from stretto.collectives.selection import Table
@@ -209,7 +210,7 @@ class _WorkerRank:
     def _embedding(
         self, case: str, part: str, tables: int, rows: int, dim: int, pooling: int, batch: int, calls: int
     ) -> _CaseCall:
-        """An embedding look-up with its exchange, its backward pass or its fused step of SGD; batch: the global."""
+        """An embedding look-up with its exchange, its backward pass or its fused SGD step; batch: the global one."""
         device, count = self.device, tables * batch
         weights = [torch.rand(rows, dim, device=device, requires_grad=part == "backward") for _ in range(tables)]
         indices = torch.randint(0, rows, (count * pooling,), device=device)
@@ -234,7 +235,7 @@ class _WorkerRank:
 
         return _CaseCall(update, calls, _nothing)
 
-    def _tiles(self, case: str, way: str, rows: int, columns: int, calls: int) -> _CaseCall:
+    def _tiles(self, case: str, transfer: str, rows: int, columns: int, calls: int) -> _CaseCall:
         """An all-gather by tiles: `begin`, tiles or copies that notify, and a kernel that waits for tiles."""
         world, device = self.world, self.device
         producer = tiles.shard_tiles(rows, world, _TILE_ROWS, channels=2)
@@ -248,17 +249,17 @@ class _WorkerRank:
         gathered = channel.tensor((rows * world, columns), torch.float32)
         out = torch.empty(rows * world, columns, device=device)
         count = tiles.count_tiles(consumer)
-        # Few programs, fewer than a rank's share of the multiprocessors: pushes are there before anybody waits.
+        # Fewer programs than a rank's share of the multiprocessors: all pushes are issued before a program waits.
         programs = 8 if device.type == "cuda" else 2
 
         def call() -> None:
             begun = channel.begin(case, producer, consumer, "broadcast")
-            if way == "push":
+            if transfer == "push":
                 _push_tiles[(programs,)](begun, producer, x, gathered, columns, programs, _TILE_ROWS, _BLOCK)
             else:
                 self._copy_to_peers(channel, x, rows, columns)
             _take_tiles[(programs,)](begun, consumer, gathered, out, columns, count, programs, _TILE_ROWS, _BLOCK)
-            if way == "copies":
+            if transfer == "copies":
                 tiles.join_copies(channel)
 
         return _CaseCall(call, calls, channel.check)
@@ -275,14 +276,14 @@ class _WorkerRank:
 
 
 def _nothing() -> None:
-    """Operators look by themselves, at their next call."""
+    """No check: an operator raises at its next call."""
 
 
 def _accept_shared_gpu() -> None:
-    """Let ranks that share a GPU run Stretto's kernels in a checkout that knows no switch for it.
+    """Let ranks that share a GPU run Stretto's kernels in old checkouts, which do not read STRETTO_SHARE_GPUS.
 
-    Such a checkout finds that its ranks share a GPU, and gives `device_ids` to `dist.barrier`, which gloo refuses. Of a
-    checkout that reads STRETTO_SHARE_GPUS nothing changes: it finds no such obstacle.
+    Such a checkout refuses ranks that share a GPU, and passes `device_ids` to `dist.barrier`, which gloo refuses. For a
+    checkout that reads STRETTO_SHARE_GPUS nothing changes: it does not refuse.
     """
     meet = dist.barrier
 

@@ -1,7 +1,7 @@
-"""MSCCLang's two ablations: pipelining over tiles on and off, and one kernel against a composition of library calls.
+"""`stretto bench ablations`: pipelining over tiles on and off, and one kernel against a composition of NCCL calls.
 
-Both are MSCCLang's, section 7: a chunk's second tile travels while its first is added (section 6.2), and a whole
-algorithm is one kernel, where a composition of library calls waits for each of its steps.
+Both ablations are MSCCLang's (section 7). With pipelining, a chunk's second tile travels while the first is reduced
+(section 6.2). A composition of NCCL calls waits for each of its steps to end, which one kernel does not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +32,13 @@ PIPELINED = ("ring-all-reduce", "hierarchical-all-reduce")
 COMPOSED = ("ring-all-reduce", "two-shot-all-reduce", "two-step-all-to-all")
 WHOLE = "whole"
 _DTYPE = torch.bfloat16
-_SLACK = 1 << 20  # bytes, for what tiles are rounded up to
+_SLACK = 1 << 20  # bytes, since tiles are rounded up
 
 TimedCall = Callable[[], Any]
 
 
 def bench_ablations(ranks: int, out: Path, setting: AblationsSetting) -> dict[str, list[dict[str, Any]]]:
-    """Measure ablations on that many GPUs; print tables, write JSON, Markdown and pictures; the rows by ablation."""
+    """Measure the ablations, print tables, write JSON, Markdown and pictures. Returns the rows by ablation."""
     measured: list[dict[str, Any]] = run_ranks(ranks, _measure, ranks, setting, trains=False)
     return write_ablations(measured, ranks, out, setting)
 
@@ -46,7 +46,10 @@ def bench_ablations(ranks: int, out: Path, setting: AblationsSetting) -> dict[st
 def write_ablations(
     measured: Sequence[Mapping[str, Any]], ranks: int, out: Path, setting: AblationsSetting
 ) -> dict[str, list[dict[str, Any]]]:
-    """Make tables and pictures of what was measured: {"ablation", "algorithm", "mode", "bytes", "microseconds"}."""
+    """Write tables and pictures of the measurements. Returns the rows by ablation.
+
+    measured: dictionaries of "ablation", "algorithm", "mode", "bytes" and "microseconds" (by the name of a run).
+    """
     makers = {
         "pipelining": (pipelining_row, _pipelining_columns(setting.tiles), plot_pipelining),
         "composition": (composition_row, _COMPOSITION_COLUMNS, plot_composition),
@@ -75,7 +78,7 @@ _COMPOSITION_COLUMNS = (
 
 
 def _pipelining_columns(tiles: Sequence[int]) -> tuple[Column, ...]:
-    """A column a tile size, in the order given."""
+    """The columns of the first table: one for each tile size, in the given order."""
     return (
         *_FIRST_COLUMNS,
         Column(WHOLE, "one tile (us)", "{:.1f}"),
@@ -91,7 +94,7 @@ def tile_name(tile_bytes: int) -> str:
 
 
 def pipelining_row(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the first table. Without a chunk that is larger than a tile there is nothing to compare."""
+    """A row of the first table; best and ratio are None if no chunk is larger than a tile."""
     times: Mapping[str, float] = measured["microseconds"]
     tiled = {name: value for name, value in times.items() if name != WHOLE}
     best = min(tiled, key=lambda name: tiled[name], default=None)
@@ -105,7 +108,7 @@ def pipelining_row(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def composition_row(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the second table; a time that there is not (it could not be captured, or launched) is absent."""
+    """A row of the second table; runs that could not be captured or launched have no time."""
     times: Mapping[str, float] = measured["microseconds"]
     kernels = [times[name] for name in ("kernel", "interpreted") if name in times]
     composed = times.get("composed")
@@ -119,12 +122,12 @@ def _identity(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_nodes(ranks: int) -> int:
-    """The nodes that ranks are taken for: the least number of them that are equal, where there is one."""
+    """How many nodes the ranks stand for: the smallest number, from 2, that divides the ranks."""
     return next(nodes for nodes in range(2, ranks + 1) if ranks % nodes == 0)
 
 
 def compile_for(algorithm: str, ranks: int, instances: int) -> Schedule:
-    """The algorithm's schedule, out of place, over the nodes of `find_nodes` where it has any."""
+    """Compile the algorithm, out of place. If it takes nodes, the ranks stand for `find_nodes` nodes."""
     found = find(algorithm)
     if "nodes" not in found.parameters:
         return found.compile(ranks=ranks, instances=instances, in_place=False)
@@ -133,7 +136,7 @@ def compile_for(algorithm: str, ranks: int, instances: int) -> Schedule:
 
 
 def fifo_bytes(schedule: Schedule, num_bytes: int, protocol: str) -> int:
-    """Enough for the FIFOs of one rank where a whole chunk is one tile. num_bytes: of the whole array."""
+    """Bytes that the FIFOs of one rank need if a whole chunk is one tile. num_bytes: of the whole array."""
     elements = num_bytes // _DTYPE.itemsize
     plan = make_plan(
         schedule,
@@ -192,7 +195,7 @@ def _pipelining_runs(
     input: Tensor,
     output: Tensor,
 ) -> dict[str, TimedCall]:
-    """The interpreter with a whole chunk as one tile, and with every tile size that is smaller than a chunk."""
+    """The interpreted schedule with a whole chunk as one tile, and with each tile size smaller than a chunk."""
     variant = Variant("bfloat16", "sum", setting.protocol)
     chunk_bytes = -(-size // schedule.collective.chunks_per_loop)
     tiles = {WHOLE: size} | {tile_name(tile): tile for tile in setting.tiles if tile < chunk_bytes}
@@ -206,7 +209,7 @@ def _pipelining_runs(
 def _composition_runs(
     algorithm: str, workspace: CollectiveWorkspace, setting: AblationsSetting, input: Tensor, output: Tensor
 ) -> dict[str, TimedCall]:
-    """One algorithm as calls of the library, as a kernel of lanes, by the interpreter; and the library's own."""
+    """One algorithm as NCCL calls, as a fused kernel and interpreted; and NCCL's own collective."""
     ranks = workspace.world_size
     variant = Variant("bfloat16", "sum", setting.protocol)
     lanes = FusedScheduleKernel(compile_for(algorithm, ranks, 1), workspace, variant, in_place=False)
@@ -231,7 +234,7 @@ def _composition_runs(
 
 
 def _is_launched(name: str, run: TimedCall) -> bool:
-    """Whether it runs, the same on all ranks: a schedule may have more thread blocks than the GPU holds at once."""
+    """Whether the run can be launched (the same on all ranks): a schedule may need more blocks than the GPU holds."""
     try:
         run()
     except LaunchError as error:
@@ -242,7 +245,7 @@ def _is_launched(name: str, run: TimedCall) -> bool:
 
 
 def _can_be_captured(run: TimedCall) -> bool:
-    """Whether a CUDA graph holds it, on all ranks."""
+    """Whether all ranks can capture the run in a CUDA graph."""
     run()
     torch.cuda.synchronize()
     dist.barrier()

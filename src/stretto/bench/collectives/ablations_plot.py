@@ -1,4 +1,4 @@
-"""The pictures of `stretto bench ablations`, made from their JSON."""
+"""Pictures of `stretto bench ablations`, drawn from its JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stretto.bench.interleaved import name_size
-from stretto.bench.plots import EXPOSED, OURS, PEER
+from stretto.bench.plots import EXPOSED, OTHER_PEER, OURS, PEER, describe_origin
 
 
 def plot_pipelining(result: Path, picture: Path) -> None:
@@ -27,7 +27,7 @@ def plot_composition(result: Path, picture: Path) -> None:
     """A panel an algorithm and mode: microseconds over size, one kernel beside library calls."""
     lines = [
         ("composed", "composed of NCCL calls", PEER),
-        ("library", "NCCL's own", "#b08968"),
+        ("library", "NCCL's own", OTHER_PEER),
         ("interpreted", "one kernel, interpreted", EXPOSED),
         ("kernel", "one kernel, lanes", OURS),
     ]
@@ -45,9 +45,7 @@ def _plot(data: Mapping[str, Any], picture: Path, lines: Sequence[tuple[str, str
             rows = [row for row in data["rows"] if (row["algorithm"], row["mode"]) == (algorithm, mode)]
             _plot_times(panel, sorted(rows, key=lambda row: row["bytes"]), lines)
             panel.set_title(f"{algorithm}, {mode}", fontsize=9)
-    figure.suptitle(
-        f"{title}: {data['ranks']} ranks, {data['protocol']}, {data['machine']['devices']}, {data['date']}", fontsize=10
-    )
+    figure.suptitle(f"{title}: {data['ranks']} ranks, {data['protocol']}, {describe_origin(data)}", fontsize=10)
     figure.savefig(picture, dpi=110)
 
 

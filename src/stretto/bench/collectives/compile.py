@@ -1,4 +1,4 @@
-"""How long a collective takes to compile and to verify, as it grows. Needs no GPU."""
+"""`stretto bench compile`: seconds and memory to compile and verify collectives as they grow. Needs no GPU."""
 
 import resource
 import time
@@ -31,9 +31,9 @@ COLUMNS = (
 
 
 def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]:
-    """Compile and verify every case, in a process of its own; print the table and write compile.json and compile.png.
+    """Compile and verify each case in its own process, print the table, and write compile.json and compile.png.
 
-    largest: leave out what has more ranks. ValueError where that is all.
+    largest: leave out cases with more ranks. Raises ValueError if none is left.
     """
     ranks_of = [sizes.get("ranks") or sizes["nodes"] * sizes["gpus"] for _, sizes in CASES]
     if largest is not None and largest < min(ranks_of):
@@ -50,7 +50,7 @@ def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]
 
 
 def measure(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """One case: seconds for both, and the most memory that this process held. AssertionError if it does not verify."""
+    """Compile and verify one case; returns its row. Raises AssertionError if the schedule does not verify."""
     begin = time.perf_counter()
     schedule = find(name).compile(**sizes)
     compiled = time.perf_counter()

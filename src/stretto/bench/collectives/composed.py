@@ -1,7 +1,7 @@
-"""Collectives composed of the library's calls, step by step, as one writes an algorithm without a kernel of its own.
+"""Collective algorithms composed of NCCL calls, step by step, as one writes them without a kernel of their own.
 
-Each takes ordinary tensors of `count` elements on all ranks of the default group, and keeps buffers of its own, so that
-a CUDA graph may hold it.
+Each takes ordinary tensors of `count` elements on all ranks of the default group. Each keeps its own buffers, so that a
+CUDA graph can capture it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RingAllReduce:
-    """All-reduce around a ring: a send, a receive and an addition a step, and then as many steps without additions."""
+    """Ring all-reduce: steps of send, receive and add (reduce-scatter), then as many without the add (all-gather)."""
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         world = _parts(count)
@@ -32,7 +32,7 @@ class RingAllReduce:
 
 
 class TwoShotAllReduce:
-    """All-reduce by an all-to-all of the parts, a sum of each rank's own, and an all-gather of the sums."""
+    """Two-shot all-reduce: an all-to-all of the parts, a local sum, and an all-gather of the sums."""
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._arrived = torch.empty(count, dtype=dtype, device=device)
@@ -46,9 +46,9 @@ class TwoShotAllReduce:
 
 
 class TwoStepAllToAll:
-    """All-to-all over nodes: what is for one GPU of another node is brought together first, and crosses in one message.
+    """Two-step all-to-all: GPUs of a node gather what goes to one GPU of another node, and send it as one message.
 
-    Rank n * gpus + g is GPU g of node n. ValueError where the nodes do not divide the ranks.
+    Rank n * gpus + g is GPU g of node n. Raises ValueError if the nodes do not divide the ranks.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device, nodes: int) -> None:
@@ -63,7 +63,7 @@ class TwoStepAllToAll:
     def __call__(self, input: Tensor, output: Tensor) -> None:
         """Part i of each rank's `input` becomes part (that rank) of rank i's `output`."""
         node, gpu = divmod(dist.get_rank(), self._gpus)
-        # By GPU of the target, so that each neighbour gets one message of the parts for its number in every node.
+        # Ordered by the target's GPU number: each neighbour gets its number's parts for all nodes in one message.
         self._packed.copy_(input.view(self._nodes, self._gpus, -1).transpose(0, 1))
         neighbours = [node * self._gpus + other for other in range(self._gpus)]
         _exchange(list(zip(self._packed, neighbours, strict=True)), list(zip(self._arrived, neighbours, strict=True)))
@@ -74,7 +74,7 @@ class TwoStepAllToAll:
 
 
 def _exchange(given: Sequence[tuple[Tensor, int]], taken: Sequence[tuple[Tensor, int]]) -> None:
-    """One step: all these messages at once; one to this rank itself is a copy."""
+    """Exchange all messages of a step at once; a message to this rank itself is a copy."""
     rank = dist.get_rank()
     own = [tensor for tensor, peer in given if peer == rank]
     for source, (target, _) in zip(own, [each for each in taken if each[1] == rank], strict=True):
@@ -86,7 +86,7 @@ def _exchange(given: Sequence[tuple[Tensor, int]], taken: Sequence[tuple[Tensor,
 
 
 def _parts(count: int) -> int:
-    """The ranks, a part each. ValueError where they do not divide the elements."""
+    """How many parts the array has, one a rank. Raises ValueError if the ranks do not divide the elements."""
     world = dist.get_world_size()
     if count % world:
         raise ValueError(f"{count} elements do not divide among {world} ranks")

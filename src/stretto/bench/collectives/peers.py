@@ -1,6 +1,7 @@
-"""All-reduce kernels written by hand for one purpose (bf16, sum, LL), to see what a compiled schedule costs over them.
+"""The peers of Stretto's collectives: NCCL, torch's symmetric-memory operators, and all-reduce kernels by hand.
 
-They have neither time limits nor reports, and take sizes that divide evenly: what a kernel author would try first.
+The hand-written kernels (bf16, sum, LL) show what a compiled schedule costs. They have no timeouts and no failure
+reports, and take only sizes that divide evenly: what a kernel author would try first.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
 
 class HandwrittenAllReduce:
-    """One-shot or two-shot by LL. Shares the workspace's memory and epochs, so that it may be mixed with other kernels.
+    """A one-shot or two-shot all-reduce by the LL protocol, written by hand.
 
-    shots: 1 or 2. The whole array is bf16 and a multiple of 8 bytes a rank.
+    It shares the workspace's memory and epochs, so that calls may be mixed with other kernels. shots: 1 or 2. The whole
+    array is bf16, a multiple of 8 bytes a rank.
     """
 
     def __init__(self, workspace: CollectiveWorkspace, shots: int) -> None:
@@ -40,7 +42,7 @@ class HandwrittenAllReduce:
             self._function.set(name, address + region.start)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether the mailboxes are large enough."""
+        """Whether the LL buffers are large enough for an array of so many bytes."""
         return (
             num_bytes % (8 * self._world) == 0
             and 2 * num_bytes * (self._world if self._shots == 1 else 2) <= self._capacity
@@ -59,7 +61,7 @@ class HandwrittenAllReduce:
 
 @dataclass(frozen=True)
 class CollectiveBuffers:
-    """A collective's ordinary tensors."""
+    """Input and output of one collective, in ordinary (not symmetric) memory."""
 
     input: Tensor
     output: Tensor
@@ -79,6 +81,7 @@ class CollectiveBuffers:
 
 
 def nccl_run(collective: str, buffers: CollectiveBuffers) -> Callable[[], Any]:
+    """The collective by torch.distributed, which runs it with NCCL."""
     x, y = buffers.input, buffers.output
     match collective:
         case "allreduce":
@@ -103,7 +106,7 @@ class TorchPeers:
         symmetric.rendezvous(self._storage, dist.group.WORLD)
 
     def runs(self, collective: str, buffers: CollectiveBuffers) -> dict[str, Callable[[], Any]]:
-        """What there is for this call, by name."""
+        """Callables by name: one-shot and two-shot all-reduce; none for other collectives."""
         x = buffers.input
         if collective != "allreduce" or x.numel() * x.itemsize > self._storage.numel() or x.itemsize * x.numel() < 64:
             return {}
@@ -115,6 +118,7 @@ class TorchPeers:
 
 
 def handwritten_runs(workspace: CollectiveWorkspace, buffers: CollectiveBuffers) -> dict[str, Callable[[], Any]]:
+    """Hand-written all-reduces by name, those whose buffers are large enough."""
     runs: dict[str, Callable[[], Any]] = {}
     for shots in (1, 2):
         kernel = HandwrittenAllReduce(workspace, shots)

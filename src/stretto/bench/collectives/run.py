@@ -1,4 +1,4 @@
-"""Collectives by Stretto's kernels beside NCCL and torch's symmetric-memory operators, interleaved, size by size."""
+"""`stretto bench collectives`: Stretto's kernels, NCCL and torch's symmetric-memory operators, interleaved."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from stretto.memory import empty
 from stretto.parallel import Grid
 from stretto.tuning import TuningStore
 
-# What one H200 of four linked ones can send to its peers by plain stores, and by a copy engine, in GB/s.
+# GB/s that one of four linked H200 can send to its peers with plain stores, and with a copy engine.
 LIMITS = {"stores to all peers": 351, "copy engine, one peer": 391}
 COLUMNS = (
     Column("collective", "collective"),
@@ -49,7 +49,7 @@ COLUMNS = (
 
 
 def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> list[dict[str, Any]]:
-    """Measure on that many GPUs; print the table, write JSON and a picture; returns the rows."""
+    """Measure on so many GPUs, print the table, write JSON and a picture. Returns the rows."""
     rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
@@ -89,15 +89,17 @@ def _measure(
 ) -> dict[str, Any]:
     buffers = CollectiveBuffers.make(collective, size, TORCH_DTYPES[dtype], device)
     library = nccl_run(collective, buffers)
-    way = communicator.run(collective, buffers.input, buffers.output)
-    ours = library if way is None else partial(communicator.run, collective, buffers.input, buffers.output)
+    choice = communicator.run(collective, buffers.input, buffers.output)
+    ours = library if choice is None else partial(communicator.run, collective, buffers.input, buffers.output)
     runs: dict[str, Callable[[], Any]] = {"nccl": library, **peers.runs(collective, buffers)}
-    if way is not None:
+    if choice is not None:
         runs["stretto"] = ours
-        given, taken = (empty(one.shape, one.dtype, device=device) for one in (buffers.input, buffers.output))
-        given.copy_(buffers.input)
-        communicator.run(collective, given, taken)
-        runs["symmetric"] = partial(communicator.run, collective, given, taken)
+        symmetric_input, symmetric_output = (
+            empty(one.shape, one.dtype, device=device) for one in (buffers.input, buffers.output)
+        )
+        symmetric_input.copy_(buffers.input)
+        communicator.run(collective, symmetric_input, symmetric_output)
+        runs["symmetric"] = partial(communicator.run, collective, symmetric_input, symmetric_output)
     if collective == "allreduce" and dtype == "bf16" and size <= 4 << 20:
         runs |= handwritten_runs(communicator.workspace, buffers)
     found = time_interleaved(runs, size, is_graph=mode == "graph")
@@ -117,7 +119,7 @@ def _measure(
         "handwritten": min((value for name, value in seconds.items() if name.startswith("hand")), default=None),
         "stretto": stretto,
         "symmetric": seconds.get("symmetric"),
-        "way": way or "NCCL",
+        "way": choice or "NCCL",
         "ratio": seconds["nccl"] / stretto,
         "busbw": factor * size / stretto / 1e3,
         "host": None if mode == "graph" else host * 1e6,
@@ -133,43 +135,45 @@ def _tune(
     device: torch.device,
     store: TuningStore,
 ) -> None:
-    """Time all ways in graphs, and keep the seconds in the store."""
+    """Time the library and every algorithm and protocol in CUDA graphs, and store the seconds."""
     measured: dict[str, list[float]] = {}
     has_nvlink = communicator.workspace.has_nvlink
     for collective in collectives:
         for dtype in dtypes:
             name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-            ways = find_choices(collective, has_nvlink=has_nvlink)
-            kernels = {way: communicator.kernel(way, name, in_place=False) for way in ways if way != LIBRARY}
+            choices = find_choices(collective, has_nvlink=has_nvlink)
+            kernels = {
+                choice: communicator.kernel(choice, name, in_place=False) for choice in choices if choice != LIBRARY
+            }
             for size in sizes:
                 buffers = CollectiveBuffers.make(collective, size, TORCH_DTYPES[dtype], device)
                 runs: dict[str, Callable[[], Any]] = {LIBRARY.name: nccl_run(collective, buffers)}
-                for way, kernel in kernels.items():
-                    if not _is_hopeless(way, size):
-                        runs[way.name] = partial(kernel, buffers.input, buffers.output)
+                for choice, kernel in kernels.items():
+                    if not _is_hopeless(choice, size):
+                        runs[choice.name] = partial(kernel, buffers.input, buffers.output)
                 found = time_interleaved(runs, size, is_graph=True)
-                for way in ways:
-                    if way.name in found:
-                        key = time_key(collective, name, communicator.world_size, size, way)
-                        measured[key] = [found[way.name].seconds]
-                communicator.workspace.check()  # a way whose waits were given up has no time
+                for choice in choices:
+                    if choice.name in found:
+                        key = time_key(collective, name, communicator.world_size, size, choice)
+                        measured[key] = [found[choice.name].seconds]
+                communicator.workspace.check()  # raises if a wait timed out: that time must not be stored
                 if dist.get_rank() == 0:
-                    fastest = min(found, key=lambda way: found[way].seconds)
-                    print(f"{collective} {dtype} {name_size(size)}: {fastest} of {len(found)} ways", flush=True)
+                    fastest = min(found, key=lambda name: found[name].seconds)
+                    print(f"{collective} {dtype} {name_size(size)}: {fastest} of {len(found)} choices", flush=True)
     if dist.get_rank() == 0:
         store.add(machine_name(has_nvlink), measured)
     dist.barrier()
 
 
-def _is_hopeless(way: AlgorithmChoice, size: int) -> bool:
-    """Whether a way is not worth timing at that size; in graphs, which are timed, copies cost the host nothing."""
-    if way.protocol == "Copy":
+def _is_hopeless(choice: AlgorithmChoice, size: int) -> bool:
+    """Whether a choice is too slow at that size to be worth timing; a graph launches copies at no cost to the host."""
+    if choice.protocol == "Copy":
         return size < COPY_ENGINE_MIN_BYTES
-    return way.algorithm == "one-shot-all-reduce" and size > 8 << 20
+    return choice.algorithm == "one-shot-all-reduce" and size > 8 << 20
 
 
 def plot_collectives(result: Path, picture: Path) -> None:
-    """A row a collective (bf16 where it is there, in graphs): microseconds, GB/s with the machine's limits, ratio."""
+    """Draw a row a collective: microseconds, GB/s with the machine's limits, ratio. Prefers bf16 and graphs."""
     data = json.loads(result.read_text())
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     dtype = "bf16" if any(row["dtype"] == "bf16" for row in data["rows"]) else data["rows"][0]["dtype"]

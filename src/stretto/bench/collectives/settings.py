@@ -1,4 +1,4 @@
-"""What the benches of collectives take from their commands: `collectives`, `ablations` and `compile`."""
+"""Settings of the benches of collectives: `stretto bench collectives`, `ablations` and `compile`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 
 @dataclass(frozen=True)
 class CollectivesSetting:
-    """What is measured: every collective, dtype and size (bytes of the whole array), as a CUDA graph and as calls.
+    """Which collectives are measured, in which dtypes, sizes (bytes of the whole array) and modes.
 
-    tunes: measure every way first, and keep the times, in the file `table` or else in the store; table: the file whose
-    times choose (None: the store's). ValueError for what there is not.
+    tunes: time every algorithm and protocol first, and store the times in the file `table`, else in the tuning store.
+    table: the file whose times select (None: the store). Raises ValueError for unknown names.
     """
 
     collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
@@ -47,7 +47,7 @@ class CollectivesSetting:
         if self.table is not None and (self.table.exists() or not self.tunes):
             from stretto.tuning import read_times
 
-            read_times(self.table)  # what is no such file is neither used nor overwritten
+            read_times(self.table)  # refuses another kind of file, which must not be used or overwritten
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -57,9 +57,9 @@ class CollectivesSetting:
 
 @dataclass(frozen=True)
 class AblationsSetting:
-    """What is measured: bytes of whole arrays, of tiles, the protocol, and the interpreter's instances.
+    """Which ablations are measured, with which array and tile sizes (bytes), protocol and schedule instances.
 
-    ValueError for what there is not.
+    Raises ValueError for unknown names.
     """
 
     ablations: Annotated[tuple[str, ...], Option("pipelining, composition, with commas.", "--only")] = ABLATIONS
@@ -89,6 +89,6 @@ class AblationsSetting:
 
 @dataclass(frozen=True)
 class CompileSetting:
-    """What `stretto bench compile` takes."""
+    """Which cases `stretto bench compile` measures."""
 
     largest: Annotated[int | None, Option("Leave out what has more ranks.")] = None

@@ -1,4 +1,4 @@
-"""What the fused embedding look-up is measured beside: the library's operators, one batched kernel, and its streams."""
+"""The peers of the fused embedding look-up: library operators, one batched kernel, and that kernel on two streams."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from stretto.ops.embedding.placement import EmbeddingPlacement
 
 @dataclass(frozen=True)
 class LookupBatch:
-    """This rank's tables, and the lookups in them for the global batch."""
+    """This rank's tables, and the look-ups of the global batch in them."""
 
     placement: EmbeddingPlacement
     tables: list[Tensor]
@@ -42,12 +42,12 @@ class LookupBatch:
         return tuple(table.shape[1] for table in self.tables)
 
     def lookups(self) -> LookupInput:
-        """As the backward pass takes them."""
+        """The look-ups in the form that the backward pass takes."""
         return LookupInput(self.indices, self.offsets, None, "sum", self.rows, self.dims)
 
 
 class EmbeddingBags:
-    """The paper's baseline: nn.EmbeddingBag a table, the exchange, and the concatenation of what came."""
+    """The paper's baseline: an nn.EmbeddingBag a table, all-to-all, and concatenation."""
 
     def __init__(self, batch: LookupBatch) -> None:
         self._batch = batch
@@ -71,7 +71,7 @@ class EmbeddingBags:
 
 
 def exchange_rows(pooled: Tensor, placement: EmbeddingPlacement) -> Tensor:
-    """pooled [global batch, this rank's columns]: to each rank its rows, and what comes side by side."""
+    """All-to-all of pooled [global batch, this rank's columns]; returns [global batch / world, all columns]."""
     batch = placement.local_batch
     received = pooled.new_empty(batch * placement.width)
     sent = [batch * placement.widths[placement.rank]] * placement.world_size
@@ -80,14 +80,14 @@ def exchange_rows(pooled: Tensor, placement: EmbeddingPlacement) -> Tensor:
 
 
 def join_columns(received: Tensor, placement: EmbeddingPlacement) -> Tensor:
-    """Rows of all ranks, one rank's after another's, side by side."""
+    """Put the parts that came from the ranks, one after another in `received`, side by side as columns."""
     sizes = [placement.local_batch * width for width in placement.widths]
     parts = received.split(sizes)
     return torch.cat([part.view(placement.local_batch, -1) for part in parts], 1)
 
 
 class Batched:
-    """The honest baseline: all tables in one launch of the kernel that the fused operator has, less communication."""
+    """The strongest baseline: the fused operator's kernel without communication, one launch for all tables."""
 
     def __init__(self, batch: LookupBatch) -> None:
         self._batch = batch
@@ -109,7 +109,7 @@ class Batched:
         return exchange_rows(self.look_up().view(self._batch.placement.batch, -1), self._batch.placement)
 
     def push(self, grad: Tensor) -> Tensor:
-        """The gradient [global batch / world, width], exchanged: [global batch, this rank's columns]."""
+        """All-to-all of the gradient [global batch / world, width]; returns [global batch, this rank's columns]."""
         placement = self._batch.placement
         parts = grad.split(list(placement.widths), 1)
         sent = torch.cat([part.reshape(-1) for part in parts])
@@ -120,7 +120,7 @@ class Batched:
         return received.view(placement.batch, -1)
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        """Dense gradients of the tables: exchange, then sort, then the fused operator's reducing kernels."""
+        """Dense gradients of the tables: all-to-all, sort, then the fused operator's reducing kernels."""
         batch = self._batch
         grads = [grad.new_empty(shape) for shape in zip(batch.rows, batch.dims, strict=True)]
         fill_zeros(grads)
@@ -128,7 +128,7 @@ class Batched:
         return grads
 
     def update(self, grad: Tensor, settings: Tensor) -> None:
-        """A fused step of SGD, after the exchange."""
+        """All-to-all of the gradient, then a fused SGD step."""
         batch = self._batch
         addresses = [table.data_ptr() for table in batch.tables]
         reduce_rows(self._stage(grad), batch.dims, addresses, [0] * len(addresses), "sgd", settings, is_kept=True)
@@ -141,7 +141,7 @@ class Batched:
 
 
 class Chunked:
-    """The batched kernel over some tables at a time, each part's exchange on a second stream beside the next part."""
+    """The batched kernel over some tables at a time; each part's all-to-all overlaps the next part's look-up."""
 
     def __init__(self, batch: LookupBatch, chunks: int) -> None:
         placement, device = batch.placement, batch.offsets.device
@@ -180,7 +180,7 @@ class Chunked:
 
 
 def exchange_alone(batch: LookupBatch) -> Callable[[], Tensor]:
-    """The library's exchange of pooled vectors, and nothing else."""
+    """The library's all-to-all of pooled vectors by itself."""
     placement = batch.placement
     pooled = torch.zeros(
         placement.batch, placement.widths[placement.rank], dtype=placement.dtype, device=batch.offsets.device
@@ -199,7 +199,7 @@ def exchange_alone(batch: LookupBatch) -> Callable[[], Tensor]:
 def draw_lookups(
     poolings: Sequence[int], rows: Sequence[int], batch: int, device: torch.device, seed: int, *, is_fixed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Random indices and offsets of tables with these rows; bags have `pooling` indices, or as many on average."""
+    """Draw random indices and offsets. Bags have `pooling` indices if is_fixed, else that many on average."""
     generator = torch.Generator(device=device).manual_seed(seed)
     lengths, indices = [], []
     for pooling, count in zip(poolings, rows, strict=True):

@@ -1,4 +1,4 @@
-"""The picture of `stretto bench embedding`: peers, studies of the kernel, and programs on a time axis."""
+"""Picture of `stretto bench embedding`: peers, studies of the kernel, and a timeline of programs."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stretto.bench.plots import EXPOSED, OURS, PEER
+from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
 
 _BARS = (("bags", "EmbeddingBags"), ("batched", "batched"), ("chunked", "chunked"), ("alone", "look-up alone"))
 
 
 def plot_embedding(result: Path, picture: Path) -> None:
-    """A panel for the forward and the backward pass, one for each study of each case, one for each timeline."""
+    """Draw a panel for the forward and the backward pass, and one for each study and timeline of each case."""
     data = json.loads(result.read_text())
     rows: list[dict[str, Any]] = data["rows"]
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -30,13 +30,12 @@ def plot_embedding(result: Path, picture: Path) -> None:
                 _plot_timeline(panel, case, shown[-1]["timeline"])
             case _:
                 _plot_study(panel, what, case, shown)
-    machine = f"{data['machine']['devices']}, {data['date']}"
-    figure.suptitle(f"Embedding look-ups, {data['ranks']} ranks, {data['dtype']}, {machine}", fontsize=10)
+    figure.suptitle(f"Embedding look-ups, {data['ranks']} ranks, {data['dtype']}, {describe_origin(data)}", fontsize=10)
     figure.savefig(picture, dpi=110)
 
 
 def _plot_peers(panel: Axes, what: str, rows: list[dict[str, Any]]) -> None:
-    """Times over Stretto's, case by case."""
+    """Bars of the peers' times divided by Stretto's, case by case."""
     bars = [(key, name) for key, name in _BARS if any(row.get(key) is not None for row in rows)]
     for place, (key, name) in enumerate(bars):
         heights = [(row.get(key) or 0.0) / row["stretto"] for row in rows]
@@ -50,7 +49,7 @@ def _plot_peers(panel: Axes, what: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _plot_study(panel: Axes, what: str, case: str, rows: list[dict[str, Any]]) -> None:
-    """Milliseconds of each setting, with the skew between ranks written on top."""
+    """Bars of milliseconds, one a setting, labelled with the skew between ranks."""
     names = [row["setting"] for row in rows]
     panel.bar(range(len(rows)), [row["stretto"] for row in rows], 0.6, color=OURS)
     for place, row in enumerate(rows):
@@ -60,7 +59,7 @@ def _plot_study(panel: Axes, what: str, case: str, rows: list[dict[str, Any]]) -
 
 
 def _plot_timeline(panel: Axes, case: str, timeline: dict[str, Any]) -> None:
-    """Microseconds; a line a program: slices for other ranks, own ones, and the wait at the end."""
+    """Draw a line a program over microseconds: slices for other ranks, own slices, and the wait at the end."""
     for program, destination, begin, end in timeline["slices"]:
         color = PEER if destination == timeline["rank"] else OURS
         panel.barh(program, end - begin, 0.8, left=begin, color=color, edgecolor="white", linewidth=0.2)

@@ -1,4 +1,4 @@
-"""Embedding look-ups with their exchange: fused, by the library's operators, by one batched kernel on two streams."""
+"""`stretto bench embedding`: look-ups with their all-to-all, fused and not, and studies of the fused kernel."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from stretto.ops.embedding.table_set import find_tables
 from stretto.parallel import Grid
 
 # Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
-HBM, NVLINK = 4.16e12, 351e9  # bytes a second that one H200 of four reads or writes, and stores to its peers
+HBM, NVLINK = 4.16e12, 351e9  # bytes/s that one H200 of four reads or writes, and stores to its peers
 SHOWN_PROGRAMS = 32
 
 COLUMNS = (
@@ -48,14 +48,14 @@ COLUMNS = (
 
 
 def bench_embedding(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
-    """Measure case after case; print the table, and write JSON and a picture, which grow with every case."""
+    """Measure all cases and print the table. JSON and picture are written anew after every row. Returns the rows."""
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
     return rows
 
 
 def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
-    """What each rank of the job does; returns the rows. Rank 0 writes them after each."""
+    """The job of each rank; returns the rows. Rank 0 writes them after each."""
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
     rows: list[dict[str, Any]] = []
     studies = {
@@ -87,7 +87,7 @@ def _used(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def make_batch(case: LookupShape, setting: EmbeddingSetting, device: torch.device) -> LookupBatch:
-    """This rank's tables, filled with small numbers, and lookups that are drawn anew on each rank."""
+    """Make this rank's tables, of small numbers, and look-ups that differ between ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if case.tables:
         owned = [[(setting.rows, case.pooling)] * case.tables] * world
@@ -106,7 +106,7 @@ def make_batch(case: LookupShape, setting: EmbeddingSetting, device: torch.devic
 
 
 def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> list[list[tuple[int, int]]]:
-    """(rows, pooling) of each rank's tables: the most looked-up ones first, each to the rank with the least so far."""
+    """Distribute tables by load, the most looked-up first; returns (rows, pooling) of each rank's tables."""
     ranks: list[tuple[int, int]] = [(0, rank) for rank in range(world)]
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for pooling, count in sorted(zip(poolings, rows, strict=True), reverse=True):
@@ -117,7 +117,7 @@ def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> li
 
 
 def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str) -> list[dict[str, Any]]:
-    """The forward pass, and the backward pass with a fused step of SGD, beside their peers."""
+    """Time the forward pass, and the backward pass with a fused SGD step, beside their peers."""
     placement, device = batch.placement, batch.offsets.device
     batched = Batched(batch)
     alike = all(dims == placement.dims[0] for dims in placement.dims)
@@ -165,7 +165,7 @@ def _update(batch: LookupBatch, case: LookupShape, grad: Tensor, settings: Tenso
 
 
 def _compare(outputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Nothing where all outputs are close, else which are not."""
+    """An "error" that names the runs whose outputs differ from ours; empty if all are close."""
     ours = outputs.get("stretto")
     if ours is None:
         return {}
@@ -176,7 +176,7 @@ def _compare(outputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _time(runs: dict[str, Callable[[], Any]], batch: LookupBatch, setting: EmbeddingSetting) -> dict[str, float]:
-    """Milliseconds of each on the slowest rank."""
+    """Milliseconds of each run on the slowest rank."""
     placement = batch.placement
     if batch.offsets.device.type == "cpu":
         return {name: 1e3 * time_steps(run, warm_up=1, repeats=1) for name, run in runs.items()}

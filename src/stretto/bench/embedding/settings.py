@@ -1,11 +1,11 @@
-"""What `stretto bench embedding` takes from its command: shapes of tables, studies, peers."""
+"""Settings of `stretto bench embedding`: shapes of tables, studies, peers."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from stretto.bench.settings import Option, Rounds, require_known, require_least
 
-# Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
+# Rows, and indices a sample, of the tables of MLPerf DLRM-v2 (Criteo 1TB, multi-hot), whose dim is 128.
 MLPERF_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
     155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
@@ -19,7 +19,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class LookupShape:
-    """Global batch, tables of each rank, dim, and average indices a bag; tables 0: MLPerf's 26 over all ranks."""
+    """The shape of an embedding look-up: global batch, tables of each rank, dim, and average indices a bag.
+
+    tables 0 stands for MLPerf's 26 tables, distributed over all ranks.
+    """
 
     batch: int
     tables: int
@@ -28,7 +31,7 @@ class LookupShape:
 
     @classmethod
     def parse(cls, text: str) -> "LookupShape":
-        """ "1024x64x256x70", or "mlperf", or "mlperf:8192" with another batch. ValueError for others."""
+        """Parse "1024x64x256x70", "mlperf", or "mlperf:8192" with another batch. Raises ValueError for others."""
         name, _, batch = text.partition(":")
         parts = [batch or "65536", "0", "128", "8"] if name == MLPERF else text.split("x")
         if len(parts) != 4 or not all(part.isdecimal() for part in parts):
@@ -41,7 +44,7 @@ class LookupShape:
         return case
 
     def __str__(self) -> str:
-        """As it is written on a command line."""
+        """The form that `parse` reads."""
         if self.tables == 0:
             return MLPERF if self.batch == 65536 else f"{MLPERF}:{self.batch}"
         return f"{self.batch}x{self.tables}x{self.dim}x{self.pooling}"
@@ -49,7 +52,10 @@ class LookupShape:
 
 @dataclass(frozen=True)
 class EmbeddingSetting:
-    """What is measured. rows: of each table (MLPerf's: at most). dtype: of tables. ValueError for what there is not."""
+    """Which look-ups and studies are measured, and how.
+
+    rows: of each table (MLPerf's: at most so many). dtype: of tables. Raises ValueError for unknown names.
+    """
 
     cases: Annotated[
         tuple[LookupShape, ...],

@@ -1,7 +1,8 @@
-"""What each choice of an overlapped operator is worth, one varied at a time (Flux, section 4; TileLink, section 3.1).
+"""`stretto bench ops --ablations`: what each field of a kernel's configuration is worth, varied one at a time.
 
-Sizes and order of tiles, shifted by rank or not; rows moved by copy engines or by how many programs, pushed or
-pulled, and in pieces of which size; an all-reduce in one shot or two, and partial sums as tiles or as packets.
+The choices are those of Flux (section 4) and TileLink (section 3.1): tile sizes and order, shifted by rank or not; rows
+moved by copy engines or by programs (how many), pushed or pulled, and in which piece size; an all-reduce in one shot or
+two, with partial sums as tiles or as packets.
 """
 
 import json
@@ -29,12 +30,12 @@ COLUMNS = (
     Column("m", "m"),
     Column("variation", "variation"),
     Column("milliseconds", "ms", "{:.4f}"),
-    Column("relative", "to the plan as chosen", "{:.2f}"),
+    Column("relative", "to the configuration as chosen", "{:.2f}"),
 )
 
 
 def bench_operator_ablations(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
-    """Measure on that many GPUs, in CUDA graphs; print the table, write JSON and a picture. ValueError for fp8."""
+    """Measure in CUDA graphs, print the table, write JSON and a picture. Returns the rows. ValueError for fp8."""
     if setting.dtype != "bf16":
         raise ValueError(f"ablations are of bf16, not {setting.dtype}")
     run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
@@ -46,7 +47,7 @@ def bench_operator_ablations(ranks: int, out: Path, setting: OperatorsSetting) -
 
 
 def vary(name: str, plan: KernelConfig) -> dict[str, KernelConfig]:
-    """Plans by what is varied in them; the first is the plan itself."""
+    """Configurations that vary one field each, by what they vary; the first is the configuration itself."""
     plans = {"as chosen": plan, "no shift by rank": plan._replace(is_shifted=not plan.is_shifted)}
     if plan.blocks is not None and name != "reduce":
         blocks = plan.blocks
@@ -81,7 +82,7 @@ def vary(name: str, plan: KernelConfig) -> dict[str, KernelConfig]:
 
 
 def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
-    """What each rank does."""
+    """The job of each rank; rank 0 writes the rows."""
     device = Grid(data=ranks).device
     assert dist.group.WORLD is not None
     world, rows = dist.group.WORLD.group_name, []
@@ -93,7 +94,7 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
                 call = describe_problem(OPERATORS[name], m, operands.x, operands.weights[0], world)
                 plans = vary(name, choose_config(call, operands.x, operands.weights[0], world, "kernel"))
                 if m > 1024:
-                    plans.pop("sums as packets", None)  # which take twice the memory, and are for few rows
+                    plans.pop("sums as packets", None)  # packets take twice the memory, and are for few rows
                 runs = {variation: partial(operands.call, plan) for variation, plan in plans.items()}
                 size = 0 if m <= 1024 else 64 << 20
                 found = time_interleaved(

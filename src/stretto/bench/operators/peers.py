@@ -1,4 +1,4 @@
-"""What `stretto bench ops` compares with: a library's GEMM alone, GEMM and NCCL, torch's async tensor parallelism."""
+"""The peers of `stretto bench ops`: the library's GEMM alone, GEMM and NCCL, torch's async tensor parallelism."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Runs = dict[str, Callable[[], Tensor]]
 
 
 def peers(operands: RotatingOperands, m: int) -> Runs:
-    """By name: each returns its result. m: rows of the whole."""
+    """The peers' runs by name; each returns its result. m: rows of the whole."""
     return _scaled_peers(operands, m, *operands.scales) if operands.scales else _peers(operands, m)
 
 
@@ -60,7 +60,7 @@ def _peers(operands: RotatingOperands, m: int) -> Runs:
 
 
 def _scaled_peers(operands: RotatingOperands, m: int, x_scale: Tensor, weight_scale: Tensor) -> Runs:
-    """Of fp8, scaled by rows and columns: torch's own product, which adds up as fast as tensor cores do."""
+    """Peers for fp8, scaled by rows and columns: torch's scaled product with fast accumulation."""
     x, name, fused, dtype = operands.x, world_name(), torch.ops.symm_mem, torch.bfloat16
     n, world = operands.weights[0].shape[0], dist.get_world_size()
     is_gather = operands.operator == "all_gather_matmul"
@@ -110,6 +110,6 @@ def _scaled_peers(operands: RotatingOperands, m: int, x_scale: Tensor, weight_sc
 
 
 def world_name() -> str:
-    """Of the group of all ranks."""
+    """The name of the group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD.group_name

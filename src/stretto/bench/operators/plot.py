@@ -1,4 +1,4 @@
-"""The pictures of `stretto bench ops`, made from its JSON."""
+"""Pictures of `stretto bench ops`, drawn from its JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stretto.bench.plots import OURS, PEER
+from stretto.bench.plots import OTHER_PEER, OURS, PEER, describe_origin
 
-_ASYNC_TP = "#b08968"
-_WAYS = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "async-TP", _ASYNC_TP), ("stretto", "Stretto", OURS))
+_WAYS = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "async-TP", OTHER_PEER), ("stretto", "Stretto", OURS))
 
 
 def plot_operators(result: Path, picture: Path) -> None:
-    """A row an operator: time beyond the GEMM over m, overlap efficiency, and speed-ups of all cases."""
+    """Draw a row an operator: time beyond the GEMM over m, overlap efficiency, and speed-ups of all cases."""
     data = json.loads(result.read_text())
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     shown = [row for row in data["rows"] if row["mode"] == mode]
@@ -30,14 +29,13 @@ def plot_operators(result: Path, picture: Path) -> None:
         _plot_speed(speed, rows)
         times.set_title(f"{name}: Flux's shapes", fontsize=9)
         speed.set_title(f"{name}: how many times as fast as GEMM + NCCL", fontsize=9)
-    machine = f"{data['machine']['devices']}, {data['date']}"
     dtype = data.get("dtype", "bf16")
-    figure.suptitle(f"{data['ranks']} ranks, {dtype}, {mode}, {machine}", fontsize=10)
+    figure.suptitle(f"{data['ranks']} ranks, {dtype}, {mode}, {describe_origin(data)}", fontsize=10)
     figure.savefig(picture, dpi=110)
 
 
 def plot_ablations(result: Path, picture: Path) -> None:
-    """A panel an operator and m: the time of each variation, as a bar."""
+    """Draw a panel an operator and m: the time of each variation, as a bar."""
     data = json.loads(result.read_text())
     panels = list(dict.fromkeys((row["operator"], row["case"], row["m"]) for row in data["rows"]))
     figure = Figure(figsize=(9, 4.5 * max(1, len(panels))), layout="constrained")
@@ -48,8 +46,7 @@ def plot_ablations(result: Path, picture: Path) -> None:
         axes.set_title(f"{key[0]}, {key[1]}, m = {key[2]}", fontsize=9)
         axes.set_xlabel("ms")
         axes.margins(x=0.12, y=0.02)
-    machine = f"{data['machine']['devices']}, {data['date']}"
-    figure.suptitle(f"{data['ranks']} ranks, bf16, CUDA graphs, {machine}", fontsize=10)
+    figure.suptitle(f"{data['ranks']} ranks, bf16, CUDA graphs, {describe_origin(data)}", fontsize=10)
     figure.savefig(picture, dpi=110)
 
 

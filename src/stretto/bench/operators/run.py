@@ -1,8 +1,8 @@
-"""Overlapped operators beside a library's GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
+"""`stretto bench ops`: overlapped operators, the GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
 
-All of a row are timed in turn in one run. Efficiency is Flux's (section 2.3): a way's effective
-communication time is what it takes beyond the library's GEMM alone (equation 1), and its overlap efficiency one minus
-that, divided by that of GEMM and NCCL one after the other (equation 2).
+The runs of a row are timed in turn, in one job. Overlap efficiency is Flux's (section 2.3). The effective communication
+time of a run is its time beyond the library's GEMM alone (equation 1). Overlap efficiency is one minus the quotient of
+that time and the same time of GEMM and NCCL one after the other (equation 2).
 """
 
 import json
@@ -27,8 +27,6 @@ from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
-"""(intermediate, hidden) of an MLP, or of an attention's output: a gather's n is the first, the others' k."""
-
 _KEYS = ("operator", "case", "m", "mode")
 COLUMNS = (
     Column("operator", "operator"),
@@ -52,7 +50,7 @@ COLUMNS = (
 
 
 def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
-    """Measure; print the table, write JSON and a picture. Rows are written as they come, beside those of earlier runs.
+    """Measure, print the table, write JSON and a picture. Each row is written at once, beside those of earlier runs.
 
     Returns all rows of the file.
     """
@@ -65,7 +63,7 @@ def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[di
 
 
 def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
-    """What each rank does."""
+    """The job of each rank; rank 0 writes the rows."""
     device = Grid(data=ranks).device
     measured: list[dict[str, Any]] = []
     for name in setting.operators:
@@ -88,7 +86,7 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
 
 
 def _merge(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of the file that were not measured again, and those that were, in the order of operators and cases."""
+    """The file's rows with those measured now in place of their old ones, in the order of operators and cases."""
     try:
         earlier = json.loads(path.read_text())["rows"]
     except (OSError, ValueError, KeyError):
@@ -107,10 +105,10 @@ def _measure(operands: RotatingOperands, m: int, mode: str, implementation: str)
     runs["stretto"] = partial(operands.call, implementation)
     error = _compare(operands, runs["stretto"], runs["nccl"])
     before = dict(ops.counts())
-    size = 0 if m <= 1024 else 64 << 20  # one call a graph is long enough from 2048 rows on
+    size = 0 if m <= 1024 else 64 << 20  # from 2048 rows on, one call a graph takes long enough
     is_graph = mode == "graph"
     effort = TimingEffort(rounds=2 * len(runs) if is_graph else 3, replays=3 if is_graph else 5)
-    # Plain calls begin after a rest, or their host would be hidden behind the run before.
+    # Eager calls start on an idle GPU, or the run before would hide the host's time.
     found = time_interleaved(
         runs, size, is_graph=is_graph, effort=effort, never_captured=("async_tp",), rests=not is_graph
     )
@@ -137,7 +135,7 @@ def _measure(operands: RotatingOperands, m: int, mode: str, implementation: str)
 
 
 def _compare(operands: RotatingOperands, one: Callable[[], Tensor], other: Callable[[], Tensor]) -> float:
-    """The relative error between two runs' results with the first weight."""
+    """The relative error between the results of two runs, both with the first weight."""
     results = []
     for run in (one, other):
         operands.restart()

@@ -1,4 +1,4 @@
-"""What `stretto bench ops` takes from its command: operators, the shapes of models, numbers of rows."""
+"""Settings of `stretto bench ops`: operators, shapes of models, numbers of rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CASES: Mapping[str, tuple[int, int]] = {
     "attention-4096": (4096, 4096),
     "attention-8192": (8192, 8192),
 }
-"""(intermediate, hidden) of an MLP, or of an attention's output: a gather's n is the first, the others' k."""
+"""(intermediate, hidden) of an MLP, or of attention's output projection: the first is n of a gather, else k."""
 
 FLUX_ROWS = (64, 512, 1024, 2048, 4096, 8192)
 MANY_ROWS = (8192,)
@@ -28,10 +28,11 @@ FEW_ROWS = (1, 8, 16, 64)
 
 @dataclass(frozen=True)
 class OperatorsSetting:
-    """What is measured; ms: rows of the whole, none for each case's own. ValueError for what there is not.
+    """Which operators are measured, on which shapes, in which dtype and modes. Raises ValueError for unknown names.
 
-    tunes: measure the plans of each shape first, and keep the times. implementation: of Stretto's calls. dtype: of
-    operands; fp8 is scaled by rows and columns, its results are bf16, and its rows have a file of their own.
+    cases: names in `CASES` (empty: all; of an ablation: flux). ms: rows of the whole matrix (empty: each case's own).
+    implementation: of Stretto's calls. dtype: of operands; fp8 is scaled by rows and columns and has bf16 results, and
+    its measurements go into a file of their own. tunes: time the configurations of each shape first, and store them.
     """
 
     operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, with commas.", "--only")] = tuple(OPERATORS)
@@ -62,7 +63,7 @@ class OperatorsSetting:
 
     @property
     def file_name(self) -> str:
-        """Of the results, without an extension."""
+        """The name of the results' files, without an extension."""
         return "operators" if self.dtype == "bf16" else f"operators-{self.dtype}"
 
     def rows_of(self, operator: str, case: str) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class OperatorsSetting:
 
 
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
-    """(m, n, k): rows of the whole, and a rank's weight; what is sharded is rounded down to what TMA takes."""
+    """(m, n, k): rows of the whole, and a rank's weight [n, k], whose sharded dim is rounded down to what TMA takes."""
     sharded, whole = CASES[case]
     part = sharded // world // 16 * 16
     return (m, part, whole) if name == "gather" else (m, whole, part)

@@ -1,4 +1,4 @@
-"""Predictions beside measurements: ratios a grid, and what they say about the planner's choice."""
+"""Compares predictions with measurements: ratios a grid, rank correlation, the planner's choice, and a picture."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 
 from stretto.bench.plots import PEER, describe_origin
 
-# The predicted fastest grid may be slower than the truly fastest by this much: less is within a run's noise.
+# A predicted fastest grid that is slower than the truly fastest by less than this is within a run's noise.
 NEAR = 0.03
 
 
 def compare(
     workload: str, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each grid that was predicted, the fastest measured first; those without a measurement come last."""
+    """A row for each predicted grid, the fastest measured first; grids without a measurement come last."""
     found = {row["grid"]: row for row in measured}
     rows = []
     for prediction in predicted:
@@ -32,7 +32,7 @@ def compare(
 
 
 def summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Over the grids that are predicted and measured: rank correlation, the choice, and the largest relative errors."""
+    """Rank correlation, the planner's choice and the largest relative errors, over grids with both times."""
     both = [row for row in rows if row["time_ratio"] is not None]
     summary: dict[str, Any] = {"workload": workload, "grids": len(both)}
     if not both:
@@ -56,7 +56,7 @@ def summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's: Pearson's correlation of the ranks, where equal numbers share the mean of theirs.
+    """Spearman's rank correlation: Pearson's correlation of the ranks, where equal numbers share their mean rank.
 
     None for fewer than two pairs, and where all of one side are equal: there is no order to compare.
     """
@@ -68,7 +68,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """1 for the smallest."""
+    """The rank of each value; 1 for the smallest."""
     return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
 
 
@@ -81,7 +81,7 @@ def _time(row: Mapping[str, Any]) -> float | None:
 
 
 def plot_plan(result: Path, picture: Path) -> None:
-    """Predicted against measured, step time and peak memory, a colour a workload."""
+    """Draw predicted over measured step time and peak memory, a colour a workload."""
     data = json.loads(result.read_text())
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     time, memory = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""Plans for every run of Table 5.2 of Singh's dissertation, beside the FLOP/s that it measured. Needs no GPU."""
+"""`stretto bench published`: plans for each run of Table 5.2 of Singh's dissertation, beside its measured FLOP/s."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from stretto.cluster import Cluster, name_grid
 from stretto.models import GPTConfig
 from stretto.planner import plan
 
-# The text names neither; a global batch of 16.8 million tokens is taken for every run.
+# The text does not give them; every run is assumed to have a global batch of 16.8 million tokens.
 BATCH, SEQ_LEN = 8192, 2048
 
 
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def bench_published(out: Path, batch: int = BATCH) -> list[dict[str, Any]]:
-    """Plan every run with both cost models; print the table and write published.json to `out`."""
+    """Plan every run with both cost models, print the table, and write published.json to `out`."""
     rows = [_row(run, batch) for run in RUNS]
     print_table(f"Table 5.2's runs, {batch} sequences of {SEQ_LEN} tokens", COLUMNS, rows)
     write_result(out, "published", COLUMNS, rows, batch=batch, seq_len=SEQ_LEN)
@@ -84,7 +84,7 @@ def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
 
 
 def _model_flops(model: GPTConfig, batch: int) -> float:
-    """Narayanan et al.'s model FLOPs of a step, the recomputed forward pass included, as in section 5.2.3."""
+    """Narayanan et al.'s model FLOPs of a step, including the recomputed forward pass (section 5.2.3)."""
     layers, hidden = model.layers, model.hidden
     return (
         96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + model.vocab / (16 * layers * hidden))

@@ -1,4 +1,4 @@
-"""Whether the planner is right: predictions written down first, then every grid of the ranks measured beside them.
+"""`stretto bench plan`: writes the planner's predictions down first, then measures every grid beside them.
 
 `write_predictions` needs no GPU, so that its file can be committed before anything is measured; `bench_plan` only reads
 it. Both take whole local batches (no accumulation), no checkpointing, weights kept gathered, and overlap.
@@ -48,19 +48,19 @@ SUMMARY_COLUMNS = (
 
 @dataclass(frozen=True)
 class GridVariant:
-    """A grid, and whether tokens are sharded over its x axis."""
+    """A grid, with or without sequence sharding over its x axis."""
 
     sizes: Mapping[str, int]
     shards_sequence: bool = False
 
     @property
     def name(self) -> str:
-        """What predictions and measurements of one workload are joined by."""
+        """The key that joins predictions and measurements of one workload."""
         return name_grid(self.sizes) + (", sequence sharded" if self.shards_sequence else "")
 
 
 def list_variants(ranks: int, *, shards_sequence: bool = True) -> list[GridVariant]:
-    """Every grid of the ranks, and with `shards_sequence` once more with sharded tokens where x > 1."""
+    """Every grid of the ranks; with `shards_sequence`, grids with x > 1 also with sharded tokens."""
     shardings = (False, True) if shards_sequence else (False,)
     return [
         GridVariant(sizes, shards)
@@ -111,7 +111,7 @@ def _predict(planned: Planned, way: GridVariant, cluster: Cluster) -> dict[str, 
 
 
 def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
-    """The predicted grids by workload. Raises ValueError for one that the file lacks, or predicts for another model."""
+    """Read the predicted grids by workload. ValueError if the file lacks one, or predicts it for another model."""
     remedy = f"write it before you measure: stretto bench plan --predict {file} --cluster CLUSTER.toml"
     if not file.is_file():
         raise ValueError(f"there is no file of predictions at {file}; {remedy}")
@@ -125,7 +125,7 @@ def read_predictions(file: Path, planned: Sequence[Planned]) -> dict[str, list[d
 
 
 def bench_plan(planned: Sequence[Planned], predictions: Path, out: Path, *, again: bool = False) -> dict[str, Any]:
-    """Measure each workload that `out`/plan.json has not, compare all with their predictions, and write it anew.
+    """Measure each workload that `out`/plan.json lacks, compare all with their predictions, and rewrite the file.
 
     Every workload is a job of its own, whose grids are interleaved; the file is written after each. Returns rows and
     summaries. Raises ValueError, before anything is measured, if `predictions` lacks one of the workloads.
@@ -169,7 +169,7 @@ def _write(kept: dict[str, list[dict[str, Any]]], predictions: Path, out: Path) 
 
 
 def measure_grids(workload: TrainingWorkload, ranks: int, predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each rank of the job does; returns a row a grid: measured_milliseconds and measured_gib, or the reason.
+    """The job of each rank; returns a row a grid: measured_milliseconds and measured_gib, or the reason why not.
 
     A grid that is predicted to need more than the GPU's whole memory is not tried: ranks that run out of memory at
     different moments would wait for each other.

@@ -1,4 +1,4 @@
-"""What `stretto bench plan` and `stretto bench published` take from their commands."""
+"""Settings of `stretto bench plan` and `stretto bench published`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ DTYPES = ("bf16", "fp32")
 
 @dataclass(frozen=True)
 class Planned:
-    """A workload under a name: what predictions and measurements are joined by, together with the model's numbers."""
+    """A workload to predict and measure; its key and the model's sizes join the prediction and the measurement."""
 
     model_name: str
     workload: TrainingWorkload
@@ -30,7 +30,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """What `stretto bench plan` takes. ValueError for options that do not go together."""
+    """What is predicted or measured. Raises ValueError for options that exclude each other."""
 
     models: Annotated[
         tuple[str, ...], Option("Sizes of Table 5.1, with :LAYERS where not all are taken.", separator=" ")
@@ -64,7 +64,7 @@ class PlanSetting:
             raise ValueError(f"--dtype is {' or '.join(DTYPES)}, not {self.dtype!r}")
 
     def workloads(self, ranks: int) -> list[Planned]:
-        """Every model with every batch, for so many ranks. ValueError for a model that there is not."""
+        """Every model with every batch, for so many ranks. Raises ValueError for an unknown model."""
         planned = []
         for spec in self.models:
             name, _, layers = spec.partition(":")
@@ -80,6 +80,6 @@ class PlanSetting:
 
 @dataclass(frozen=True)
 class PublishedSetting:
-    """What `stretto bench published` takes."""
+    """The global batch that `stretto bench published` assumes."""
 
     batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192

@@ -1,8 +1,8 @@
-"""A training step of a DLRM with its look-up and exchange fused, and with PyTorch's functions, interleaved in one job.
+"""`stretto bench dlrm`: a DLRM's training step with fused look-up and all-to-all, and with PyTorch's functions.
 
-Same model, batches and optimizers; only `implementation` differs. "library" is what Punniyamurthy et al. compare with:
-nn.functional.embedding_bag a table, all_to_all_single, and cat, with row-wise Adagrad on the sparse gradients; "kernel"
-updates the tables in the fused backward pass.
+Both run in one job, interleaved, with the same model, batches and optimizers; only `implementation` differs. "library"
+is the baseline of Punniyamurthy et al.: nn.functional.embedding_bag a table, all_to_all_single and cat, with row-wise
+Adagrad on the sparse gradients. "kernel" updates the tables in the fused backward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ COLUMNS = (
     Column("last_loss", "last loss", "{:.6f}"),
     Column("error", "error"),
 )
-BATCHES = 4  # in turn: one alone would stay in the caches
+BATCHES = 4  # used in turn, since a single one would stay in the caches
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _ClicksBatch:
 
 
 def bench_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, Any]]:
-    """Measure, print the table, and write dlrm.json and dlrm.png to `out`; the JSON after every run of every round."""
+    """Measure, print the table, and write dlrm.json (after every run of every round) and dlrm.png to `out`."""
     if workload.batch % ranks:
         raise ValueError(f"a batch of {workload.batch} cannot be cut into {ranks} parts")
     rows = run_ranks(ranks, measure_dlrm, workload, ranks, out)
@@ -70,7 +70,7 @@ def bench_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, 
 
 
 def measure_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, Any]]:
-    """What each rank of the job does; returns a row an implementation."""
+    """The job of each rank; returns a row an implementation."""
     grid = Grid(data=ranks)
     batches = _make_batches(workload, grid)
     rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in workload.implementations}
@@ -92,7 +92,7 @@ def measure_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str
 def _measure_once(
     row: dict[str, Any], name: Implementation, workload: DlrmWorkload, grid: Grid, batches: list[_ClicksBatch]
 ) -> None:
-    """One round of one implementation: the model is built, timed and dropped."""
+    """Measure one round of one implementation: build the model, time its steps, and drop it."""
     empty_memory()
     step, tables = _build(name, workload, grid, batches)
     losses = [step()]
@@ -118,7 +118,7 @@ def _measure_once(
 def _build(
     name: Implementation, workload: DlrmWorkload, grid: Grid, batches: list[_ClicksBatch]
 ) -> tuple[Callable[[], Tensor], ShardedTables]:
-    """A training step, which returns this rank's part of the loss, and the tables in it."""
+    """Build a training step, which returns this rank's part of the loss, and the model's tables."""
     config = workload.model
     with torch.device("meta"):
         model = DLRM(config)
@@ -146,7 +146,7 @@ def _build(
 
 
 def _make_batches(workload: DlrmWorkload, grid: Grid) -> list[_ClicksBatch]:
-    """This rank's parts of a few global batches, on its device."""
+    """Make this rank's parts of a few global batches, on its device."""
     config = workload.model
     clicks = SyntheticClicks(
         BATCHES * workload.batch,
@@ -168,7 +168,7 @@ def _make_batches(workload: DlrmWorkload, grid: Grid) -> list[_ClicksBatch]:
 
 
 def _compare(rows: Mapping[str, dict[str, Any]]) -> None:
-    """How much less time each takes than the library, in its best round."""
+    """Add to each row how much less time than the library its best round took."""
     library = rows.get("library", {}).get("step_milliseconds")
     for row in rows.values():
         if library is not None and "step_milliseconds" in row and row["name"] != "library":

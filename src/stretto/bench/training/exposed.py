@@ -1,4 +1,4 @@
-"""Exposed communication: the time in which a GPU runs a collective and nothing else, from torch's profiler."""
+"""Measures exposed communication with torch's profiler: the time in which a GPU runs only collectives."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def profile_exposed(step: Step) -> dict[str, Any]:
-    """Rank 0's exposed_milliseconds and communication_milliseconds a step; None where there is no GPU. Collective."""
+    """Profile rank 0: exposed_milliseconds and communication_milliseconds a step, None without a GPU. Collective."""
     if not torch.cuda.is_available():
         return {"exposed_milliseconds": None, "communication_milliseconds": None}
     torch.cuda.synchronize()
@@ -44,7 +44,7 @@ def profile_exposed(step: Step) -> dict[str, Any]:
 
 
 def exposed_time(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """How long collectives run alone, and how long they run, in the unit of a Chrome trace's events (microseconds).
+    """Returns (exposed, all) time of collectives, in the unit of a Chrome trace's events (microseconds).
 
     Collectives are NCCL's kernels, copies between GPUs, and the kernels around these; other kernels, copies and fills
     are work that may hide them. Where two collectives run at once, the time counts once.

@@ -1,7 +1,7 @@
-"""What each overlap is worth: none, then all-reduce, reduce-scatter, all-gather and buckets added one after another.
+"""`stretto bench overlap`: step time with no overlap, then with all-reduce, reduce-scatter, all-gather, ... added.
 
-All of them on one grid, one grid after another, in one job; results have the same bits, only their time differs. With
-copy engines, which come last, gradients over more than two ranks of z are added in another order.
+One job measures all stages on one grid, then on the next. The results have the same bits, only their time differs. With
+copy engines, the last stage, gradients over more than two ranks of z are added in another order.
 """
 
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 
-# In the order of Singh's dissertation (section 5.1.4), whose names are OAR, ORS and OAG; then what data's buckets hide.
+# In the order of Singh's dissertation (section 5.1.4: OAR, ORS, OAG); then the buckets of data parallelism.
 STAGES = {
     "none": (none := replace(Overlap.parse(False), copy_engines=False)),
     "+ all_reduce": replace(none, all_reduce=True),
@@ -55,7 +55,7 @@ def bench_overlap(name: str, workload: TrainingWorkload, ranks: int, grids: str,
 
 
 def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[dict[str, Any]]:
-    """What each rank of the job does; returns the rows, grid by grid in the order of `STAGES`."""
+    """The job of each rank; returns the rows, grid by grid in the order of `STAGES`."""
     world = Grid(data=ranks)  # joins the job
     rows: list[dict[str, Any]] = []
     for sizes in parse_grids(grids, ranks):

@@ -1,4 +1,4 @@
-"""Parity: the same training on every grid, against plain PyTorch on one rank.
+"""`stretto bench parity`: the same training on every grid, compared with plain PyTorch on one rank.
 
 The reference is the model as it is, trained by a plain loop. Compared after five steps, as norm of the difference over
 norm: losses, gradient norms, and the worst weight. fp64 with AdamW, fp32 with SGD (AdamW turns rounding noise of
@@ -51,7 +51,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What five steps left: losses, gradient norms, weights by name."""
+    """The result of five steps: losses, gradient norms, weights by name."""
 
     losses: Tensor
     norms: Tensor

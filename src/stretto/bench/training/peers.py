@@ -1,4 +1,4 @@
-"""The same model under Stretto, FSDP2, DTensor tensor parallelism, and the latter two together, in one run a batch.
+"""`stretto bench peers`: one model under Stretto, FSDP2, DTensor tensor parallelism, and the latter two together.
 
 Everyone trains `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clip: first
 loss, gradient norm and last loss show it. FSDP2 is measured with its weights kept and freed, with gradients reduced in
@@ -36,7 +36,6 @@ from stretto.cluster import name_grid
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors
 
-# The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
 COLUMNS = (
     Column("name", "run"),
     Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
@@ -90,7 +89,7 @@ def bench_peers(
 
 
 def speedup(rows: Sequence[dict[str, Any]]) -> float | None:
-    """The speed of Stretto's fastest run over that of the fastest peer; None where either is missing."""
+    """The speed of Stretto's fastest run divided by that of the fastest peer; None if either is missing."""
     ours, peers = (
         [row["step_milliseconds"] for row in rows if row["is_peer"] is is_peer and "step_milliseconds" in row]
         for is_peer in (False, True)
@@ -106,7 +105,7 @@ def measure_peers(
     with_compiled: bool,
     tunes_matmuls: bool,
 ) -> list[dict[str, Any]]:
-    """What each rank of the job does; returns the rows."""
+    """The job of each rank; returns the rows."""
     world = Grid(data=ranks)  # joins the job
     runs = _torch_runs(workload, ranks, world.device)
     runs += _stretto_runs(workload, ranks, grids, world.device, tunes_matmuls)
@@ -138,7 +137,7 @@ def _stretto_runs(
 
 
 def _torch_runs(workload: TrainingWorkload, ranks: int, device: torch.device) -> list[TrainingRun]:
-    """FSDP2 over all ranks, tensor parallelism over all, and every mesh between; compiled ones follow their eager."""
+    """FSDP2 over all ranks, tensor parallelism over all, and every mesh between; compiled runs follow eager ones."""
     runs = []
     for tp in divisors(ranks):
         dp = ranks // tp
@@ -150,7 +149,7 @@ def _torch_runs(workload: TrainingWorkload, ranks: int, device: torch.device) ->
                 name = label + (", compiled" if is_compiled else "")
                 build = partial(_build, workload, mesh, device, replace(setup, is_compiled=is_compiled))
                 run = TrainingRun(name, build, is_peer=True, is_compiled=is_compiled)
-                is_captured = is_compiled and device.type == "cuda" and not setup.is_async  # which torch cannot
+                is_captured = is_compiled and device.type == "cuda" and not setup.is_async  # torch cannot capture async
                 runs += [run, captured(run)] if is_captured else [run]
     return runs
 
@@ -169,7 +168,7 @@ def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
         f"{name}, weights kept": TorchSetup(),
         f"{name}, weights kept, bf16 reduction": TorchSetup(reduce_dtype=torch.bfloat16),
     }
-    if tp > 1:  # a weight is small there, and freeing it can only cost time
+    if tp > 1:  # weights are small, and freeing them can only cost time
         return kept | {
             f"{name}, weights kept, bf16 reduction, async": TorchSetup(reduce_dtype=torch.bfloat16, is_async=True)
         }
@@ -181,6 +180,6 @@ def _setups(dp: int, tp: int) -> dict[str, TorchSetup]:
 
 def _build(workload: TrainingWorkload, mesh: DeviceMesh, device: torch.device, setup: TorchSetup) -> Step:
     dp = mesh["dp"].size()
-    if workload.batch % dp:  # before the model is made
+    if workload.batch % dp:  # refused before the model is made
         raise ValueError(f"a batch of {workload.batch} cannot be cut into {dp} parts")
     return build_torch(workload, whole_gpt(workload.model, device), mesh, device, setup)

@@ -1,4 +1,4 @@
-"""Pictures of `stretto bench train`, `peers`, `overlap` and `dlrm`, made from their JSON."""
+"""Pictures of `stretto bench train`, `peers`, `overlap` and `dlrm`, drawn from their JSON."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
 
 
 def plot_train(result: Path, picture: Path) -> None:
-    """Tokens/s a GPU and peak memory of each run, as bars; peers in another colour."""
+    """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
     data = json.loads(result.read_text())
     model = data["workload"]["model"]
     what = f"GPT, {model['layers']} layers of hidden {model['hidden']}, sequence length {data['workload']['seq_len']}"
@@ -19,7 +19,7 @@ def plot_train(result: Path, picture: Path) -> None:
 
 
 def plot_peers(result: Path, picture: Path) -> None:
-    """Tokens/s a GPU and peak memory of each run, as bars; peers in another colour."""
+    """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
     data = json.loads(result.read_text())
     work = data["workload"]
     what = f"{data['model']}, {work['model']['layers']} layers, global batch {work['batch']} x {work['seq_len']} tokens"
@@ -27,7 +27,7 @@ def plot_peers(result: Path, picture: Path) -> None:
 
 
 def plot_overlap(result: Path, picture: Path) -> None:
-    """A panel a grid: step time of each stage, of which what is exposed stands out where it was measured."""
+    """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) in red."""
     data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if "step_milliseconds" in row]
     grids = list(dict.fromkeys(row["grid"] for row in rows))
@@ -50,7 +50,7 @@ def plot_overlap(result: Path, picture: Path) -> None:
 
 
 def plot_dlrm(result: Path, picture: Path) -> None:
-    """The step of each implementation as a bar, of which the look-up with its exchange stands out."""
+    """Draw the step time of each implementation as a bar, with the look-up and its all-to-all in red."""
     data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
     figure = Figure(figsize=(8, 0.5 * len(rows) + 1.6), layout="constrained")

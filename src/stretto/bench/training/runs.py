@@ -1,4 +1,4 @@
-"""What the benches of whole training steps share: the workload, one run of Stretto, and measuring runs interleaved.
+"""Builds training steps of Stretto and measures runs in turn, for all benches of whole training steps.
 
 Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute (by default) and gradients
 clipped at norm 1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
@@ -44,7 +44,7 @@ MAX_NORM = 1.0
 
 
 class Stepped(NamedTuple):
-    """What one step tells: this rank's loss, and the global norm of the gradients before they were clipped."""
+    """What a step returns: this rank's loss, and the global norm of the gradients before clipping."""
 
     loss: Tensor
     gradient_norm: Tensor
@@ -55,7 +55,7 @@ Step = Callable[[], Stepped]
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One way to train the workload: its name in tables, and what builds its step. `is_peer`: none of ours."""
+    """One setup that trains the workload: its name in tables, and what builds its step. is_peer: not Stretto's."""
 
     name: str
     build: Callable[[], Step]
@@ -64,7 +64,7 @@ class TrainingRun:
 
 
 def captured(run: TrainingRun) -> TrainingRun:
-    """The same run as one CUDA graph a step."""
+    """The same run with each step as one CUDA graph."""
 
     def build() -> Step:
         step = CapturedStep(run.build())
@@ -79,7 +79,7 @@ def grids_of(ranks: int) -> list[dict[str, int]]:
 
 
 def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
-    """Grids written "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
+    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for what is no grid of that many ranks."""
     grids = []
     for part in text.split(","):
         fields = re.split(r"[\s]+", part.strip())
@@ -94,7 +94,7 @@ def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
 
 
 def make_grid(sizes: Mapping[str, int]) -> Grid:
-    """The grid of these sizes."""
+    """Make the grid of these sizes."""
     return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"])
 
 
@@ -134,7 +134,7 @@ def _measure_once(
     device: torch.device,
     extra: Callable[[Step], dict[str, Any]] | None,
 ) -> None:
-    empty_memory()  # also of what a run that failed has left
+    empty_memory()  # also frees what a failed run has left
     step = run.build()
     empty_memory()
     stepped = [step()]
@@ -155,7 +155,7 @@ def _measure_once(
 
 
 def _forget(run: TrainingRun) -> None:
-    if run.is_compiled:  # or the next runs' blocks count as recompilations of these, of which there may be eight
+    if run.is_compiled:  # else the next runs' blocks count as recompilations, of which dynamo allows eight
         torch.compiler.reset()
 
 
@@ -166,14 +166,14 @@ def _say(row: Mapping[str, Any]) -> None:
 
 
 def _mean_over_ranks(loss: Tensor, device: torch.device) -> float:
-    """The global mean: ranks hold the mean over equal parts of the batch, or that of the whole of it."""
+    """The mean over the ranks, which hold the means of equal parts of the batch, or of the whole."""
     total = loss.to(device, torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 def local_batch(workload: TrainingWorkload, part: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one part of one fixed random batch. Raises ValueError if it cannot be cut so."""
+    """Inputs and targets of one part of a fixed random batch. Raises ValueError if `parts` does not divide it."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, workload.model.vocab, (workload.batch, workload.seq_len + 1), generator=generator)
     if workload.batch % parts:
@@ -183,7 +183,7 @@ def local_batch(workload: TrainingWorkload, part: int, parts: int, device: torch
 
 
 def meta_gpt(config: GPTConfig) -> GPT:
-    """The model without weights."""
+    """The model on the meta device, without weights."""
     with torch.device("meta"):
         return GPT(config)
 
@@ -196,7 +196,7 @@ def whole_gpt(config: GPTConfig, device: torch.device) -> GPT:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any] | None = None) -> None:
-    """torch.compile of each block by itself, as large models are compiled. options: Inductor's."""
+    """Compile each block by itself, as large models are compiled. options: Inductor's."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
@@ -204,7 +204,7 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any] | None = None) -
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter], workload: TrainingWorkload) -> torch.optim.Optimizer:
-    """Torch's fused AdamW, fit for a CUDA graph where there is a GPU."""
+    """Torch's fused AdamW; capturable in a CUDA graph if there is a GPU."""
     capturable = torch.cuda.is_available()
     return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True, capturable=capturable)
 
@@ -220,7 +220,7 @@ def build_stretto(
     shards_sequence: bool = False,
     writes_copies: bool = False,
 ) -> Step:
-    """A training step by `stretto.parallelize`. Raises ValueError where the grid cannot hold the model or the batch.
+    """Build a training step with `stretto.parallelize`. ValueError if the grid cannot hold the model or the batch.
 
     `make_model` makes the model with its weights; by default they are made shard by shard, from its own seed.
     writes_copies: see `stretto.optim.AdamW`.
@@ -253,6 +253,6 @@ def build_stretto(
 
 
 def stretto_run(workload: TrainingWorkload, grid: Grid, name: str, **options: Any) -> TrainingRun:
-    """`build_stretto` as a run of `measure`."""
+    """A run of `measure` whose step `build_stretto` makes."""
     build = partial(build_stretto, workload, grid, **options)
     return TrainingRun(name, build, is_compiled=bool(options.get("is_compiled")))

@@ -1,4 +1,4 @@
-"""What the benches of training steps take from their commands, and the workload that they make of it."""
+"""Settings of the benches of training steps, and the workloads that are made from them."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast, get_args
@@ -27,7 +27,7 @@ Implementation = Literal["library", "kernel"]
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """What is trained: the model, the global batch in sequences, and how it is timed. ValueError for what cannot be."""
+    """What is trained: model, global batch in sequences, and how it is timed. ValueError for impossible sizes."""
 
     model: GPTConfig
     batch: int
@@ -37,8 +37,8 @@ class TrainingWorkload:
     rounds: int
     checkpointing: bool = False
     reduce_fp32: bool = False
-    dtype: str = "bf16"  # what is computed in
-    learning_rate: float = 1e-5  # small: on random tokens larger ones diverge, and last losses would show nothing
+    dtype: str = "bf16"  # of the computation
+    learning_rate: float = 1e-5  # larger ones diverge on random tokens, and the last loss would show nothing
 
     def __post_init__(self) -> None:
         require_least(1, batch=self.batch, seq_len=self.seq_len, repeats=self.repeats, rounds=self.rounds)
@@ -55,7 +55,7 @@ class TrainingWorkload:
 
 
 def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
-    """llama-7b, or a preset with its vocabulary padded. Raises ValueError for another name."""
+    """The configuration of llama-7b, or of a preset with its vocabulary padded. ValueError for another name."""
     if name == "llama-7b":
         config = replace(LLAMA_7B, max_seq_len=seq_len)
         return config if layers is None else replace(config, layers=layers)
@@ -65,7 +65,7 @@ def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
 
 @dataclass(frozen=True)
 class ThroughputSetting:
-    """What `stretto bench train` takes."""
+    """What `stretto bench train` trains and times."""
 
     model: Annotated[str, Option("gpt-5b to gpt-640b, or gpt2-small.")] = "gpt-5b"
     layers: Layers = None
@@ -81,7 +81,7 @@ class ThroughputSetting:
     has_peers: Annotated[bool, Option("Measure FSDP2 too.", "--peers/--no-peers")] = True
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """What so many ranks train. ValueError for a model that there is not."""
+        """The workload of so many ranks. Raises ValueError for an unknown model."""
         overrides = {} if self.layers is None else {"layers": self.layers}
         return TrainingWorkload(
             GPTConfig.preset(self.model, max_seq_len=self.seq_len, vocab=self.vocab, **overrides),
@@ -97,7 +97,7 @@ class ThroughputSetting:
 
 @dataclass(frozen=True)
 class PeersSetting:
-    """What `stretto bench peers` takes."""
+    """What `stretto bench peers` trains and times."""
 
     models: Annotated[tuple[str, ...], Option("llama-7b, or gpt-5b to gpt-640b, with spaces between.")] = ("llama-7b",)
     layers: Layers = None
@@ -119,7 +119,7 @@ class PeersSetting:
     rounds: Rounds = 2
 
     def workloads(self, ranks: int) -> dict[str, list[TrainingWorkload]]:
-        """What so many ranks train: for each model, a workload a batch size. ValueError for an unknown model."""
+        """The workloads of so many ranks: for each model, one a batch size. ValueError for an unknown model."""
         sizes = self.batches or tuple(sorted({1, 2, ranks, 2 * ranks}))
         configs = {name: model_config(name, self.layers, self.seq_len) for name in self.models}
         timing = (self.seq_len, self.warm_up, self.repeats, self.rounds)
@@ -128,7 +128,7 @@ class PeersSetting:
 
 @dataclass(frozen=True)
 class OverlapSetting:
-    """What `stretto bench overlap` takes."""
+    """What `stretto bench overlap` trains and times."""
 
     model: Annotated[str, Option("llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b"
     layers: Layers = None
@@ -141,7 +141,7 @@ class OverlapSetting:
     rounds: Rounds = 3
 
     def workload(self, ranks: int) -> TrainingWorkload:
-        """What so many ranks train. ValueError for a model that there is not."""
+        """The workload of so many ranks. Raises ValueError for an unknown model."""
         config = model_config(self.model, self.layers, self.seq_len)
         batch = 2 * ranks if self.batch is None else self.batch
         return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)
@@ -149,14 +149,14 @@ class OverlapSetting:
 
 @dataclass(frozen=True)
 class ParitySetting:
-    """What `stretto bench parity` takes."""
+    """On how many ranks `stretto bench parity` trains."""
 
     ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.")] = 8
 
 
 @dataclass(frozen=True)
 class DlrmWorkload:
-    """The DLRM that is trained, and how it is timed. `batch` is the global one. ValueError for what cannot be."""
+    """The DLRM that is trained, its global batch, and how it is timed. ValueError for impossible sizes."""
 
     model: DLRMConfig
     batch: int
@@ -176,7 +176,7 @@ class DlrmWorkload:
 
 @dataclass(frozen=True)
 class DlrmSetting:
-    """What `stretto bench dlrm` takes."""
+    """What `stretto bench dlrm` trains and times."""
 
     model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
     max_rows: Annotated[int | None, Option("Cuts longer tables down (default: as they are).")] = None
@@ -190,7 +190,7 @@ class DlrmSetting:
     rounds: Rounds = 3
 
     def workload(self) -> DlrmWorkload:
-        """What is trained. ValueError for a model that there is not, or whose tables are not alike."""
+        """The workload. ValueError for an unknown model, or for `tables` if the model's tables differ in size."""
         config = DLRMConfig.preset(self.model)
         if self.tables is not None:
             if self.tables < 1 or len(set(zip(config.rows, config.pooling, strict=True))) > 1:

@@ -1,4 +1,4 @@
-"""The peers from torch itself: FSDP2, DTensor tensor parallelism, and both on a 2D mesh, on Stretto's own GPT.
+"""Training steps by torch itself: FSDP2, DTensor tensor parallelism, and both on a 2D mesh, of Stretto's GPT.
 
 Parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sharded in the embedding, the head and the
 loss, each block compiled by itself, and FSDP2 over each block, the embedding, and the last norm with the head.
@@ -35,10 +35,10 @@ class TorchSetup:
     """How torch runs the model.
 
     frees_weights: reshard_after_forward. reduce_dtype: of FSDP2's gradients on the wire.
-    precision: where bf16 comes from. "fsdp2": its mixed precision (over one rank it copies, and sends nothing). For
-        tensor parallelism alone also "autocast", and "masters": bf16 weights, and fp32 copies in the optimizer.
-    is_async: torch's async tensor parallelism, where Inductor puts a product and its collective into one operator over
-        symmetric memory (of compiled models on GPUs).
+    precision: what makes the compute dtype bf16. "fsdp2": FSDP2's mixed precision (on one rank it only casts). For
+        tensor parallelism alone also "autocast", and "masters": bf16 weights with fp32 copies in the optimizer.
+    is_async: torch's async tensor parallelism, where Inductor fuses a product and its collective into one operator over
+        symmetric memory (for compiled models on GPUs).
     """
 
     is_compiled: bool = False
@@ -51,7 +51,7 @@ class TorchSetup:
 def build_torch(
     workload: TrainingWorkload, model: GPT, mesh: DeviceMesh, device: torch.device, setup: TorchSetup
 ) -> Step:
-    """A training step of `model`, on `device` or on meta, over a mesh of dims ("dp", "tp"); either may have one rank.
+    """Build a step of `model`, on `device` or meta, over a mesh of dims ("dp", "tp"), of which either may be 1.
 
     Raises ValueError where the mesh cannot hold the model or the batch.
     """
@@ -110,9 +110,9 @@ def _shard_tensors(model: GPT, mesh: DeviceMesh, seq_len: int) -> None:
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None),
-            desired_input_layouts=(Replicate(), None),  # the angles are everywhere
+            desired_input_layouts=(Replicate(), None),  # rotary angles are replicated
         ),
-        "attention.qkv": ColwiseParallel(),  # whole groups of a KV head: the fused product is cut between them
+        "attention.qkv": ColwiseParallel(),  # the fused product is cut between groups of a KV head
         "attention.out": RowwiseParallel(output_layouts=Shard(1)),
         "mlp_norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -121,10 +121,10 @@ def _shard_tensors(model: GPT, mesh: DeviceMesh, seq_len: int) -> None:
     }
     if config.activation == "swiglu":
         block_plan["mlp.gate"] = ColwiseParallel()
-    # The embedding's output is still on its way (AsyncCollectiveTensor). A compiled block loses the gradient of such an
-    # input without a word (torch 2.13): the copy makes it a plain tensor.
+    # The embedding's output is an AsyncCollectiveTensor. A compiled block silently loses the gradient of such an input
+    # (torch 2.13), so the copy makes it a plain tensor.
     model.dropout.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
-    # src_data_rank=None: all ranks hold the same weights, and each takes its part of its own
+    # src_data_rank=None: all ranks hold the same weights, and each takes its shard of its own copy
     parallelize_module(model, mesh, model_plan, src_data_rank=None)
     for block in model.blocks:
         parallelize_module(block, mesh, block_plan, src_data_rank=None)
@@ -134,7 +134,7 @@ def _shard_fully(model: GPT, mesh: DeviceMesh, setup: TorchSetup) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=setup.reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
-    if not model.config.tie_embeddings:  # a shared weight has to be the root's
+    if not model.config.tie_embeddings:  # a shared weight has to belong to the root module
         fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
         fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
@@ -170,7 +170,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ in one collective: what that does on DTensors, but without their dispatch.
+    """Clip sharded gradients in one collective: torch.nn.utils.clip_grad_norm_ without DTensor's dispatch.
 
     Stretto's own clip sends one message too, so that none of the runs loses time here. Returns the norm.
     """

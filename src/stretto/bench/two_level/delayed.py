@@ -1,4 +1,4 @@
-"""A transport with a delay: what it sends leaves later."""
+"""A transport that delays what it sends, to stand for a link with a long latency."""
 
 import queue
 import threading
@@ -10,11 +10,11 @@ from stretto.collectives.two_level import Message, MessageWork, Transport
 
 
 class DelayedTransport:
-    """Another transport, each message of which is handed to it only `seconds(peer)` after it was sent.
+    """Wraps a transport and passes each message on to it `seconds(peer)` after it was sent.
 
-    So a receive ends no earlier than that after the send, and then takes the time that the link below needs for the
-    bytes: a latency in front of a bandwidth. Messages are delayed side by side, as on a long wire, and keep their
-    order; the sender goes on at once. Receives, and messages without delay, go straight to the transport below.
+    A receive therefore ends no earlier than that after the send, and then takes as long as the link below needs for the
+    bytes: a latency in front of a bandwidth. Delays of several messages overlap, as on a long wire, and messages keep
+    their order; the sender does not block. Receives, and messages without delay, go straight to the transport below.
     """
 
     def __init__(self, below: Transport, seconds: Callable[[int], float]) -> None:
@@ -26,7 +26,7 @@ class DelayedTransport:
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
     ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
-        """As the transport below, for messages of which it can start each by itself."""
+        """Start sends (after their delay) and receives, each message by itself."""
         now = time.monotonic()
         sent: list[MessageWork] = []
         for message in outgoing:
@@ -39,13 +39,13 @@ class DelayedTransport:
         return sent, self._below.start([], incoming)[1]
 
     def _deliver(self) -> None:
-        """Start what is due. All delays being equal (or none), the first in the queue is due first."""
+        """Pass messages on when they are due. All delays are equal (or zero), so the queue is in order of due time."""
         while True:
             delayed = self._waiting.get()
             time.sleep(max(0.0, delayed.due - time.monotonic()))
             try:
                 delayed.transfer = self._below.start([delayed.message], [])[0][0]
-            except RuntimeError as error:  # the sender learns of it when it waits
+            except RuntimeError as error:  # raised where the sender waits
                 delayed.error = error
             delayed.left.set()
 

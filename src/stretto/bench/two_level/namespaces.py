@@ -1,8 +1,8 @@
-"""A small cluster on one Linux machine: a network namespace a node, and links of a given bandwidth between them.
+"""Makes a small cluster on one Linux machine: a network namespace a node, and links of a given bandwidth.
 
-Nodes hang on switches (bridges), `leaf_nodes` each, which are joined in a row by one link each (the trunk). Every link
-is a pair of virtual devices, held to its bandwidth by a token bucket (tbf) on both ends; what the ranks of one node
-send to each other goes over the namespace's loopback, which has one too. The machine's own network is not touched:
+`leaf_nodes` nodes each connect to a switch (a bridge), and one link (the trunk) joins each switch to the next. Every
+link is a pair of virtual devices, limited to its bandwidth by a token bucket (tbf) at both ends. Ranks of one node send
+to each other over the namespace's loopback, which has a token bucket too. The machine's own network is not touched:
 nothing here has an address outside the namespaces.
 """
 
@@ -22,21 +22,21 @@ from typing import NoReturn
 
 INTERFACE = "stretto"  # a node's network interface, in its namespace
 _MTU = 9000
-_BURST_BYTES = _MTU + 100  # what a link may send at once; a token bucket must hold a whole packet, with its headers
-_QUEUE_BYTES = 64 * 2**20  # never full: a link that drops packets measures TCP's patience instead
+_BURST_BYTES = _MTU + 100  # a token bucket must hold a whole packet with its headers
+_QUEUE_BYTES = 64 * 2**20  # never full: with dropped packets, TCP's retransmission would be measured
 MOST_NODES = 64
 _TCP = (
-    # a connection that was idle between two collectives need not find its speed anew, nor pace itself
+    # a connection that was idle between two collectives keeps its window, and is not paced
     "net.ipv4.tcp_slow_start_after_idle=0",
     "net.ipv4.tcp_congestion_control=reno",
-    # acknowledgements and small messages of others do not wait behind all of a large message
+    # acknowledgements and small messages do not queue behind a whole large message
     f"net.ipv4.tcp_limit_output_bytes={4 * _MTU}",
 )
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links' bandwidths in bytes/s: a node's, its loopback's, and that between switches of `leaf_nodes` nodes."""
+    """Nodes, nodes a switch, and the bandwidths (bytes/s) of a node's link, its loopback, and the switches' trunk."""
 
     nodes: int
     leaf_nodes: int
@@ -55,7 +55,7 @@ class Network:
 
     @property
     def leaves(self) -> int:
-        """Switches."""
+        """How many switches there are."""
         return self.nodes // self.leaf_nodes
 
 
@@ -65,7 +65,7 @@ def namespace_of(node: int) -> str:
 
 
 def require_namespaces() -> None:
-    """ValueError where this machine or user cannot make namespaces."""
+    """Raise ValueError if this machine or user cannot make network namespaces."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if sys.platform != "linux":
         raise ValueError("network namespaces are Linux's; this machine runs " + sys.platform)
@@ -77,10 +77,10 @@ def require_namespaces() -> None:
 
 @contextlib.contextmanager
 def shaped_network(network: Network) -> Iterator[None]:
-    """Make the namespaces and links, and remove them at the end, however that comes: an error, Ctrl-C or SIGTERM.
+    """Make the namespaces and links, and remove them at the end, also after an error, Ctrl-C or SIGTERM.
 
-    What a run that was killed has left is removed first. ValueError where they cannot be made, or while another process
-    has them.
+    Leftovers of a run that was killed are removed first. Raises ValueError if the namespaces cannot be made, or while
+    another process uses them.
     """
     require_namespaces()
     with _lock(), _terminable():
@@ -93,7 +93,7 @@ def shaped_network(network: Network) -> Iterator[None]:
 
 
 def list_leftovers() -> list[str]:
-    """Namespaces and devices of `shaped_network` that are there."""
+    """Names of the namespaces and devices that `shaped_network` has made and not removed."""
     namespaces = [line.split()[0] for line in _output("ip", "netns", "list").splitlines() if line.strip()]
     devices = [line.split(":")[1].strip().split("@")[0] for line in _output("ip", "-o", "link").splitlines()]
     return [name for name in namespaces if name.startswith("stretto-node")] + [
@@ -134,7 +134,7 @@ def _shape(device: str, bandwidth: float, namespace: str | None = None) -> None:
 
 def _remove() -> None:
     for name in list_leftovers():
-        # a namespace takes its end of a link along, and an end the other one: what is gone already is no error
+        # removing a namespace removes its end of a link, and the end its other one: ignore what is gone already
         kind = ["netns"] if name.startswith("stretto-node") else ["link"]
         subprocess.run(["ip", *kind, "del", name], capture_output=True, check=False)
 
@@ -151,7 +151,7 @@ def _lock() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the program as Ctrl-C does, so that what was made is removed."""
+    """Make SIGTERM unwind the program as Ctrl-C does, so that the network is removed."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""What each rank of `stretto bench two-level` does, in its node's network namespace."""
+"""One rank of `stretto bench two-level`: joins the group in its node's network namespace, and times collectives."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _PROBES = 15
 
 
 def main() -> None:
-    """Run one rank: the job as JSON and the rank are the arguments. Ends with the process at the other end of stdin."""
+    """Run one rank. argv: the job as JSON, and the rank. The process ends when its parent closes stdin."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     fields: dict[str, Any] = json.loads(sys.argv[1])
     job = TwoLevelJob(**fields | {name: tuple(fields[name]) for name in ("shard_bytes", "collectives")})
@@ -40,20 +40,20 @@ def main() -> None:
 
 
 def measure(job: TwoLevelJob) -> dict[str, Any]:
-    """Overheads, and rows of seconds: of each collective, size and algorithm, the median of `repeats` runs.
+    """Measure the software overheads, and seconds of each collective, size and algorithm: medians of `repeats` runs.
 
-    Seconds are from a moment on which all ranks agreed until the last of them is done: they share a clock.
+    Seconds count from a moment on which all ranks agreed until the last rank is done; the ranks share a clock.
     """
 
     def transport(group: dist.ProcessGroup, delay: float, ranks_per_node: int) -> DelayedTransport:
-        """Delays what leaves the node; `group`'s ranks are `ranks_per_node` on each."""
+        """A transport that delays messages to other nodes; `group` has `ranks_per_node` ranks on each."""
         own = dist.get_rank(group) // ranks_per_node
         return DelayedTransport(GroupTransport(group), lambda peer: 0.0 if peer // ranks_per_node == own else delay)
 
     size = job.ranks_per_node
     two_level = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=job.delay, ranks_per_node=1))
     undelayed = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=0.0, ranks_per_node=1))
-    # the flat ring over the same transport: each rank is a node to it, and all are in one sub-group
+    # the flat ring over the same transport: every rank counts as a node, and all are in one sub-group
     flat = TwoLevelGroup(ranks_per_node=1, make_transport=partial(transport, delay=job.delay, ranks_per_node=size))
     overheads = _measure_overheads(job, undelayed)
     rows = []
@@ -74,7 +74,7 @@ def measure(job: TwoLevelJob) -> dict[str, Any]:
 
 
 def _measure_overheads(job: TwoLevelJob, undelayed: TwoLevelGroup) -> dict[str, float]:
-    """Seconds that a message costs beside delay and bandwidth: inside a node, and between nodes."""
+    """Software time of a message (seconds, without delay and bandwidth): inside a node, and between nodes."""
     nodes = [dist.new_group(list(ranks)) for ranks in undelayed.nodes.ranks]
     own = nodes[dist.get_rank() // job.ranks_per_node]
     part = torch.zeros(_SMALL, dtype=torch.uint8)
@@ -98,7 +98,7 @@ def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: in
 
 
 def _interleave(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
-    """Seconds of each run: median, least and most; the runs take turns, after one of each that does not count."""
+    """Time the runs in turn, after one of each that does not count: median, least and most seconds of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -109,7 +109,7 @@ def _interleave(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str
 
 
 def _time(run: Callable[[], object]) -> float:
-    """Seconds from a common start until the last rank is done."""
+    """Time a run: seconds from a common start until the last rank is done."""
     moment = torch.tensor([time.monotonic() + _LEAD], dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)
     begin = moment.item()
@@ -125,8 +125,8 @@ def _summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that holds its stdin is gone, whatever it does."""
-    while os.read(0, 4096):  # not through sys.stdin, whose lock this thread would hold at exit
+    """End this process, whatever it is doing, when the process that holds its stdin is gone."""
+    while os.read(0, 4096):  # not sys.stdin, whose lock this thread would hold at exit
         pass
     os._exit(1)
 

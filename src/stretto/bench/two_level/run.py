@@ -1,7 +1,7 @@
-"""Recursive, ring and flat collectives between nodes that are network namespaces of this machine, and where they cross.
+"""`stretto bench two-level`: recursive, ring and flat collectives between network namespaces, and where they cross.
 
-Bandwidth is the kernel's (tbf on every link), delay is the transport's under test (`DelayedTransport`). The prediction
-takes both as they were set, and only what a message costs in software from a measurement in the same run.
+The Linux kernel limits the bandwidth (tbf on every link), and the transport adds the delay (`DelayedTransport`). The
+prediction takes both as they were set, and measures only the software time of a message, in the same run.
 """
 
 import json
@@ -27,7 +27,7 @@ from stretto.collectives.two_level.model import Algorithm, Collective
 
 ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
 PAIRS: tuple[tuple[Algorithm, Algorithm], ...] = (("recursive", "ring"), ("recursive", "flat"), ("ring", "flat"))
-_START_LIMIT = 300.0  # seconds for importing torch eight times on few cores, and joining
+_START_LIMIT = 300.0  # seconds for eight processes to import torch on few cores, and to join
 COLUMNS = (
     Column("collective", "collective"),
     Column("shard_kib", "a rank (KiB)", "{:g}"),
@@ -53,8 +53,8 @@ CROSSOVERS = (
 def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
     """Measure, print tables, and write two-level.json, .md and .png to `out`. Returns the rows and the crossovers.
 
-    ValueError, before anything is made, where this machine or user cannot make namespaces. They are removed at the end,
-    however that comes.
+    Raises ValueError, before anything is made, if this machine or user cannot make namespaces. They are always removed
+    at the end.
     """
     require_namespaces()
     with shaped_network(setting.network()):
@@ -81,7 +81,7 @@ def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
 
 
 def _run(setting: TwoLevelSetting) -> dict[str, Any]:
-    """One process a rank, each in its node's namespace; what rank 0 wrote."""
+    """Start one process a rank, each in its node's namespace; returns what rank 0 wrote."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         job = setting.job(folder)
@@ -89,7 +89,7 @@ def _run(setting: TwoLevelSetting) -> dict[str, Any]:
         try:
             for rank in range(job.world):
                 node = namespace_of(rank // setting.ranks_per_node)
-                # OMP: eight ranks share the cores. A session of its own: Ctrl-C is for this process, which ends them.
+                # OMP: eight ranks share the cores. In sessions of their own, Ctrl-C reaches this process only.
                 environment = [f"GLOO_SOCKET_IFNAME={INTERFACE}", "OMP_NUM_THREADS=1"]
                 command = ["env", *environment, sys.executable, "-m", "stretto.bench.two_level.rank"]
                 ranks.append(
@@ -110,7 +110,7 @@ def _run(setting: TwoLevelSetting) -> dict[str, Any]:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> None:
-    """Wait for all ranks. ValueError for one that failed, or that goes on after `limit` seconds."""
+    """Wait for all ranks to end. Raises ValueError if one fails, or runs longer than `limit` seconds."""
     end = time.monotonic() + limit
     while True:
         codes = [process.poll() for process in ranks]
@@ -126,7 +126,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> None:
 
 
 def _longest(setting: TwoLevelSetting) -> float:
-    """Seconds that the collectives may take: ten times what links without software's time would need."""
+    """Seconds that the collectives may take: ten times the predicted time with 1 ms of software a message."""
     links = setting.links({"inside": 1e-3, "between": 1e-3})
     job = setting.job("")
     once = sum(
@@ -157,7 +157,7 @@ def _row(measured: dict[str, Any], setting: TwoLevelSetting, links: Links) -> di
 
 
 def _crossovers(rows: list[dict[str, Any]], setting: TwoLevelSetting, links: Links) -> Iterator[dict[str, Any]]:
-    """For each pair, where it crosses in the measurement and in the model (each the first time, if at all)."""
+    """For each pair of algorithms, the first size at which they cross, measured and predicted (None: never)."""
     for collective in dict.fromkeys(row["collective"] for row in rows):
         of_size = {row["shard_bytes"]: row for row in rows if row["collective"] == collective}
         sizes = sorted(of_size)
@@ -187,7 +187,7 @@ def _predicted(collective: Collective, name: Algorithm, setting: TwoLevelSetting
 
 
 def plot_two_level(result: Path, picture: Path) -> None:
-    """A panel a collective: measured times over the size, the model's dashed, and where recursive and ring cross."""
+    """Draw a panel a collective: times over size, predictions dashed, and where recursive and ring cross."""
     data = json.loads(result.read_text())
     collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
     figure = Figure(figsize=(5.2 * len(collectives), 4.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""What `stretto bench two-level` takes from its command, the network that it makes, and what its ranks measure."""
+"""Settings of `stretto bench two-level`, the network that is made from them, and the job of its ranks."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ _MEGABIT = 1e6 / 8
 
 @dataclass(frozen=True)
 class TwoLevelJob:
-    """What is measured; `folder` has the ranks' store and takes rank 0's result."""
+    """What the ranks measure. folder: for the ranks' store and for rank 0's result."""
 
     folder: str
     nodes: int
@@ -26,17 +26,17 @@ class TwoLevelJob:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True)
 class TwoLevelSetting:
-    """What is set up: nodes of ranks, Mbit/s of the links, ms of delay; and what is measured on it.
+    """The network (nodes, Mbit/s of the links, ms of delay), and the sizes that are measured on it.
 
-    Slow links and a long delay, so that the time of eight processes on few cores does not matter beside theirs. `trunk`
-    is the link between the two halves of the nodes: where it carries less than a half can send, distant nodes share
-    it, as they do in most machines' networks.
+    Links are slow and the delay is long, so that the software time of eight processes on few cores does not matter.
+    `trunk` is the link between the two halves of the nodes. If it carries less than a half can send, distant nodes
+    share it, as they do in most machines' networks.
     """
 
     ranks_per_node: Annotated[int, Option("Ranks in each of the namespaces.")] = 2
@@ -59,7 +59,7 @@ class TwoLevelSetting:
         self.network()
 
     def network(self) -> Network:
-        """The links to make."""
+        """The network to make."""
         return Network(
             nodes=self.nodes,
             leaf_nodes=self.nodes // 2,
@@ -69,7 +69,7 @@ class TwoLevelSetting:
         )
 
     def links(self, overheads: dict[str, float]) -> "Links":
-        """What the model is given: the links as set, and seconds a message (`inside`, `between`) of software."""
+        """The links of the model: as set, plus the software time of a message (seconds, `inside`, `between`)."""
         from stretto.collectives.two_level import Links
 
         network = self.network()
@@ -83,7 +83,7 @@ class TwoLevelSetting:
         )
 
     def job(self, folder: str) -> TwoLevelJob:
-        """What the ranks measure."""
+        """The job of the ranks."""
         return TwoLevelJob(
             folder=folder,
             nodes=self.nodes,
