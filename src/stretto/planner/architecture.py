@@ -4,40 +4,9 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
+from stretto.planner.layers import AttentionLayer, BlockLayer, Linear, MlpLayer, NormLayer
+
 LARGEST = 10**9  # of any count: products of a few stay exact and cheap
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One linear of a block: `inputs` is k and `outputs` is n of equations 5.1 to 5.5.
-
-    A rowwise one ("transposed" in the paper) sums its output over x and its input's gradient over y. Outputs stand in
-    `units` that are not cut (heads), or are as many as they (1 feature a unit). z cuts what x or y
-    leaves of the weight's first dim: of its outputs, or of its inputs if they are stored first.
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-    is_rowwise: bool
-    has_bias: bool
-    units: int
-    stores_inputs_first: bool = False
-
-    @property
-    def output_axis(self) -> str:
-        """The axis that cuts the outputs: x of a colwise linear, y of a rowwise one."""
-        return "y" if self.is_rowwise else "x"
-
-    @property
-    def input_axis(self) -> str:
-        """The axis that cuts the inputs, over which the output's partial sums are added."""
-        return "x" if self.is_rowwise else "y"
-
-    @property
-    def weights(self) -> int:
-        """How many numbers the weight has."""
-        return self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
@@ -88,35 +57,29 @@ class Architecture:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads do not divide {self.heads} heads")
 
-    @property
-    def queries(self) -> int:
-        """Features of all queries: heads x head_dim."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Features of all keys, and of all values: KV heads x head_dim."""
-        return self.kv_heads * self.head_dim
+    @cached_property
+    def block(self) -> tuple[BlockLayer, ...]:
+        """The layers of one block."""
+        return (
+            NormLayer(self.hidden),
+            AttentionLayer(
+                self.hidden,
+                self.heads,
+                self.kv_heads,
+                self.head_dim,
+                self.fuses_qkv,
+                self.has_qkv_bias,
+                self.has_out_bias,
+                self.is_rotary,
+                self.stores_inputs_first,
+            ),
+            MlpLayer(self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first),
+        )
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The linears of one block, in order. The head is not among them."""
-        hidden, kv, is_first = self.hidden, self.kv_heads, self.stores_inputs_first
-        if self.fuses_qkv:
-            attention = [Linear("qkv", hidden, self.queries + 2 * self.keys, False, self.has_qkv_bias, kv, is_first)]
-        else:
-            attention = [
-                Linear("q", hidden, self.queries, False, self.has_qkv_bias, self.heads, is_first),
-                Linear("k", hidden, self.keys, False, self.has_qkv_bias, kv, is_first),
-                Linear("v", hidden, self.keys, False, self.has_qkv_bias, kv, is_first),
-            ]
-        ups = ("gate", "up") if self.is_gated else ("up",)
-        return (
-            *attention,
-            Linear("out", self.queries, hidden, True, self.has_out_bias, hidden, is_first),
-            *(Linear(name, hidden, self.ffn, False, self.has_mlp_bias, self.ffn, is_first) for name in ups),
-            Linear("down", self.ffn, hidden, True, self.has_mlp_bias, hidden, is_first),
-        )
+        return tuple(linear for layer in self.block for linear in layer.linears())
 
     @property
     def head_outputs(self) -> int:

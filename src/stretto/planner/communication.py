@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from stretto.axes import INNER_TO_OUTER, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
-from stretto.planner.architecture import Architecture, Linear
+from stretto.planner.architecture import Architecture
+from stretto.planner.layers import Linear
 
 KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data")
 Rates = Mapping[str, float | None]  # bytes/s, by axis

@@ -120,8 +120,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
-    # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
-    scores = device.attention(2 * tokens * workload.seq_len * model.queries / grid.x)
+    scores = device.attention(sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block))
     forward_bytes, backward_bytes = _element_wise(workload, grid, config.token_parts)
     forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
@@ -148,19 +147,13 @@ def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
 
 
 def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-    """Bytes a token that a block's norms, activation and sums read and write, forward and backward.
+    """Bytes a token that a block's element-wise kernels read and write, in the forward and in the backward pass.
 
     token_parts: over how many ranks those of hidden activations are sharded.
     """
-    model = workload.model
-    hidden, ffn = model.hidden / grid.y / token_parts, model.ffn / grid.x
-    qkv = (model.queries + 2 * model.keys) / grid.x
-    gates = 2 if model.is_gated else 1
-    # A norm over y is made of plain operations in fp32, each of which reads and writes all: so much was measured.
-    norm = 2 if grid.y == 1 else 35
-    forward = 2 * norm * hidden + 2 * 3 * hidden + 3 * gates * ffn + (2 * qkv if model.is_rotary else 0)
-    backward = 2 * 2 * norm * hidden + 2 * 3 * hidden + (3 * gates + 1) * ffn + (4 if model.is_rotary else 3) * qkv
-    for linear in model.linears:
+    of_layers = [layer.element_wise(grid, token_parts) for layer in workload.model.block]
+    forward, backward = (sum(numbers) for numbers in zip(*of_layers, strict=True))
+    for linear in workload.model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
             over, into = grid[linear.output_axis], grid[linear.input_axis]
             outputs = linear.outputs / over / (token_parts if linear.is_rowwise else 1)

@@ -13,7 +13,6 @@ from functools import cached_property
 
 from stretto.axes import NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
-from stretto.planner.architecture import Linear
 from stretto.planner.communication import (
     AXIS_OF,
     KINDS,
@@ -26,6 +25,7 @@ from stretto.planner.communication import (
     slowest_rate,
 )
 from stretto.planner.compute import Compute, Device, compute
+from stretto.planner.layers import Linear
 from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16

@@ -42,15 +42,7 @@ def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: in
 
     token_parts: over how many ranks of x activations between blocks are sharded.
     """
-    x, y = grid.x, grid.y
-    norms = 2 * (1 + 1 / token_parts) * model.hidden / y  # outputs of both, gathered for the linears, and inputs
-    attention = (2 * model.queries + 2 * model.keys) / x  # queries, keys, values, and the result
-    if model.is_rotary:  # turned copies; the values' views keep the whole product of qkv alive
-        attention += (model.queries + model.keys) / x
-    if model.fuses_qkv and model.kv_heads < model.heads and not model.is_rotary:
-        attention += model.queries / x  # grouped queries are copied out of the fused product
-    mlp = (4 if model.is_gated else 2) * model.ffn / x
-    return norms + attention + mlp, model.hidden / y / token_parts
+    return sum(layer.kept(grid, token_parts) for layer in model.block), model.hidden / grid.y / token_parts
 
 
 def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
@@ -109,7 +101,7 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     # With several micro-batches, the gradients of the earlier ones are there all the time.
     earlier = gradients if config.micro_batches(workload) > 1 else 0.0
     of_head = head / grid.z * workload.master
-    widest = max((model.ffn * (2 if model.is_gated else 1)) / grid.x, model.hidden / grid.y) * tokens
+    widest = max(layer.widest(grid) for layer in model.block) * tokens
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become.
     scattered = SCATTERS_IN_FLIGHT / len(model.linears) * block_weights * (1 + 1 / grid.z) if grid.z > 1 else 0.0

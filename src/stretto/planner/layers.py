@@ -1,0 +1,178 @@
+"""The kinds of layers that a transformer block is a list of, each with what it computes, sends and keeps.
+
+To plan another kind (experts, say), add a class here and put it into `Architecture.block`. Linears are described by
+their sizes alone, and everything that is modelled of them (collectives, products, memory) follows from these.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from stretto.axes import GridSizes
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of a block: `inputs` is k and `outputs` is n of equations 5.1 to 5.5.
+
+    A rowwise one ("transposed" in the paper) sums its output over x and its input's gradient over y. `units`: into how
+    many parts at most the outputs may be cut: heads, or the outputs themselves. z cuts what x or y leaves of the
+    weight's first dim: of its outputs, or of its inputs if they are stored first.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    is_rowwise: bool
+    has_bias: bool
+    units: int
+    stores_inputs_first: bool = False
+
+    @property
+    def output_axis(self) -> str:
+        """The axis that cuts the outputs: x of a colwise linear, y of a rowwise one."""
+        return "y" if self.is_rowwise else "x"
+
+    @property
+    def input_axis(self) -> str:
+        """The axis that cuts the inputs, over which the output's partial sums are added."""
+        return "x" if self.is_rowwise else "y"
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the weight has."""
+        return self.inputs * self.outputs
+
+
+class BlockLayer(ABC):
+    """One layer of a block, as a rank of a grid runs it. Numbers are of elements, a token, unless they say otherwise.
+
+    token_parts: over how many ranks of x the activations between layers are sharded.
+    """
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linears, in order; none by default."""
+        return ()
+
+    @abstractmethod
+    def kept(self, grid: GridSizes, token_parts: int) -> float:
+        """What it keeps for its backward pass."""
+
+    @abstractmethod
+    def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+        """What its element-wise kernels read and write, in the forward and in the backward pass, without biases."""
+
+    @abstractmethod
+    def widest(self, grid: GridSizes) -> float:
+        """The widest activation whose gradient its backward pass holds."""
+
+    def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
+        """FLOPs of its attention's own products in one forward pass over `tokens`; 0 by default."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class NormLayer(BlockLayer):
+    """A block's two norms and two residual additions, of `hidden` features cut over y."""
+
+    hidden: int
+
+    def kept(self, grid: GridSizes, token_parts: int) -> float:
+        # Outputs of both, gathered for the linears, and inputs.
+        return 2 * (1 + 1 / token_parts) * self.hidden / grid.y
+
+    def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+        hidden = self.hidden / grid.y / token_parts
+        # A norm over y is made of plain operations in fp32, each of which reads and writes all: so much was measured.
+        norm = 2 if grid.y == 1 else 35
+        return 2 * norm * hidden + 2 * 3 * hidden, 2 * 2 * norm * hidden + 2 * 3 * hidden
+
+    def widest(self, grid: GridSizes) -> float:
+        return self.hidden / grid.y
+
+
+@dataclass(frozen=True)
+class AttentionLayer(BlockLayer):
+    """Causal self-attention, its heads cut over x: q, k and v by one linear or three, and the linear of the output.
+
+    is_rotary: queries and keys are rotated, which copies them.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    fuses_qkv: bool
+    has_qkv_bias: bool
+    has_out_bias: bool
+    is_rotary: bool
+    stores_inputs_first: bool
+
+    @property
+    def queries(self) -> int:
+        """Features of all queries: heads x head_dim."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Features of all keys, and of all values: KV heads x head_dim."""
+        return self.kv_heads * self.head_dim
+
+    def linears(self) -> tuple[Linear, ...]:
+        hidden, kv, bias, is_first = self.hidden, self.kv_heads, self.has_qkv_bias, self.stores_inputs_first
+        if self.fuses_qkv:
+            inputs = [Linear("qkv", hidden, self.queries + 2 * self.keys, False, bias, kv, is_first)]
+        else:
+            inputs = [
+                Linear("q", hidden, self.queries, False, bias, self.heads, is_first),
+                Linear("k", hidden, self.keys, False, bias, kv, is_first),
+                Linear("v", hidden, self.keys, False, bias, kv, is_first),
+            ]
+        return (*inputs, Linear("out", self.queries, hidden, True, self.has_out_bias, hidden, is_first))
+
+    def kept(self, grid: GridSizes, token_parts: int) -> float:
+        kept = (2 * self.queries + 2 * self.keys) / grid.x  # queries, keys, values, and the result
+        if self.is_rotary:  # rotated copies; the values' views keep the whole product of qkv alive
+            kept += (self.queries + self.keys) / grid.x
+        if self.fuses_qkv and self.kv_heads < self.heads and not self.is_rotary:
+            kept += self.queries / grid.x  # grouped queries are copied out of the fused product
+        return kept
+
+    def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+        qkv = (self.queries + 2 * self.keys) / grid.x
+        return (2 * qkv if self.is_rotary else 0.0), (4 if self.is_rotary else 3) * qkv
+
+    def widest(self, grid: GridSizes) -> float:
+        return 0.0  # never more than the MLP's
+
+    def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
+        # Queries with keys, and their weights with values; a causal mask leaves half. Repeated on every rank of y.
+        return 2 * tokens * seq_len * self.queries / grid.x
+
+
+@dataclass(frozen=True)
+class MlpLayer(BlockLayer):
+    """Two linears with an activation between them, its features cut over x; three if a gate multiplies it."""
+
+    hidden: int
+    ffn: int
+    is_gated: bool
+    has_bias: bool
+    stores_inputs_first: bool
+
+    def linears(self) -> tuple[Linear, ...]:
+        hidden, ffn, bias, is_first = self.hidden, self.ffn, self.has_bias, self.stores_inputs_first
+        ups = ("gate", "up") if self.is_gated else ("up",)
+        return (
+            *(Linear(name, hidden, ffn, False, bias, ffn, is_first) for name in ups),
+            Linear("down", ffn, hidden, True, bias, hidden, is_first),
+        )
+
+    def kept(self, grid: GridSizes, token_parts: int) -> float:
+        return (4 if self.is_gated else 2) * self.ffn / grid.x
+
+    def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
+        ffn, gates = self.ffn / grid.x, 2 if self.is_gated else 1
+        return 3 * gates * ffn, (3 * gates + 1) * ffn
+
+    def widest(self, grid: GridSizes) -> float:
+        return (self.ffn * (2 if self.is_gated else 1)) / grid.x
