@@ -1,12 +1,14 @@
-"""Put a model on a grid of data x X x Y x Z ranks (Singh, section 5.1.1).
+"""Parallelizes a model over a grid of data x X x Y x Z ranks (Singh, section 5.1.1).
 
-`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` spreads embedding
-tables of a recommendation model; the rest is what a training loop needs.
+`Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` distributes the
+embedding tables of a recommendation model; the rest is what a training loop needs.
+
+api, builder: `parallelize`. roles: which submodule is what. layers: the modules that replace a model's own. comm:
+collectives, weight gathering, gradient reduction. recsys: embedding tables.
 """
 
 from stretto.deprecated import alias
-from stretto.parallel.activation_checkpointing import checkpoint_activations
-from stretto.parallel.api import parallelize, validate
+from stretto.parallel.api import checkpoint_activations, parallelize, validate
 from stretto.parallel.capture import CapturedStep
 from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
 from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm

@@ -1,15 +1,17 @@
-"""`parallelize`: put an nn.Module on a grid, in place, under its own names."""
+"""`parallelize`: shards an nn.Module over a grid, in place, under its own names; and `checkpoint_activations`."""
 
 import dataclasses
 import inspect
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stretto.axes import LOSS
 from stretto.parallel.builder import Builder
@@ -19,6 +21,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import WeightGatherer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
+from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.replicated import keep_whole
 from stretto.parallel.layers.sharded_module import refuse_copies
@@ -51,23 +54,24 @@ def parallelize(
     model with its own shard of the batch [batch / (data x Z), ...]; the loss is the mean over the global batch, the
     same on every rank, and gradients are final when `backward()` returns. Collective: every rank makes the same call.
 
-    roles: name patterns ("*" is one part of a dotted name) to roles, for models that do not say themselves what their
-        submodules are; see `stretto.parallel.Role`.
+    roles: name patterns ("*" is one part of a dotted name) to roles (`stretto.parallel.Role`), for models that do not
+        give their submodules' roles themselves.
     local_attributes: patterns of integer attributes that count what one rank holds ("h.*.attn.n_head"), to the axis
         that divides them.
-    dtype: of activations, and of weights and partial sums on the wire (None: the parameters'). Parameters keep theirs:
-        fp32 parameters with dtype=torch.bfloat16 are master weights.
-    reduce_dtype: of weight gradients on the wire (None: as computed, in `dtype`).
+    dtype: of activations, and of weights and partial sums as they are sent (None: the parameters'). Parameters keep
+        theirs: fp32 parameters with dtype=torch.bfloat16 are master weights.
+    reduce_dtype: of weight gradients as they are sent (None: as computed, in `dtype`).
     keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
     sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
-    overlap: which collectives hide under computation (False: none); results are the same.
-    tune_matmuls: time every linear's products in each layout at the end of the first backward pass, and take the
-        fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or ~/.cache/stretto.
-    shard_sequence: between blocks, keep only this x rank's share of the tokens: in place of all-reduces over x come
-        all-gathers before colwise linears and reduce-scatters after rowwise ones, which on GPUs run within the products
+    overlap: which collectives overlap with computation (True: all, False: none); results are the same.
+    tune_matmuls: time every linear's products in each layout of the operands at the end of the first backward pass,
+        and use the fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or
+        ~/.cache/stretto.
+    shard_sequence: between blocks, keep only this x rank's part of the tokens: all-reduces over x become all-gathers
+        before colwise linears and reduce-scatters after rowwise ones, which on GPUs run within the products
         (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
         (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
-    seed: a model on the meta device is initialized here, from this seed and each module's name, alike on every grid.
+    seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
 
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
     hold different weights; the model is then as it was.
@@ -86,7 +90,7 @@ def parallelize(
     matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
     tokens = TokenShards(grid.group("x")) if shard_sequence and grid.size("x") > 1 else None
     builder = Builder(model, grid, precision, overlap, matmuls, keep_gathered, tokens, seed)
-    # All that can fail comes first, so that a failure leaves the model as it was.
+    # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     replicated = builder.build_replicated(plan)
     buffers = builder.buffers()
@@ -104,10 +108,8 @@ def parallelize(
     huggingface.refuse_saving(model)
     refuse_copies(model)
     model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
-    gatherer, gradient_reducer = (
-        builder.gatherer,
-        builder.gradient_reducer,
-    )  # the builder holds the whole model: it goes
+    # The hooks hold these two, and not the builder, which holds the whole model as it was.
+    gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
     model.register_forward_pre_hook(lambda model, _: _begin_forward(model, gatherer, gradient_reducer))
     model.register_forward_hook(lambda *_: _end_forward(gatherer), always_call=True)
     if grid.size("x") * grid.size("y") > 1:
@@ -126,11 +128,30 @@ def validate(
     validate_plan(model, read_plan(model, roles, local_attributes), sizes)
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Checkpoint every block of the model: each child of its longest nn.ModuleList. Names do not change.
+
+    Weights gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError if
+    there are no blocks.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            module.plan.shard.gatherer.stop_keeping()
+    if huggingface.is_pretrained_model(model) and hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        return
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known")
+    for block in max(lists, key=len):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
 _TARGETS = ("targets", "labels")  # what a model's forward calls them
 
 
 def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[tuple[nn.Module, str, int]]:
-    """What each module's attribute is on this rank; a module under several names is there once."""
+    """The value of each local attribute on this rank; a module under several names is listed once."""
     found = {}
     for name, axis in plan.local_attributes.items():
         owner, _, attribute = name.rpartition(".")
@@ -160,7 +181,7 @@ def _end_forward(gatherer: WeightGatherer) -> None:
 
 @torch.compiler.disable
 def _explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Add to a forward's error about sizes what may be behind it: code that counts the whole model's heads."""
+    """Add a likely cause to a forward's error about sizes: code that uses the whole model's number of heads."""
     error = sys.exception()
     if output is None and isinstance(error, RuntimeError) and re.search(r"\b(sizes?|shapes?)\b", str(error)):
         error.add_note(
@@ -180,7 +201,7 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: bool) -> None:
-    """Put the sharded loss where the model keeps its own, and tell the head while the model computes it."""
+    """Replace the model's loss by the sharded one, and have the head skip its product while the model computes it."""
     head = next((model.get_submodule(name) for name in plan.named("head")), None)
     loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
     if huggingface.is_pretrained_model(model):
@@ -190,7 +211,7 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
             _refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         _replace(model, names[0], loss)
-    else:  # what the model returns, if that is no loss, is whole
+    else:  # the model returns whole logits, or a loss of its own
         if grid.size(LOSS) > 1:
             model.register_forward_hook(_refuse_means_of_one_rank)
         return
@@ -201,7 +222,7 @@ def _install_loss(model: nn.Module, plan: ShardingPlan, grid: Grid, is_sharded: 
 
 
 def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:
-    """Have the head leave its product to the loss in the calls that are given targets."""
+    """Have the head leave its product to the loss in calls of the model that have targets."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         head.defers_loss = signature.bind_partial(*args, **kwargs).arguments.get(target) is not None
@@ -215,7 +236,7 @@ def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signatu
                 "place of its own: call parallelize(..., sharded_loss=False)"
             )
         if was_deferred and getattr(output, "logits", None) is not None:
-            # They were never made: what stands there is the head's input. Setting them to None would leave the item.
+            # Logits were never made: the field holds the head's input. Setting it to None would leave the item.
             output = dataclasses.replace(output, logits=None)
         elif was_deferred and isinstance(output, tuple):
             output = (output[0], None, *output[2:])
@@ -226,7 +247,7 @@ def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signatu
 
 
 def _refuse_losses_of_one_rank(model: nn.Module, loss: ParallelLoss | None) -> None:
-    """Raise if the model returns a loss that it has computed in its own code: the mean over this rank's rows alone."""
+    """Raise if the model returns a loss that its own code has computed: the mean over this rank's rows alone."""
     if loss is not None:
         model.register_forward_pre_hook(lambda *_: setattr(loss, "was_computed", False))
 
@@ -253,7 +274,7 @@ def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: A
 
 
 def _check_ranks_agree(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
-    """Every rank must start from the same weights (and draw the same dropout): compare sums, in one collective."""
+    """Raise ValueError unless all ranks have the same weights, and the same seed if there is dropout."""
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     sums = [
         (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64))

@@ -21,14 +21,14 @@ from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.layers.replicated import CUT
+from stretto.parallel.layers.replicated import REPLICATED
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.options import Overlap, Precision
 from stretto.parallel.roles.formulas import norm_kind
-from stretto.parallel.roles.plan import Cut, Role, ShardingPlan, cut_of, linear_axes
+from stretto.parallel.roles.plan import ParameterSharding, Role, ShardingPlan, linear_axes, sharding_of
 from stretto.parallel.roles.validation import is_conv1d
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Builder:
-    """Makes the parallel counterpart of each submodule, once, and of each parameter, however many places share it."""
+    """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Builder:
         if by_copies and keep_gathered and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         self._made: dict[int, nn.Parameter] = {}
-        # Parameters are told apart by id: these must not be freed, and their ids reused, while we replace them.
+        # Parameters are told apart by id: they must not be freed, and their ids reused, while they are replaced.
         self._originals = list(model.parameters())
         self._initializer = MetaInitializer(model, grid.device, seed)
 
     def build_all(self, plan: ShardingPlan) -> dict[str, nn.Module]:
-        """What takes the place of each submodule, by name. The model is not touched."""
+        """Build what replaces each submodule, by name. The model is not changed."""
         originals = dict(self.model.named_modules(remove_duplicate=False))
         made: dict[int, nn.Module] = {}
         for name, role in plan.roles.items():
@@ -81,13 +81,13 @@ class Builder:
         return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
 
     def build_replicated(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
-        """What takes the place of each parameter that every rank has whole, by its name."""
+        """Build what replaces each parameter that every rank has whole, by its name."""
         made: dict[str, nn.Parameter] = {}
         for name in (name for part in plan.replicated for name in part.parameters):
             owner_name, _, key = name.rpartition(".")
             owner = self.model.get_submodule(owner_name)
             source = self._initializer.real(owner_name, owner)
-            made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), CUT)
+            made[name] = self._parameter(owner.get_parameter(key), getattr(source, key), REPLICATED)
         return made
 
     def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
@@ -108,13 +108,13 @@ class Builder:
         grid, source = self.grid, self._initializer.real(name, module)
         output_axis, input_axis = linear_axes(role)
         is_transposed = is_conv1d(module)
-        cut = cut_of(role, "weight", is_transposed=is_transposed)
+        cut = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = cut.splits[0] if not is_transposed else cut.splits[1]
-        ring = None if role.role == "head" else self.ring  # a head's gradient would make all of its slots large
+        ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
         weight, shard = self._weight(module, source, cut, rows, may_keep=self.keep_gathered, ring=ring)
         bias = None
         if module.bias is not None:
-            bias = self._parameter(module.bias, source.bias, self._cut(role, "bias"))  # type: ignore[arg-type]
+            bias = self._parameter(module.bias, source.bias, self._sharding(role, "bias"))  # type: ignore[arg-type]
         plan = LinearPlan(
             name,
             shard,
@@ -137,7 +137,7 @@ class Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source, cut = self._initializer.real(name, module), self._cut(role, "weight")
+        source, cut = self._initializer.real(name, module), self._sharding(role, "weight")
         if role.role == "positions":
             weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
@@ -150,7 +150,7 @@ class Builder:
         weight, bias = (
             None
             if getattr(module, part, None) is None
-            else self._parameter(getattr(module, part), getattr(source, part), self._cut(role, part))
+            else self._parameter(getattr(module, part), getattr(source, part), self._sharding(role, part))
             for part in ("weight", "bias")
         )
         return ParallelNorm(
@@ -165,9 +165,9 @@ class Builder:
             name=name,
         )
 
-    def _cut(self, role: Role, part: str) -> Cut:
-        """`cut_of` what is used on this rank's tokens alone: with sequence sharding, other x ranks have others."""
-        cut = cut_of(role, part)
+    def _sharding(self, role: Role, part: str) -> ParameterSharding:
+        """How a parameter is sharded. With sequence sharding, one used on this rank's tokens is also summed over x."""
+        cut = sharding_of(role, part)
         is_of_tokens = role.role in ("norm", "positions") or (role.role == "rowwise" and part == "bias")
         if self.tokens is not None and is_of_tokens:
             return dataclasses.replace(cut, sum_axes=(*cut.sum_axes, "x"))
@@ -177,15 +177,15 @@ class Builder:
         self,
         module: nn.Module,
         source: nn.Module | Namespace,
-        cut: Cut,
+        cut: ParameterSharding,
         rows: Split,
         *,
         may_keep: bool,
         ring: "ScatterRing | None",
     ) -> tuple[nn.Parameter, WeightShard]:
-        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z cuts further.
+        """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z splits further.
 
-        may_keep: see `WeightShard.watch`. ring: what its gradient is scattered through, if not the process group.
+        may_keep: as in `WeightShard.watch`. ring: reduce-scatters its gradient by copy engines, if it is not None.
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
@@ -199,7 +199,7 @@ class Builder:
         shard.watch(weight, may_keep=may_keep)
         return weight, shard
 
-    def _parameter(self, original: nn.Parameter, whole: Tensor, cut: Cut) -> nn.Parameter:
+    def _parameter(self, original: nn.Parameter, whole: Tensor, cut: ParameterSharding) -> nn.Parameter:
         if id(original) not in self._made:
             layout = ParameterLayout(tuple(original.shape), cut.splits)
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
@@ -212,7 +212,7 @@ class Builder:
         return -(-vocab // self.grid.size("x")) * self.grid.coordinate("x")
 
     def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Each module's buffers on the device; those that were on the meta device as the model initializes them."""
+        """Each module's buffers, on the device; those on the meta device as the model initializes them."""
         found = []
         for name, module in self.model.named_modules():
             own = dict(module.named_buffers(recurse=False))

@@ -1,4 +1,4 @@
-"""Where a parameter's numbers live: how the grid's axes cut it, and how shards become the whole again."""
+"""How a parameter is laid out on a grid: the splits of its dims over axes, shards, and gathering them again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter of `shape` is cut: `splits` in the order in which they apply; axes without one replicate it."""
+    """How one parameter of `shape` is split: `splits` in the order in which they apply; other axes replicate it."""
 
     shape: tuple[int, ...]
     splits: tuple[Split, ...]
@@ -229,6 +229,6 @@ Version = tuple[int, int, int]
 
 
 def version_of(parameter: Tensor) -> Version:
-    """The version of a DTensor parameter: what writes to it counts there or at its shard, as it goes."""
+    """The version of a DTensor parameter: a write counts at the parameter or at its shard, depending on its path."""
     shard = local(parameter)
     return shard.data_ptr(), shard._version, parameter._version

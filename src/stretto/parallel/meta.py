@@ -1,4 +1,4 @@
-"""Initial weights of a model on the meta device: seeded by each module's name, so alike on every grid."""
+"""Initializes a model on the meta device, seeded by each module's name: the same weights on every grid."""
 
 import copy
 import hashlib
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class MetaInitializer:
-    """Gives the modules of a model their initial weights one at a time; the model itself is not touched."""
+    """Makes the initial weights of a model's modules, one module at a time; the model itself is not changed."""
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
         self.model = model

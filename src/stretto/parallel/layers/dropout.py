@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the global element: the same on any grid."""
+"""Dropout whose mask depends on an element's global place: the same on any grid."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +32,8 @@ class ParallelDropout(ShardedModule):
 
     The mask is a hash of a seed and the element's place in the whole activation. The seed is drawn from torch's default
     CPU generator, which ranks must have seeded alike; recomputation under activation checkpointing restores it. The
-    batch that it is given is all that the rank has of the global batch, unless `micro_batch_of` says otherwise. With
-    sequence sharding it is given this rank's tokens, [1, tokens / X, ...] (`tokens`; None inside attention and MLP,
+    input's batch is all that the rank has of the global batch, unless `micro_batch_of` says otherwise. With sequence
+    sharding the input has this rank's tokens, [1, tokens / X, ...] (`tokens`; None inside attention and MLP,
     where sequences are whole).
     """
 
@@ -46,8 +46,8 @@ class ParallelDropout(ShardedModule):
         self.grid = grid
         self.axis = axis
         self.name = name
-        self.rows: int | None = None  # of the global batch that this rank has; None: those that it is given
-        self.first = 0  # which of them it is given first
+        self.rows: int | None = None  # how many of the global batch this rank has; None: those of the input
+        self.first = 0  # which of them is the input's first
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid.size("x") * self.grid.size("y") > 1:

@@ -1,4 +1,4 @@
-"""Embeddings: vocabulary over x, hidden over y, rows over z."""
+"""Embeddings, with the vocabulary over x, hidden features over y, and rows over z; and checks of ids."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ class _VocabularyLookup(torch.autograd.Function):
 
 
 class _WholeSizes:
-    """The sizes of an embedding's whole weight, by nn.Embedding's names: models read them in their own code."""
+    """The sizes of an embedding's whole weight, under nn.Embedding's names: models read them in their own code."""
 
     weight: nn.Parameter
 
@@ -69,7 +69,7 @@ class _WholeSizes:
 
 
 class ParallelEmbedding(_WholeSizes, ShardedModule):
-    """A token embedding [vocab, hidden]: each x rank looks up its part of the vocabulary, the sum over x has them all.
+    """A token embedding [vocab, hidden]: each x rank looks up its part of the vocabulary; the sum over x has all of it.
 
     ids [...] int64 -> [..., hidden / Y], or, with sequence sharding, [1, tokens / X, hidden / Y]. A vocabulary that x
     does not divide leaves the last ranks fewer rows.
@@ -92,7 +92,7 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
         self.group = group
         self.first_row = first_row
         self.padding_idx = padding_idx
-        # -1 says "no such row" to the kernel that sums gradients
+        # -1 tells the kernel that sums gradients that there is no such row
         padding_row = -1 if padding_idx is None else padding_idx - first_row
         self.padding_row = padding_row if 0 <= padding_row < plan.rows else -1
 
@@ -108,8 +108,8 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
 class ParallelPositions(_WholeSizes, ShardedModule):
     """A small embedding [positions, hidden], replicated but for its hidden features, which y splits.
 
-    ids [...] int64 -> [..., hidden / Y]; with sequence sharding, ids are those of a sequence or of the whole batch, and
-    what is returned are those of this rank's tokens.
+    ids [...] int64 -> [..., hidden / Y]. With sequence sharding, ids are those of a sequence or of the whole batch, and
+    the result has this rank's tokens.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The language-model head and its loss, with the vocabulary over x: the whole logits are never in one place."""
+"""The language-model head and its cross-entropy, with the vocabulary over x: whole logits are never materialized."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ ROW_MULTIPLE = 64
 class ParallelHead(ParallelLinear):
     """The head: hidden [..., hidden / Y] -> whole logits [..., vocab] on every rank.
 
-    While the model computes its own loss, `defers_loss` is set and the head hands its input through: the loss then
-    takes the product slice by slice. (`parallelize` sets it, with hooks on the model's forward.)
+    While the model computes its own loss, `defers_loss` is set and the head returns its input: the loss then computes
+    the product slice by slice. `parallelize` sets it, by hooks on the model's forward.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_bias = (
             torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
         )
-        # Ranks that share these tokens must cut alike, whatever their part of the vocabulary.
+        # Ranks that have the same tokens must take the same slices, whatever their part of the vocabulary.
         widest = -(-head.vocab // head.grid.size("x"))
         length = max(1, SLICE_ELEMENTS // max(widest, 1))
         for start in range(0, hidden.shape[0], length):
@@ -170,7 +170,7 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
-    """Whether `mean_over_batch` has made the loss, or a term of it."""
+    """Whether `mean_over_batch` has computed the loss, or a term of it."""
     seen, waiting = set(), [loss.grad_fn]
     for node in waiting:  # breadth first: it is among the last things that were done
         if node is None or node in seen:

@@ -1,4 +1,4 @@
-"""Norms over features that y splits: ranks exchange (mean, M2) in fp32 (fp64 for fp64 input)."""
+"""LayerNorm and RMSNorm over features that y splits: ranks exchange (mean, M2) in fp32 (fp64 for fp64 input)."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from stretto.parallel.options import Precision
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which statistics and losses of a tensor are computed."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

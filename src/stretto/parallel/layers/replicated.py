@@ -1,4 +1,4 @@
-"""Modules, and parameters of one's own, that every rank has whole: a convolution, a class token, an adapter."""
+"""Replicated modules and parameters, which every rank has whole: a convolution, a class token, an adapter."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import check_features, whole_as_shards
 from stretto.parallel.layout import layout_of, local, note_layout
 from stretto.parallel.options import Precision
-from stretto.parallel.roles.plan import Cut, Replicated
+from stretto.parallel.roles.plan import ParameterSharding, Replicated
 
-# Ranks along x see the same activations, and so make the same gradients; those along data and z see other rows.
-CUT = Cut((), (LOSS,))
+# Ranks along x have the same activations, and so the same gradients; ranks along data and z have other rows.
+REPLICATED = ParameterSharding((), (LOSS,))
 
 
 def keep_whole(
@@ -28,9 +28,9 @@ def keep_whole(
     precision: Precision,
     gradients: GradientReducer,
 ) -> None:
-    """Put parameters, by their names within `model`, in their places, and have the code that reads them see tensors.
+    """Put parameters, by their names within `model`, in place, and let the code that reads them see plain tensors.
 
-    While the submodule's forward runs, each stands there as a tensor in the compute dtype, through which its gradient
+    While the submodule's forward runs, each is replaced by a tensor in the compute dtype, through which its gradient
     flows to the parameter.
     """
     places = []
@@ -45,7 +45,7 @@ def keep_whole(
 
 
 def _reader_of(model: nn.Module, name: str) -> nn.Module:
-    """The module whose forward reads them: a list or dict of parameters has none, and is read by what holds it."""
+    """The module whose forward reads the parameters: a list or dict of them has none, so the module that holds it."""
     reader = model.get_submodule(name)
     while name and type(reader).forward is nn.Module.forward:
         name = name.rpartition(".")[0]
@@ -62,7 +62,7 @@ def _reading(
     *,
     casts: bool,
 ) -> Callable[..., Any]:
-    """The module's forward, with tensors in the places of its parameters."""
+    """The module's forward, with plain tensors in place of its parameters."""
     forward = reader.forward
     checks = grid.size("x") > 1
 
@@ -99,7 +99,7 @@ def _tensors_in(places: Sequence[tuple[nn.Module, str]], precision: Precision) -
 
 
 def _keep_through_conversions(owner: nn.Module, key: str, gradients: GradientReducer) -> None:
-    """What `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
+    """Do what `ShardedModule` does for its own: conversions keep layout and hooks, and state dicts may be whole."""
     convert = owner._apply
 
     def convert_and_restore(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What the modules that `parallelize` puts in have in common."""
+"""The base class of the modules that `parallelize` puts in: state dicts, conversions, refused copies."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard
@@ -16,8 +16,8 @@ class ShardedModule(nn.Module):
     """A module whose parameters are shards on a grid.
 
     `load_state_dict` takes the model's own state dict, and a plain model's, of whose whole tensors each rank keeps its
-    part. Conversions (`.to`, `.double`) keep what Stretto has noted on its parameters. What would lose it is refused
-    with a ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
+    part. Conversions (`.to`, `.double`) keep what Stretto has noted on the parameters. Operations that would lose it
+    raise ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
     """
 
     def __init__(self, gradients: GradientReducer | None = None) -> None:
@@ -48,7 +48,7 @@ class ShardedModule(nn.Module):
 
     def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
         super()._save_to_state_dict(*args, **options)
-        # What is handed out may be loaded into: torch.distributed.checkpoint does, and no version tells of it.
+        # torch.distributed.checkpoint loads into the tensors of a state dict, and no version shows it.
         for parameter in self.parameters(recurse=False):
             copy = copy_of(parameter)
             if copy is not None:
@@ -83,12 +83,12 @@ def whole_as_shards(
 
 
 def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether this is what an unparallelized model's state dict has for a parameter."""
+    """Whether this is a whole tensor, as a state dict of the unparallelized model has."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
 
 
 def refuse_copies(model: nn.Module) -> None:
-    """Have the whole model say that it cannot be copied: pickle would fail at its hooks, before it comes to a part."""
+    """Have copying or pickling the model raise ValueError: pickle would fail at its hooks, with another message."""
     model.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
 
 
@@ -100,7 +100,7 @@ def _refuse_copy(_protocol: object = None) -> NoReturn:
 
 
 def note_features(y: Tensor, axis: str) -> Tensor:
-    """Note on an output over which axis its features are split; what is made of it forgets that."""
+    """Note on an output over which axis its features are split, for `check_features` of the next module."""
     if not torch.compiler.is_compiling():
         y.stretto_features = axis  # type: ignore[attr-defined]
     return y
@@ -109,7 +109,8 @@ def note_features(y: Tensor, axis: str) -> Tensor:
 def check_features(x: Tensor, axis: str, name: str) -> None:
     """Raise ValueError if an input is known to be split over another axis than a module takes.
 
-    Where x and y are of one size, shapes would not show it. It is known only straight after the module that made it.
+    Where x and y are of one size, shapes would not show it. It is known of the tensor that a module has returned, and
+    not of what is computed from it.
     """
     if torch.compiler.is_compiling():
         return

@@ -1,4 +1,4 @@
-"""The first all-to-all of a distributed DLRM: the indices of a rank's samples go to the owners of the tables."""
+"""Exchanges look-up indices: the first all-to-all of a distributed DLRM, from a rank's samples to tables' owners."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from stretto.parallel.comm.collectives import all_to_all
 from stretto.parallel.recsys.placement import TablePlacement
 from stretto.parallel.recsys.pooled_exchange import TableLookups
 
-_REFUSED = -1  # in place of how many samples there are
+_REFUSED = -1  # sent in place of the number of samples by a rank that refuses its batch
 
 
 def exchange_indices(
@@ -22,7 +22,7 @@ def exchange_indices(
     *,
     host_group: dist.ProcessGroup | None = None,
 ) -> TableLookups:
-    """Bags of this rank's samples for all tables become those of all samples for this rank's tables. Collective.
+    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's tables. Collective.
 
     indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may lie on the CPU, which saves
     waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
@@ -42,7 +42,7 @@ def exchange_indices(
     try:
         batch, ends = _check(indices, offsets, placement, group.rank())
         lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
-    except ValueError as error:  # told to the others where they would wait for this rank
+    except ValueError as error:  # the others are told in the exchange in which they wait for this rank
         refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
     sizes = [stop - start for start, stop in pairwise(ends)]
 
@@ -55,7 +55,7 @@ def exchange_indices(
         raise refused
     if _REFUSED in batches:
         raise ValueError(f"rank {batches.index(_REFUSED)} has refused its own batch: its error says why")
-    if len(set(batches)) > 1:  # before anything is cut by them: a backend ends the process, or waits forever
+    if len(set(batches)) > 1:  # before anything is split by them: backends abort, or wait forever
         raise ValueError(
             f"the ranks' batches have {', '.join(map(str, batches))} samples, but must all have as many: share the "
             "global batch out equally, and leave out or fill up a last one that the ranks do not divide"
@@ -125,9 +125,9 @@ def _check_indices(indices: Tensor, offsets: Tensor, ends: Sequence[int], placem
 
 
 def _feature_major(arrived: Tensor, lengths: Tensor, counts: Sequence[Sequence[int]]) -> TableLookups:
-    """Indices that came rank by rank, in each table by table, become table by table, in each rank by rank.
+    """Reorder received indices from rank-major (then by table) to table-major (then by rank).
 
-    lengths: of the bags, [ranks, tables, local batch]. counts[rank][table]: how many indices came.
+    lengths: of the bags, [ranks, tables, local batch]. counts[rank][table]: how many indices were received.
     """
     world, tables, batch = lengths.shape
     offsets = lengths.new_zeros(tables * world * batch + 1)

@@ -1,4 +1,4 @@
-"""Which rank owns which embedding table: balanced by memory and by work, explained, the same on every machine."""
+"""Places embedding tables on ranks, balanced by memory and by work; deterministic, so the same on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class TableSize:
 
     @property
     def numbers(self) -> int:
-        """What is kept."""
+        """How many numbers the table has."""
         return self.rows * self.dim
 
     @property
     def work(self) -> float:
-        """What a sample reads and writes, in numbers: the rows of its bag, and the pooled vector."""
+        """How many numbers a sample reads and writes: the rows of its bag, and the pooled vector."""
         return (self.pooling + 1) * self.dim
 
 
@@ -32,7 +32,7 @@ class TablePlacement:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All tables in order of rank, then number: how pooled vectors stand after their exchange."""
+        """All tables in order of rank, then number: the order of pooled vectors after their exchange."""
         return tuple(table for of_rank in self.owned for table in of_rank)
 
     def owner(self, table: int) -> int:
@@ -44,7 +44,7 @@ class TablePlacement:
         return _shares(self.owned, [table.numbers for table in self.tables])
 
     def work_shares(self) -> tuple[float, ...]:
-        """The part of all look-ups, by what they move, that each rank does."""
+        """The part of all look-ups that each rank does, by the numbers that they move."""
         return _shares(self.owned, [table.work for table in self.tables])
 
     def explain(self, itemsize: int = 4) -> str:

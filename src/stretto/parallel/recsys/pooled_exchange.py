@@ -1,7 +1,7 @@
-"""Look up the global batch in this rank's tables and hand every rank its rows: the one place where that is chosen.
+"""Pools the global batch's rows of this rank's tables and sends each rank its vectors: the second all-to-all of DLRM.
 
-`pool_and_exchange` runs stretto.ops' fused operator ("kernel") or what plain PyTorch has for it ("library"). Nothing
-else in training knows of the operator, but who says that its backward pass is to update the tables (`FusedUpdate`).
+`pool_and_exchange` runs stretto.ops' fused operator ("kernel") or plain PyTorch's functions ("library"). Nothing else
+in training knows of the operator, except what has its backward pass update the tables (`FusedUpdate`).
 """
 
 from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class TableLookups:
-    """What a rank's tables are asked for: bags of the global batch, feature-major.
+    """The look-ups in a rank's tables: bags of the global batch, feature-major.
 
     indices: [total], rows of the rank's first table for all samples, then of its second. offsets: [tables x global
     batch + 1], where each bag begins. ends: offsets[::global batch] on the host, where each table's begin. batch: the
@@ -40,7 +40,7 @@ class TableLookups:
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """What the operator's backward pass does with the rows that were looked up, in place of making gradients.
+    """How the operator's backward pass updates the rows that were looked up, in place of making gradients.
 
     settings: fp32 [2] on the device, learning rate and epsilon. states: for "adagrad", the row-wise one, fp32 [rows] of
     each of this rank's tables.
@@ -83,7 +83,7 @@ def pool_and_exchange(
     pooled = _pool(lookups, tables, dtype)
     if group.size() == 1:
         return pooled
-    return _HandOut.apply(pooled, tuple(dims), group)
+    return _ExchangePooled.apply(pooled, tuple(dims), group)
 
 
 def choose_operators(
@@ -145,8 +145,8 @@ def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
-class _HandOut(torch.autograd.Function):
-    """[global batch, own dims] -> [local batch, all ranks' dims]: rows to their ranks. Backward: the way back."""
+class _ExchangePooled(torch.autograd.Function):
+    """All-to-all of pooled vectors: [global batch, own dims] to [local batch, all ranks' dims], and back in backward."""
 
     @staticmethod
     def forward(ctx: Any, pooled: Tensor, dims: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model with embedding tables on several ranks: whole tables here and there, everything else on every rank."""
+"""Distributes a model with embedding tables: each table is whole on one rank, everything else on every rank."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Detects which formula a norm or loss module computes by running it: classes of one name differ between models."""
+"""Detects which formula a norm or loss computes, by running it: classes of one name differ between models."""
 
 import copy
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""What Stretto knows of Hugging Face models: their tensor-parallel plans, GPT-2 (which has none), their losses.
+"""Adapts Hugging Face models: roles from their tensor-parallel plans, GPT-2 (which has none), losses, `generate`.
 
-transformers is not imported here: models say what they are.
+transformers is not imported here: a model's attributes say what it is.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ def _base(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def plan_of(model: nn.Module, known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Patterns to roles, and attributes to divide, that a transformers model implies; empty for other models.
+    """The roles by pattern, and the attributes to divide, that a transformers model implies; empty for other models.
 
-    `known`: names of submodules of which the user has said what they are, whatever the model's plan says.
+    known: names of submodules whose roles the user has given, whatever the model's plan says.
     """
     if not is_pretrained_model(model):
         return {}, {}
@@ -103,7 +103,7 @@ def _wildcard(name: str) -> str:
 
 
 def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
-    """A linear that makes attention heads keeps each head whole."""
+    """The role of a linear; one that makes attention heads keeps each head whole."""
     parent = base.get_submodule(name.rpartition(".")[0])
     head_dim = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
     linear = base.get_submodule(name)
@@ -144,7 +144,7 @@ def _refuse_attention_dropout(model: nn.Module) -> None:
 
 
 def refuse_alibi(model: nn.Module) -> None:
-    """Refuse biases that depend on an attention head's number: transformers' code makes those of the first heads."""
+    """Raise ValueError for ALiBi: every rank of x would take the biases of the first heads."""
     for module in model.modules():
         is_theirs = type(module).__module__.startswith("transformers")  # transformers_modules: code from the hub
         names = [name for name in dir(module) if "alibi" in name.lower()] if is_theirs else []
@@ -156,7 +156,7 @@ def refuse_alibi(model: nn.Module) -> None:
 
 
 def _refuse_config_dropout(model: nn.Module) -> None:
-    """Refuse dropout whose probability a module's code reads from its config: no nn.Dropout can be replaced."""
+    """Raise ValueError for dropout whose probability a module's code reads from its config: it is no nn.Dropout."""
     for kind, module in {type(module): module for module in model.modules() if hasattr(module, "config")}.items():
         source = _source_beside_init(kind)
         for option in sorted(set(re.findall(r"self\.config\.(\w*drop\w*)", source))):
@@ -169,7 +169,7 @@ def _refuse_config_dropout(model: nn.Module) -> None:
 
 
 def _source_beside_init(kind: type) -> str:
-    """The source of a class's own methods but __init__; empty where it cannot be had."""
+    """The source of a class's own methods except __init__; empty where it cannot be found."""
     sources = []
     for name, method in {"forward": getattr(kind, "forward", None), **vars(kind)}.items():
         if name != "__init__" and inspect.isroutine(method):
@@ -179,9 +179,9 @@ def _source_beside_init(kind: type) -> str:
 
 
 def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
-    """The norms of hidden features in a transformers model: [hidden] weights that stand beside no linear with a role.
+    """The norms of hidden features in a transformers model: weights [hidden] with no colwise or rowwise linear beside.
 
-    (One that does stand beside such a linear may see heads, which are split otherwise: its plan must name it.)
+    A norm beside such a linear may see heads, which are split in another way: the model's plan must name it.
     """
     if not is_pretrained_model(model) or not found:
         return {}
@@ -199,9 +199,9 @@ def norms_beside(model: nn.Module, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def generate_in_step(model: nn.Module) -> None:
-    """Let `generate` go on on every rank until the last is done: each rank's step gathers weights that all ranks hold.
+    """Have `generate` run on every rank until the last is done: each step gathers weights from all ranks.
 
-    Hugging Face has an option for it, off by default.
+    Sets Hugging Face's option synced_gpus, which is off by default.
     """
     generate: Any = getattr(model, "generate", None)
     if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
@@ -215,7 +215,7 @@ def generate_in_step(model: nn.Module) -> None:
 
 
 def refuse_saving(model: nn.Module) -> None:
-    """Have `save_pretrained` say that it does not know of sharded parameters, before it writes half of a folder."""
+    """Have `save_pretrained` raise ValueError for sharded parameters, before it writes half of a folder."""
     save: Any = getattr(model, "save_pretrained", None)
     if not callable(save):
         return
@@ -233,10 +233,10 @@ def refuse_saving(model: nn.Module) -> None:
 
 
 def install_loss(model: nn.Module, loss: ParallelLoss | None) -> ParallelLoss | None:
-    """Put the sharded loss in the place of the model's own, if it computes the same; returns what was put there.
+    """Replace the model's loss by the sharded one, if both compute the same; returns the new one, or None.
 
-    What the model has instead is told by its function, not its class: losses of token classification take labels as
-    those of language models do, but unshifted, and a user may have set another one.
+    The model's loss is recognized by its function, not by the model's class: losses of token classification take labels
+    as those of language models do, but unshifted, and a user may have set another one.
     """
     is_shifted = _shifts_labels(model)
     if loss is None or is_shifted is None:
@@ -262,7 +262,7 @@ def calls_loss_function(model: nn.Module) -> bool:
 
 
 def refusal_of_loss(model: nn.Module) -> str:
-    """Why a loss that the model has computed by itself is no use, and what to do."""
+    """The message that refuses a loss that the model has computed by itself."""
     return (
         f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
         "transformers' losses of causal and masked language models. Call it without labels, and compute the loss from "

@@ -1,4 +1,7 @@
-"""Which submodule plays which part: read from the model's own plan or the user's patterns, never guessed."""
+"""The roles of a model's submodules: read from the model's plan or the user's patterns, never guessed.
+
+`sharding_of` says how each role shards its parameters.
+"""
 
 import re
 import warnings
@@ -34,7 +37,7 @@ _OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
 
 @dataclass(frozen=True)
 class Role:
-    """What one submodule is.
+    """What one submodule is to `parallelize`.
 
     `role` is one of KINDS. `segments`: how many equal fused parts the output features hold, each split on its own.
     `unit`: how many output features must stay on one rank (a head's, say), called `unit_name` in messages.
@@ -76,7 +79,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Replicated:
-    """Parameters, by name, that every rank has whole: all of the submodule `whose`, or some that are its own."""
+    """Parameters, by name, that every rank has whole: all of the submodule `whose`, or some of its own ones."""
 
     whose: str
     parameters: tuple[str, ...]
@@ -85,7 +88,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """A model's submodules by name with their roles, and the integer attributes that count what a rank holds."""
+    """How a model is sharded: its submodules' roles, and the integer attributes that count what a rank holds."""
 
     roles: dict[str, Role]
     local_attributes: dict[str, str]
@@ -100,10 +103,10 @@ def read_plan(
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
     local_attributes: Mapping[str, str] | None,
 ) -> ShardingPlan:
-    """Match patterns with the model's names: the user's first, then the model's own.
+    """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
 
     In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
-    submodules with parameters (or dropout) of which nothing says what they are.
+    submodules with parameters (or dropout) that have no role.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Role] = {}
@@ -142,7 +145,7 @@ def _replicated_parts(
     parameters: Mapping[str, nn.Parameter],
     found: Mapping[str, Role],
 ) -> tuple[Replicated, ...]:
-    """What is in a replicated module, but for submodules with a role of their own, and parameters named themselves."""
+    """The parameters of replicated modules, except submodules with roles of their own, and replicated parameters."""
     parts: dict[tuple[str, bool], list[str]] = {}
     for name in parameters:
         owner = name.rpartition(".")[0]
@@ -155,7 +158,7 @@ def _replicated_parts(
 
 
 def _from_inside(name: str) -> list[str]:
-    """A dotted name and those that it is in: a.b.c, a.b, a, and the whole's, which is empty."""
+    """A dotted name and those of its parents: a.b.c, a.b, a, and the model's, which is empty."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
@@ -192,17 +195,20 @@ def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], replicated: Col
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one parameter is cut. `is_weight`: it is gathered over z before use (and z is one of its splits)."""
+class ParameterSharding:
+    """How one parameter is split, and over which axes its gradients are summed.
+
+    is_weight: it is gathered over z before use, and z is one of its splits.
+    """
 
     splits: tuple[Split, ...]
     sum_axes: tuple[str, ...]
     is_weight: bool = False
 
-    def on(self, sizes: Mapping[str, int]) -> "Cut":
-        """The same without axes of one rank, which cut nothing."""
+    def on(self, sizes: Mapping[str, int]) -> "ParameterSharding":
+        """The same without axes of one rank, which split nothing."""
         ranks = group_sizes(sizes)
-        return Cut(
+        return ParameterSharding(
             tuple(split for split in self.splits if sizes[split.axis] > 1),
             tuple(axis for axis in self.sum_axes if ranks[axis] > 1),
             self.is_weight,
@@ -210,27 +216,27 @@ class Cut:
 
 
 def linear_axes(role: Role) -> tuple[str, str]:
-    """Over which axes a linear's output and input features are split."""
+    """The axes over which a linear's output and input features are split."""
     return ("y", "x") if role.role == "rowwise" else ("x", "y")
 
 
-def cut_of(role: Role, part: str, *, is_transposed: bool = False) -> Cut:
-    """How a module of this role has its `part` ("weight" or "bias") cut. `is_transposed`: it is stored [in, out]."""
+def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
+    """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
     match role.role:
         case "colwise" | "rowwise" | "head":
             output_axis, input_axis = linear_axes(role)
             if part == "bias":
-                return Cut((Split(0, output_axis, role.segments),), (LOSS,))
+                return ParameterSharding((Split(0, output_axis, role.segments),), (LOSS,))
             dim = 1 if is_transposed else 0
             splits = (Split(dim, output_axis, role.segments), Split(1 - dim, input_axis), Split(0, "z"))
-            return Cut(splits, (REPLICAS,), is_weight=True)
+            return ParameterSharding(splits, (REPLICAS,), is_weight=True)
         case "embedding":
-            return Cut((Split(0, "x"), Split(1, "y"), Split(0, "z")), (REPLICAS,), is_weight=True)
+            return ParameterSharding((Split(0, "x"), Split(1, "y"), Split(0, "z")), (REPLICAS,), is_weight=True)
         case "positions":
-            return Cut((Split(1, "y"),), (LOSS,))
+            return ParameterSharding((Split(1, "y"),), (LOSS,))
         case "norm":
-            return Cut((Split(0, "y"),), (LOSS,))
+            return ParameterSharding((Split(0, "y"),), (LOSS,))
         case "head_norm":  # it sees only the heads of its x rank
-            return Cut((), (LOSS, "x"))
+            return ParameterSharding((), (LOSS, "x"))
         case _:
             raise AssertionError(f"a {role.role} has no parameters")

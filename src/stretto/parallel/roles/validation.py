@@ -1,4 +1,4 @@
-"""Whether a model fits a grid: checked before anything is allocated or sent."""
+"""Checks that a grid can hold a model, before anything is allocated or sent."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from stretto.axes import LOSS, check_sizes, group_sizes
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.formulas import check_loss, norm_kind
-from stretto.parallel.roles.plan import Role, ShardingPlan, cut_of
+from stretto.parallel.roles.plan import Role, ShardingPlan, sharding_of
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -59,7 +59,7 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
 
 
 def check_takes_sharded_sequence(model: nn.Module) -> None:
-    """Raise ValueError unless the model says that its code lets tokens be sharded between blocks."""
+    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks."""
     if not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
             f"shard_sequence: {type(model).__name__} does not say that it takes activations of a part of the tokens: "
@@ -106,7 +106,10 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
 
 
 def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
-    """Dropout that is no module is drawn anew on each rank: told by a probability that a module stores."""
+    """Raise ValueError for dropout that is no module, which each rank would draw by itself.
+
+    It is recognized by a probability that a module stores.
+    """
     for name, module in modules.items():
         for attribute, value in vars(module).items():
             if "drop" in attribute.lower() and isinstance(value, float) and value > 0:
@@ -120,7 +123,7 @@ def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
 def _check_replicated(
     model: nn.Module, modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]
 ) -> None:
-    """What every rank has whole takes all features, is tied to nothing that is cut, and knows its own rows only."""
+    """Raise ValueError for replicated parts on a grid that splits their features, ties, or rows for statistics."""
     of_cut = {
         id(parameter): f"{name}.{part}"
         for name, role in plan.roles.items()
@@ -146,7 +149,7 @@ def _check_replicated(
 
 
 def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
-    """A loss gets its logits from a head, and is one that the sharded cross-entropy can stand in for."""
+    """Raise ValueError for a loss without a head, or one that the sharded cross-entropy does not equal."""
     for name in plan.named("loss"):
         heads = plan.named("head")
         if not heads:
@@ -159,7 +162,7 @@ def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
-    """A module under several names has one role, and a parameter in several modules is cut one way."""
+    """Raise ValueError for a module with two roles, or a parameter that its modules shard in different ways."""
     of_module: dict[int, tuple[str, Role]] = {}
     of_parameter: dict[int, tuple[str, Any]] = {}
     for name, role in plan.roles.items():
@@ -173,7 +176,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: M
         if role.role == "loss":
             continue
         for part, parameter in module.named_parameters(recurse=False):
-            cut = cut_of(role, part, is_transposed=is_conv1d(module)).on(sizes)
+            cut = sharding_of(role, part, is_transposed=is_conv1d(module)).on(sizes)
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
             if cut != first_cut:
                 raise ValueError(
