@@ -146,7 +146,7 @@ def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -
 
 
 class _ExchangePooled(torch.autograd.Function):
-    """All-to-all of pooled vectors: [global batch, own dims] to [local batch, all ranks' dims], and back in backward."""
+    """All-to-all of pooled vectors: [global batch, own dims] to [local batch, all ranks' dims] and back."""
 
     @staticmethod
     def forward(ctx: Any, pooled: Tensor, dims: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
