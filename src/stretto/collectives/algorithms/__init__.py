@@ -10,20 +10,21 @@ from stretto.collectives.algorithms.all_pairs import (
     one_shot_all_reduce,
     two_shot_all_reduce,
 )
-from stretto.collectives.algorithms.dgx1 import dgx1_all_gather
 from stretto.collectives.algorithms.exchange import all_to_next, direct_all_to_all, two_step_all_to_all
 from stretto.collectives.algorithms.hierarchical import (
+    dgx1_all_gather,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
 from stretto.collectives.algorithms.recursive import (
+    binomial_broadcast,
+    binomial_reduce,
     recursive_doubling_all_gather,
     recursive_halving_all_reduce,
     recursive_halving_reduce_scatter,
 )
 from stretto.collectives.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from stretto.collectives.algorithms.trees import binomial_broadcast, binomial_reduce
 
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each

@@ -1,4 +1,4 @@
-"""Hierarchies: ranks of one node talk to each other, and to the rank of the same number in other nodes.
+"""Hierarchies: ranks of one node talk to each other, and to the rank of the same number in other nodes. And a DGX-1.
 
 Rank n * gpus + g is GPU g of node n. All GPUs of a node send to other nodes at once, so that every NIC has its share.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stretto.collectives.algorithm import algorithm
 from stretto.collectives.algorithms.recursive import double, halve
-from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
+from stretto.collectives.collective import AllGather, AllReduce, Collective, ReduceScatter
 from stretto.collectives.language import chunk, parallelize
 
 PCCL = "PCCL (Singh, 2025), section 6.2.1"
@@ -82,3 +82,25 @@ def hierarchical_reduce_scatter(nodes: int, gpus: int) -> None:
     for rank in range(nodes * gpus):
         node, gpu = divmod(rank, gpus)
         chunk(rank, "scratch", gpu * nodes + node).copy(rank, "out", 0)
+
+
+def _dgx1_collective(ranks: int = 8, in_place: bool = True) -> Collective:
+    if ranks != 8:
+        raise ValueError(f"a DGX-1 has 8 GPUs, not {ranks}")
+    return AllGather(8, 1, in_place)
+
+
+@algorithm(_dgx1_collective, source="SCCL (Cai et al., 2021), table 4; MSCCLang, section 7.5")
+def dgx1_all_gather() -> None:
+    """1 chunk, 2 steps, 2 rounds: own chunk to all four neighbours, then the partner's to the three of the group."""
+    for rank in range(8):
+        own = chunk(rank, "in", 0).copy(rank, "out", rank)
+        group, partner = rank // 4 * 4, (rank + 4) % 8
+        for neighbour in (*range(group, group + 4), partner):
+            if neighbour != rank:
+                own.copy(neighbour, "out", rank)
+    for rank in range(8):
+        group, partner = rank // 4 * 4, (rank + 4) % 8
+        for neighbour in range(group, group + 4):
+            if neighbour != rank:
+                chunk(rank, "out", partner).copy(neighbour, "out", partner)

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: log2(ranks) steps, over distances that halve and double. Any number of ranks.
+"""Recursive halving and doubling, and binomial trees: log2(ranks) steps. Any number of ranks.
 
 With p the largest power of two that is not above the number of ranks, rank p + i first folds into rank i and is served
 by it in the end, and rank i stands for the blocks i and p + i in between (Thakur, Rabenseifner and Gropp, 2005, as
@@ -8,10 +8,11 @@ Singh's dissertation, section 6.2.3, uses them between nodes).
 from collections.abc import Sequence
 
 from stretto.collectives.algorithm import algorithm
-from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
+from stretto.collectives.collective import AllGather, AllReduce, Broadcast, Reduce, ReduceScatter
 from stretto.collectives.language import chunk
 
 SOURCE = "Thakur, Rabenseifner and Gropp (2005); PCCL (Singh, 2025), section 6.2.3"
+BINOMIAL_SOURCE = "Thakur, Rabenseifner and Gropp (2005), section 4"
 
 
 def halve(members: Sequence[int], buffer: str, start: int, size: int = 1, folded: bool = True) -> None:
@@ -112,3 +113,26 @@ def recursive_halving_all_reduce(ranks: int) -> None:
         chunk(rank, "in", 0, ranks).copy(rank, "out", 0)
     halve(range(ranks), "out", 0, folded=False)
     double(range(ranks), "out", 0, folded=False)
+
+
+@algorithm(lambda ranks, root=0, in_place=True: Broadcast(ranks, 1, root, in_place), source=BINOMIAL_SOURCE)
+def binomial_broadcast(ranks: int, root: int = 0) -> None:
+    """In every step each rank that has the data sends it to one that has not."""
+    chunk(root, "in", 0).copy(root, "out", 0)
+    distance = 1
+    while distance < ranks:
+        for i in range(min(distance, ranks - distance)):
+            chunk((root + i) % ranks, "out", 0).copy((root + i + distance) % ranks, "out", 0)
+        distance *= 2
+
+
+@algorithm(lambda ranks, root=0, in_place=True: Reduce(ranks, 1, root, in_place), source=BINOMIAL_SOURCE)
+def binomial_reduce(ranks: int, root: int = 0) -> None:
+    """The broadcast backwards: in every step half of the ranks that hold a sum give it to another."""
+    for rank in range(ranks):
+        chunk(rank, "in", 0).copy(rank, "out", 0)
+    distance = 1
+    while distance < ranks:
+        for i in range(0, ranks - distance, 2 * distance):
+            chunk((root + i) % ranks, "out", 0).reduce(chunk((root + i + distance) % ranks, "out", 0))
+        distance *= 2

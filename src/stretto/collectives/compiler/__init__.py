@@ -1,4 +1,4 @@
-"""From a program to a schedule, by passes from one immutable value to the next (MSCCLang, sections 4 and 5).
+"""Compiles a program to a schedule, by passes from one immutable value to the next (MSCCLang, sections 4 and 5).
 
 program -> instances -> chunk DAG -> instruction DAG -> fused -> channels -> order -> thread blocks -> schedule
 """

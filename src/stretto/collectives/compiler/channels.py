@@ -1,8 +1,8 @@
-"""Channels: over which of the connections between two ranks each message goes (section 5.2).
+"""Assigns a channel to each message: which of the connections between two ranks it uses (MSCCLang, section 5.2).
 
 A thread block has one peer to send to and one to receive from, and a connection has one thread block at either end.
-So on one channel of a rank, whatever comes from a peer and is sent on by a fused instruction goes to one peer alone;
-messages of fused instructions share their channel; messages of different parts share none.
+So on one channel of a rank, fused instructions forward the messages of one peer to one peer only; the messages of a
+fused instruction share a channel; messages of different parts share none.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,21 @@ class Channels:
 
 
 def assign_channels(dag: InstructionDag) -> Channels:
-    """The channel that the program asks for, else the lowest on which the message's thread blocks can be had."""
+    """Assign the channel that the program asks for, else the lowest on which a message's thread blocks are possible."""
     operations = dag.chunk_dag.parts.operations
-    # By rank, part and channel: where fused instructions pass on what comes from a peer, and the reverse.
+    # By rank, part and channel: the peer to which fused instructions forward a peer's messages, and the reverse.
     passes_to: dict[tuple[int, int, int], dict[int, int]] = {}
     passes_from: dict[tuple[int, int, int], dict[int, int]] = {}
     chosen: dict[int, int] = {}
     split: set[int] = set()
 
     def fits(link: tuple[int, int, int], part: int, channel: int) -> bool:
-        rank, giver, taker = link
+        rank, sender, receiver = link
         at = rank, part, channel
-        return passes_to.get(at, {}).get(giver, taker) == taker and passes_from.get(at, {}).get(taker, giver) == giver
+        return (
+            passes_to.get(at, {}).get(sender, receiver) == receiver
+            and passes_from.get(at, {}).get(receiver, sender) == sender
+        )
 
     for chain in _chains(dag):
         part = dag.instructions[dag.sender[chain[0]]].part
@@ -54,9 +57,9 @@ def assign_channels(dag: InstructionDag) -> Channels:
                 continue
         else:
             channel = next(channel for channel in count() if all(fits(link, part, channel) for link in links))
-        for rank, giver, taker in links:
-            passes_to.setdefault((rank, part, channel), {})[giver] = taker
-            passes_from.setdefault((rank, part, channel), {})[taker] = giver
+        for rank, sender, receiver in links:
+            passes_to.setdefault((rank, part, channel), {})[sender] = receiver
+            passes_from.setdefault((rank, part, channel), {})[receiver] = sender
         for message in chain:
             chosen[message] = channel
     if split:
@@ -65,7 +68,7 @@ def assign_channels(dag: InstructionDag) -> Channels:
 
 
 def _chains(dag: InstructionDag) -> Iterator[list[int]]:
-    """Messages in the chains that fused instructions make of them."""
+    """Chains of messages: each is forwarded by the fused instruction that receives it."""
     for first in sorted(dag.sender):
         if dag.instructions[dag.sender[first]].receives is not None:
             continue
@@ -86,17 +89,20 @@ def _first_that_differs(chain: list[int], asked: list[int | None]) -> int:
 
 
 def _first_that_crosses(messages: list[int], links: list[tuple[int, int, int]]) -> int | None:
-    """The first message of a chain that comes through a rank again, from another peer or to another one."""
+    """The first message of a chain that passes a rank a second time, from another peer or to another one."""
     passes_to: dict[tuple[int, int], int] = {}
     passes_from: dict[tuple[int, int], int] = {}
-    for message, (rank, giver, taker) in zip(messages, links, strict=True):
-        if passes_to.setdefault((rank, giver), taker) != taker or passes_from.setdefault((rank, taker), giver) != giver:
+    for message, (rank, sender, receiver) in zip(messages, links, strict=True):
+        if (
+            passes_to.setdefault((rank, sender), receiver) != receiver
+            or passes_from.setdefault((rank, receiver), sender) != sender
+        ):
             return message
     return None
 
 
 def _link(dag: InstructionDag, message: int) -> tuple[int, int, int]:
-    """The rank that passes on what became this message, whom it has it from, and to whom it goes."""
+    """The rank that forwards this message, the peer that it comes from, and the peer that it goes to."""
     passing = dag.instructions[dag.sender[message]]
     assert passing.receives is not None
     operations = dag.chunk_dag.parts.operations
@@ -104,7 +110,7 @@ def _link(dag: InstructionDag, message: int) -> tuple[int, int, int]:
 
 
 def _numbered(dag: InstructionDag, chosen: dict[int, int]) -> dict[int, int]:
-    """Every part's channels numbered apart: those of the first part as they are, the others after them."""
+    """Number every part's channels separately: those of the first part as they are, the others after them."""
     operations = dag.chunk_dag.parts.operations
     used = sorted({(operations[message].part, channel) for message, channel in chosen.items()})
     numbers: dict[tuple[int, int], int] = {}

@@ -1,14 +1,14 @@
-"""All passes, one after another."""
+"""Compiles a traced program to a schedule: runs all passes, and emits the thread blocks' steps."""
 
 from itertools import pairwise
 
 from stretto.collectives.collective import Buffer
 from stretto.collectives.compiler.channels import assign_channels
-from stretto.collectives.compiler.chunk_dag import find_dependencies
-from stretto.collectives.compiler.instances import split_into_instances
+from stretto.collectives.compiler.chunk_dag import find_dependencies, split_into_instances
 from stretto.collectives.compiler.instructions import InstructionDag, fuse, generate_instructions
 from stretto.collectives.compiler.order import find_order, program_order
-from stretto.collectives.compiler.thread_blocks import CompileError, ThreadBlockBuilder, place
+from stretto.collectives.compiler.placement_errors import CompileError
+from stretto.collectives.compiler.thread_blocks import ThreadBlockBuilder, place
 from stretto.collectives.language import Chunks, Program
 from stretto.collectives.limits import merges
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
@@ -25,11 +25,11 @@ def compile_program(
     max_bytes: int = 0,
     fusion: bool = True,
 ) -> Schedule:
-    """The schedule of a traced program, free from deadlock with `slots` FIFO slots a connection.
+    """Compile a traced program to a schedule that is free from deadlock with `slots` FIFO slots a connection.
 
-    instances: how many copies of the program share the data; slots: None takes the protocol's; min_bytes, max_bytes:
-    the sizes that the schedule is meant for (0: any). ValueError for an unknown protocol or a count out of bounds,
-    CompileError for a program that no schedule can be made of.
+    instances: the number of copies of the program that share the data; slots: None for the protocol's; min_bytes,
+    max_bytes: the sizes that the schedule is meant for (0: any). Raises ValueError for an unknown protocol or a count
+    out of bounds, CompileError for a program that cannot be compiled.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"the protocols are {', '.join(PROTOCOLS)}, not {protocol!r}")
@@ -66,7 +66,7 @@ def compile_program(
 def _fuse_and_order(
     plain: InstructionDag, slots: int, fusion: bool
 ) -> tuple[InstructionDag, dict[int, int], tuple[int, ...]]:
-    """Fused instructions, their channels and their order; whatever stands in the way of one is not fused."""
+    """Fuse instructions, and find channels and an order for them; instructions that prevent either stay unfused."""
     split: frozenset[int] = frozenset() if fusion else frozenset(plain.sender)
     while True:
         dag = fuse(plain, split)
@@ -83,7 +83,7 @@ def _fuse_and_order(
 
 
 def _emit(dag: InstructionDag, blocks: list[ThreadBlockBuilder]) -> tuple[ThreadBlock, ...]:
-    """The rank's thread blocks as a schedule has them: further waits of a step become nops before it."""
+    """Emit a rank's thread blocks: a step's waits beyond the first become nops before it."""
     ranked = sorted(range(len(blocks)), key=lambda number: _order_of(blocks[number]))
     position = {number: at for at, number in enumerate(ranked)}
     step_of = []
@@ -119,7 +119,7 @@ def _emit(dag: InstructionDag, blocks: list[ThreadBlockBuilder]) -> tuple[Thread
                 )
             )
         for at, (one, following) in enumerate(pairwise(result)):
-            # RCCL would take both for one reduction of the second's size. It does not where the first is awaited.
+            # RCCL would merge both into one reduction of the second's size. It does not if the first is awaited.
             if merges(one, following) and one.size != following.size:
                 result[at] = one._replace(awaited=True)
         emitted.append(ThreadBlock(block.send_peer, block.receive_peer, block.channel, tuple(result)))
@@ -131,7 +131,7 @@ _NOWHERE_OUT = Chunks(0, Buffer.OUT, -1, 0)
 
 
 def _order_of(block: ThreadBlockBuilder) -> tuple[int, int, int]:
-    """Thread blocks of one peer side by side, as runtimes want those of one link."""
+    """The sort key of thread blocks: those of one peer come together, as runtimes want those of one link."""
     none = -1
     return (
         none if block.send_peer is None else block.send_peer,

@@ -1,4 +1,4 @@
-"""Instructions: what each rank does for each operation, and the fusion of a receive with a send (sections 4.2, 4.3)."""
+"""Generates each rank's instructions for each operation, and fuses a receive with a send (MSCCLang, 4.2, 4.3)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from stretto.collectives.schedule import StepType
 
 
 class Instruction(NamedTuple):
-    """What one rank does.
+    """What one rank does for an operation.
 
-    source, destination: its own chunks, as in a schedule's step; receives, sends: the message, by the number of the
-    operation that it belongs to, that it takes or gives; channel: what the program asks for; part: see `Operation`;
-    thread_block: what the program asks for.
+    source, destination: its own chunks, as in a schedule's step; receives, sends: its messages, by the number of the
+    operation that they belong to; part: the instance that it belongs to (see `Operation`); thread_block: the number
+    that the program asks for.
     """
 
     type: StepType
@@ -27,18 +27,30 @@ class Instruction(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many chunks it handles."""
+        """The number of chunks that it handles."""
         chunks = self.source or self.destination
         assert chunks is not None
         return chunks.size
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it has no message."""
+        return self.receives is None and self.sends is None
+
+    @property
+    def message(self) -> int:
+        """The message that determines its channel; a fused instruction's two messages share theirs."""
+        message = self.receives if self.sends is None else self.sends
+        assert message is not None
+        return message
 
 
 @dataclass(frozen=True)
 class InstructionDag:
     """Instructions, and for each of them those of its rank that must come before it.
 
-    A message's sender comes before its receiver too: `sender` and `receiver` say who they are, by operation. The
-    instructions are not in an order in which they may run, once some are fused.
+    A message's sender comes before its receiver, too: `sender` and `receiver` map a message (by its operation) to these
+    two instructions. Once some are fused, the list is not in an order in which it could be executed.
     """
 
     chunk_dag: ChunkDag
@@ -49,7 +61,7 @@ class InstructionDag:
 
 
 def generate_instructions(dag: ChunkDag) -> InstructionDag:
-    """A send and a receive (or rrc) for an operation between ranks, a copy or reduce for one inside a rank."""
+    """Generate a send and a receive (or rrc) for an operation between ranks, a copy or a reduce inside a rank."""
     instructions: list[Instruction] = []
     before: list[tuple[int, ...]] = []
     sender: dict[int, int] = {}
@@ -89,11 +101,11 @@ def generate_instructions(dag: ChunkDag) -> InstructionDag:
 
 
 def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> InstructionDag:
-    """Each receive fused with a send of exactly the chunks that it stored: r + s to rcs, rrc + s to rrcs or rrs.
+    """Fuse each receive with a send of exactly the chunks that it stored: r + s to rcs, rrc + s to rrcs or rrs.
 
-    Of several sends, the one on the longest path is taken, and none for which another thread block is asked for. rrs,
-    which stores nothing, only where nobody else reads the sum and the collective does not ask for it. Sends of the
-    operations in `unfused` stay apart.
+    Of several sends, the one on the longest path is fused, and none for which the program asks for another thread
+    block. rrs stores nothing: it is generated only if no other operation reads the sum and the collective does not ask
+    for it. Sends of the operations in `unfused` stay separate.
     """
     fused_into = _choose(dag, unfused)
     instructions: list[Instruction] = []
@@ -127,7 +139,7 @@ def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> Instruct
 
 
 def _is_only_sent(dag: ChunkDag, operation: int) -> bool:
-    """Whether the one reader of what this operation wrote is the send that is fused with it."""
+    """Whether the send that is fused with this operation is the only reader of its result."""
     return dag.read_by_others[operation] == 1 and not dag.survives[operation]
 
 
@@ -154,10 +166,10 @@ def _choose(dag: InstructionDag, unfused: frozenset[int]) -> dict[int, int]:
 
 
 def _longest_paths_to_a_leaf(dag: InstructionDag) -> list[int]:
-    """For each instruction, before fusion: the steps of the longest path from it on."""
+    """For each instruction, before fusion: the length of the longest path that begins at it."""
     longest = [0] * len(dag.instructions)
     for number in range(len(dag.instructions) - 1, -1, -1):
-        # Before fusion, the order of the numbers is one in which the instructions may run.
+        # Before fusion, the instructions can be executed in the order of their numbers.
         through = longest[number] + 1
         for other in dag.before[number]:
             if longest[other] < through:

@@ -1,6 +1,6 @@
-"""The order: one global sequence of all instructions that respects every dependency and every FIFO (section 5.2).
+"""Finds one global order of all instructions that respects every dependency and every FIFO (MSCCLang, section 5.2).
 
-Thread blocks take their instructions in this sequence, so no order inside a thread block can close a cycle. Two more
+Thread blocks execute their instructions in this order, so no order inside a thread block can close a cycle. Two more
 rules make it hold with real FIFOs: the receives of a connection come in the order of its sends, and no send comes
 before the receive that frees its slot.
 """
@@ -21,7 +21,7 @@ class Order:
 
 
 def find_order(dag: InstructionDag, channels: dict[int, int], slots: int) -> Order:
-    """The instructions that are ready first come first, and of those, the ones with the longest path behind them."""
+    """Order instructions by when they are ready, and among those by the longest path that begins at them."""
     instructions = dag.instructions
     after: list[list[int]] = [[] for _ in instructions]
     missing = [0] * len(instructions)
@@ -66,10 +66,10 @@ def find_order(dag: InstructionDag, channels: dict[int, int], slots: int) -> Ord
 
 
 class _Fifo:
-    """A connection while the order is found: the messages under way, and who waits for it to change.
+    """A connection while the order is found: the messages in flight, and the instructions that it blocks.
 
-    receivers: instructions that are ready but for their message not being the first one, by message; senders: those
-    that are ready but for a free slot, the best first.
+    receivers: by message, instructions that are ready except that their message is not the first one; senders: those
+    that are ready except for a free slot, the best first.
     """
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ class _Fifo:
         self.senders: list[tuple[int, int, int]] = []
 
     def give(self, message: int) -> Iterator[tuple[int, int, int]]:
-        """A message is sent; yields its receiver, if it can go on now."""
+        """Send a message; yields its receiver, if that is no longer blocked."""
         self.messages.append(message)
         if len(self.messages) == 1 and message in self.receivers:
             yield self.receivers.pop(message)
 
     def take(self) -> Iterator[tuple[int, int, int]]:
-        """The first message is received; yields the next one's receiver and the best sender, if they can go on now."""
+        """Receive the first message; yields the next one's receiver and the best sender, if no longer blocked."""
         self.messages.pop(0)
         if self.messages and self.messages[0] in self.receivers:
             yield self.receivers.pop(self.messages[0])
@@ -105,13 +105,13 @@ def _culprits(dag: InstructionDag, in_flight: list[int]) -> frozenset[int]:
 def program_order(dag: InstructionDag) -> tuple[int, ...]:
     """The order of the program itself, each receive right after its send: one slot is enough, but nothing may be fused.
 
-    It is what remains where the order by priority ends with every FIFO full.
+    The fallback where the order by priority ends with every FIFO full.
     """
     return tuple(range(len(dag.instructions)))
 
 
 def connection(dag: InstructionDag, message: int, channel: int) -> tuple[int, int, int]:
-    """A message's connection: who sends, who receives, and the channel."""
+    """A message's connection: its sender, its receiver and its channel."""
     operation = dag.chunk_dag.parts.operations[message]
     return operation.source.rank, operation.destination.rank, channel
 

@@ -1,15 +1,66 @@
-"""One rank's part of a run: its thread blocks as coroutines that do their steps on its buffers."""
+"""Executes one rank's part of a schedule on host memory: its thread blocks as coroutines, and FIFOs between ranks.
+
+Messages go through slots in the receiver's memory, counted by two signals a connection. The sender fills slot
+k % slots with message k, then counts `sent` up at the receiver. The receiver waits for `sent` to reach k + 1, reads the
+slot, then counts `freed` up at the sender. A slot may be used again because the sender fills it with message k only
+once `freed` has reached k + 1 - slots.
+"""
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
+import torch
 from torch import Tensor
 
-from stretto.collectives.executor.fifo import Receiver, Sender
 from stretto.collectives.executor.layout import Buffers
-from stretto.collectives.executor.plan import REDUCTIONS, ExecutionPlan
+from stretto.collectives.executor.plan import REDUCTIONS, ExecutionPlan, FifoConnection
 from stretto.collectives.schedule import Step, StepType, ThreadBlock
 from stretto.memory import HostMemory
+
+
+class _FifoEnd:
+    """Both ends of a FIFO: its slots, and the number of messages that have passed since the memory was allocated."""
+
+    def __init__(
+        self, memory: HostMemory, connection: FifoConnection, slots: int, dtype: torch.dtype, passed: int = 0
+    ) -> None:
+        self.connection = connection
+        self.passed = passed
+        self._memory = memory
+        start, size = connection.offset, connection.slot_bytes
+        buffer = memory.buffer(connection.receiver)
+        self._slots = [buffer[start + slot * size : start + (slot + 1) * size].view(dtype) for slot in range(slots)]
+
+    def message(self, chunks: int, elements: int) -> Tensor:
+        """The next message, [chunks, elements], in its slot."""
+        return self._slots[self.passed % len(self._slots)].as_strided((chunks, elements), (elements, 1))
+
+
+class FifoSender(_FifoEnd):
+    """The sending end of a FIFO: fills slot k % slots with message k, then counts up `sent`."""
+
+    def is_ready(self) -> bool:
+        """Whether there is a free slot."""
+        target = self.passed + 1 - len(self._slots)
+        return self._memory.has_reached(self.connection.receiver, self.connection.freed, target)
+
+    def send(self) -> None:
+        """Signal the receiver that the message has been written."""
+        self._memory.signal(self.connection.receiver, self.connection.sent)
+        self.passed += 1
+
+
+class FifoReceiver(_FifoEnd):
+    """The receiving end of a FIFO: reads message k once `sent` has reached k + 1, then counts up `freed`."""
+
+    def is_ready(self) -> bool:
+        """Whether a message has arrived."""
+        return self._memory.has_reached(self.connection.sender, self.connection.sent, self.passed + 1)
+
+    def free(self) -> None:
+        """Signal the sender that the message has been read and its slot is free."""
+        self._memory.signal(self.connection.sender, self.connection.freed)
+        self.passed += 1
 
 
 class Awaited(Enum):
@@ -71,7 +122,7 @@ class RankRun:
                 ended[number] += 1
                 yield None
 
-    def _ends(self, block: ThreadBlock) -> tuple[Sender | None, Receiver | None]:
+    def _ends(self, block: ThreadBlock) -> tuple[FifoSender | None, FifoReceiver | None]:
         plan, memory, rank = self.plan, self.memory, self.rank
         outgoing = incoming = None
         sent = received = 0
@@ -82,11 +133,13 @@ class RankRun:
             key = (block.receive_peer, rank, block.channel)
             incoming, received = plan.connections.get(key), self._passed.get(key, 0)
         return (
-            None if outgoing is None else Sender(memory, outgoing, plan.slots, plan.dtype, sent),
-            None if incoming is None else Receiver(memory, incoming, plan.slots, plan.dtype, received),
+            None if outgoing is None else FifoSender(memory, outgoing, plan.slots, plan.dtype, sent),
+            None if incoming is None else FifoReceiver(memory, incoming, plan.slots, plan.dtype, received),
         )
 
-    def _do(self, step: Step, start: int, elements: int, sender: Sender | None, receiver: Receiver | None) -> None:
+    def _do(
+        self, step: Step, start: int, elements: int, sender: FifoSender | None, receiver: FifoReceiver | None
+    ) -> None:
         """A step on one tile, all that it waits for being there. What is sent is what was stored, bit for bit."""
         kind = step.type
         source = destination = received = message = None

@@ -1,4 +1,9 @@
-"""The CUDA C++ of one rank's lane program."""
+"""Writes the CUDA C++ of one rank's fused program: the whole program as one kernel, or one level of it by itself.
+
+Each thread handles vectors of 16 bytes of a mailbox (8 of data by LL, 15 by LL128, 16 by Simple), `UNROLL` of them at a
+time, and executes the whole program on each. primitives.cu has what the written lines call: `take`, `put`, `load`,
+`store`, `combine`.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,8 +17,8 @@ from stretto.collectives.executor.cuda.fused.program import (
 )
 from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant, read_sources, write_macros
 
-WIDE_THREADS = 1024  # of a kernel that does with 64 registers a thread
-_MOST_WIDE_OPERATIONS = 24  # a lane: two-shot all-reduce of four ranks has 23, and fills the 64
+WIDE_THREADS = 1024  # of a kernel whose threads need no more than 64 registers
+_MOST_WIDE_OPERATIONS = 24  # of such a thread: two-shot all-reduce of four ranks has 23, and fills the 64 registers
 PARAMETERS = (
     ("char*", "input"),
     ("char*", "output"),
@@ -21,14 +26,14 @@ PARAMETERS = (
     ("Report*", "report"),
     ("u32*", "failed"),  # the process's failure flag
     ("u64", "limit"),  # nanoseconds that a wait may take
-    ("u64", "kernel"),  # the workspace's number of this kernel, for the report
+    ("u64", "kernel"),  # the kernel's number in the workspace, for the failure report
     ("u64", "region"),  # where the mailboxes of this protocol begin in each half of a rank's memory
     ("u64", "half"),  # the bytes of such a half
     ("u64", "stride"),  # the bytes of one mailbox
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
-    ("u64", "begin"),  # where in each chunk this call's piece of it begins, in bytes
-    ("u64", "slots"),  # lanes of the piece, in places of 16 bytes of a mailbox
+    ("u64", "begin"),  # where in each chunk the piece of this launch begins, in bytes
+    ("u64", "slots"),  # the vectors of the piece, each 16 bytes of a mailbox
 )
 
 LEVEL_PARAMETERS = (
@@ -39,7 +44,7 @@ LEVEL_PARAMETERS = (
     ("u32*", "failed"),  # the process's failure flag
     ("u64", "limit"),
     ("u64", "kernel"),
-    ("const u64*", "base"),  # the pieces of all calls before this one
+    ("const u64*", "base"),  # the number of pieces of all calls before this one
     ("u64", "index"),  # which piece of this call it is
     ("char*", "mail"),  # the mailboxes of the piece's slot
     ("u64*", "flags"),  # and their flags
@@ -52,7 +57,7 @@ LEVEL_PARAMETERS = (
 
 
 def most_threads(fused: FusedProgram, variant: Variant) -> int:
-    """Of a block of the kernel, which is the same on all ranks."""
+    """The most threads of a block of the kernel, the same on all ranks."""
     is_narrow = variant.unroll > 1 or any(
         sum(level.operations for level in program.levels) > _MOST_WIDE_OPERATIONS for program in fused.ranks
     )
@@ -60,7 +65,7 @@ def most_threads(fused: FusedProgram, variant: Variant) -> int:
 
 
 def write_source(fused: FusedProgram, rank: int, block_chunks: int, variant: Variant) -> str:
-    """The kernel `run` of that rank. block_chunks: the chunks of a block (see `Layout`)."""
+    """The fused kernel `run` of a rank. block_chunks: the chunks of a block (see `BlockLayout`)."""
     writer = _Writer(fused, fused.ranks[rank], block_chunks, variant)
     return write_macros(variant, fused.collective.ranks, rank) + "\n".join(
         [read_sources("ptx.cu", "primitives.cu"), *writer.kernel(), ""]
@@ -76,9 +81,9 @@ def write_level_source(
     variant: Variant,
     awaits: Sequence[ReceiveChunk] = (),
 ) -> str:
-    """The kernel `run` of one level that sends nothing: its messages lie in mailboxes, where copy engines put them.
+    """The kernel `run` of one level, which sends nothing: copy engines have put its messages into mailboxes.
 
-    awaits: messages that lie elsewhere, and are only waited for.
+    awaits: messages that are elsewhere, for which it only waits.
     """
     writer = _LevelWriter(fused, program, block_chunks, variant)
     return write_macros(variant, fused.collective.ranks, program.rank) + "\n".join(
@@ -92,7 +97,7 @@ def parameter_names(world: int) -> list[str]:
 
 
 class _Writer:
-    """Writes the kernel's lines."""
+    """Writes the lines of a fused kernel."""
 
     def __init__(self, fused: FusedProgram, program: FusedRankProgram, block_chunks: int, variant: Variant) -> None:
         self.program = program
@@ -117,7 +122,7 @@ class _Writer:
         if not self.meets:
             yield from self._send_tokens()
         yield "  u32 turn = 0;"
-        yield from self._each_lane()
+        yield from self._each_vector()
         yield "    ++turn;"
         for number, level in enumerate(self.program.levels):
             yield f"    // level {number}"
@@ -128,12 +133,12 @@ class _Writer:
         yield f"  end_call(state, epoch, peer_{self.program.rank} + side, half, wait);"
         yield "}"
 
-    def _each_lane(self) -> Iterator[str]:
-        """The head of the loop over this thread's lanes."""
+    def _each_vector(self) -> Iterator[str]:
+        """The head of the loop over this thread's vectors."""
         yield "  const u64 span = (u64)gridDim.x * blockDim.x * UNROLL;"
         yield "  for (u64 start = (u64)blockIdx.x * blockDim.x * UNROLL; start < slots; start += span) {"
         yield "    u64 slot[UNROLL], at[UNROLL]; int width[UNROLL];"
-        yield "    EACH {"  # what lies behind a piece is the next one's
+        yield "    EACH {"  # memory behind a piece belongs to the next piece
         yield "      slot[u] = start + u * blockDim.x + threadIdx.x;"
         if self.is_line:
             yield "      at[u] = begin + slot[u] / 8 * 120 + slot[u] % 8 * 16;"
@@ -158,7 +163,8 @@ class _Writer:
             yield f"      v{reduce.value}[u] = narrow(w{reduce.value}[u]);"
             yield "    }"
         if level.sends:
-            yield f"    const bool keeps_{number} = anywhere(wait.is_given_up);"  # nothing is sent that never came
+            # A value whose message never arrived is not sent on.
+            yield f"    const bool keeps_{number} = anywhere(wait.is_given_up);"
             yield "    converge();"
         for send in level.sends:
             mailbox = self._mailbox(send.peer, send.message)
@@ -186,7 +192,7 @@ class _Writer:
                     f"await_flag({flag}, (u64)epoch << 32 | turn, wait, {number}, {receive.message});"
                 )
             yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"
-        # All are asked for at once, so that their ways from memory overlap.
+        # All messages are read at once, so that the latencies of memory overlap.
         yield "    while (true) {"
         yield "      converge();"
         yield "      bool has_come = true; u32 missing = 0;"
@@ -209,7 +215,7 @@ class _Writer:
                 )
 
     def _await_tokens(self) -> Iterator[str]:
-        """Do not end before all others have begun: the mailboxes' halves are used in turn."""
+        """Wait until all others have begun before this rank ends: calls use the two halves of the mailboxes in turn."""
         for peer in range(self.world):
             if peer != self.program.rank:
                 yield (
@@ -219,14 +225,14 @@ class _Writer:
                 )
 
     def _chunk(self, place: ChunkPlace) -> tuple[str, str]:
-        """Where a chunk begins, and its bytes."""
+        """C++ expressions for where a chunk begins and how many bytes it has."""
         base = "input" if place.buffer is Buffer.IN else "output"
         block, chunk = divmod(place.chunk, self.block_chunks)
         start = f"{base} + {block} * block_bytes + {chunk} * chunk_bytes"
         return start, f"chunk_length(block_bytes, {chunk} * chunk_bytes, chunk_bytes)"
 
     def _wide(self, value: int) -> str:
-        """A value as it is added: a sum that did not travel is not rounded."""
+        """A value as an operand: a sum that was not sent is not rounded."""
         if value in self.sums and value not in self.program.rounded:
             return f"w{value}[u]"
         return f"widen(v{value}[u])"
@@ -239,7 +245,7 @@ class _Writer:
 
 
 class _LevelWriter(_Writer):
-    """Writes the kernel of one level. A message is there once its flag has the piece's tick."""
+    """Writes the kernel of one level. A message has arrived once its flag has reached the piece's tick."""
 
     def level_kernel(self, number: int, level: Level, awaits: Sequence[ReceiveChunk]) -> Iterator[str]:
         parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
@@ -253,7 +259,7 @@ class _LevelWriter(_Writer):
             )
         yield "  __syncthreads();"
         if level.operations:
-            yield from self._each_lane()
+            yield from self._each_vector()
             yield from self._level(number, level)
             yield "  }"
         yield "  wait.conclude();"

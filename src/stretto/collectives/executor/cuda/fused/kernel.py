@@ -1,4 +1,4 @@
-"""A verified schedule as one kernel on this GPU, for calls on the current stream."""
+"""Loads and launches the fused kernel of a verified schedule, for tensors of any size, on the current stream."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ from stretto.collectives.executor.layout import depends_on_chunk_length, find_al
 from stretto.collectives.schedule import Schedule
 
 THREADS_STEP = 128
-"""Blocks have a multiple of so many threads."""
+"""A block's threads are a multiple of this."""
 MAX_PLANS = 4096
 
 
 class _Launches(NamedTuple):
-    """What calls of one size launch: parameters, a block's threads, and (begin, slots, blocks) of every piece."""
+    """What calls of one size launch: parameters, threads of a block, and (begin, vectors, blocks) of every piece."""
 
     parameters: tuple[tuple[str, int], ...]
     threads: int
@@ -26,14 +26,15 @@ class _Launches(NamedTuple):
 
 
 class FusedScheduleKernel:
-    """Runs a schedule on one rank, every thread a lane (see `lanes`). All ranks make and call it in the same order.
+    """Runs a schedule on one rank as one kernel. All ranks make and call it in the same order.
 
-    Who waits for whom: a block of the kernel waits for the blocks with its own index on other ranks, and for nothing
-    else, since lanes depend on themselves alone. With the bound on the number of blocks (`bound_blocks`) kernels of two
-    groups, and NCCL's, end whatever the order in which each rank launches them.
+    Waits: a block of the kernel waits for the blocks with its own index on other ranks, and for nothing else, since
+    elements of chunks depend only on elements at the same position. Together with the bound on the number of blocks
+    (`bound_blocks`) this lets kernels of two groups, and NCCL's, end whatever the order in which each rank launches
+    them.
 
-    in_place: whether it is called with one tensor for input and output. ValueError for a schedule that is made for
-    another number of ranks, or cannot run so.
+    in_place: whether it is called with one tensor for input and output. Raises ValueError for a schedule that is made
+    for another number of ranks, or cannot run so.
     """
 
     def __init__(self, schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant, *, in_place: bool) -> None:
@@ -69,10 +70,10 @@ class FusedScheduleKernel:
         self.max_blocks = workspace.most_blocks
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
-        """Run it on flat contiguous tensors: `output` is None in place, where `input` is the one that holds both.
+        """Run it on flat contiguous tensors: `output` is None in place, where `input` holds both buffers.
 
-        What is larger than the mailboxes goes in pieces. ValueError for sizes that do not fit the collective,
-        PeerError if an earlier call was given up.
+        Chunks larger than the mailboxes go in pieces, a launch each. Raises ValueError for sizes that do not fit the
+        collective, PeerError if an earlier call gave up.
         """
         self.workspace.check()
         self.workspace.follow_stream()
@@ -91,9 +92,10 @@ class FusedScheduleKernel:
             function.launch(blocks, plan.threads)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
-        """Choose the threads of a block (None: by size) and the most blocks. All ranks choose the same.
+        """Set the threads of a block (None: by size) and the most blocks. All ranks set the same.
 
-        ValueError for threads that it is not compiled for, and for more blocks than leave room for others.
+        Raises ValueError for a number of threads that it is not compiled for, and for more blocks than leave room for
+        other kernels.
         """
         if threads is not None and (threads % THREADS_STEP or not THREADS_STEP <= threads <= self._most_threads):
             raise ValueError(
@@ -109,20 +111,20 @@ class FusedScheduleKernel:
         self._plans.clear()
 
     def describe_wait(self, block: int, level: int, message: int) -> str:
-        """See `Waiting`."""
+        """Describe what a thread block waited for, for a failure report."""
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
 
     def _plan(self, sizes: tuple[int | None, int | None]) -> "_Launches":
         layout = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
         chunk_bytes = layout.chunk_elements * self._itemsize
         slots = self._slots(chunk_bytes)
-        # A piece is whole warps of slots, so that it is also whole lines of LL128 and a multiple of any element.
+        # A piece is whole warps of vectors, so that it is also whole lines of LL128 and a multiple of any element.
         most = self._capacity // (16 * max(self.fused.mailboxes, 1)) // 32 * 32
         if most == 0:
             raise ValueError(f"{self.name} has {self.fused.mailboxes} messages to a rank: there is no memory for these")
         threads = self.threads or self._choose_threads(min(slots, most))
         pieces = []
-        # Without lanes there is no launch: nobody would wait in it, and a call is what keeps the ranks together.
+        # Without data there is no launch: no rank would wait in it, and waiting is what keeps the ranks together.
         for start in range(0, slots, most):
             here = min(most, slots - start)
             blocks = min(-(-here // (threads * self.variant.unroll)), self.max_blocks)
@@ -138,16 +140,17 @@ class FusedScheduleKernel:
         return plan
 
     def _choose_threads(self, slots: int) -> int:
-        """As few as let each block, of as many as there may be, have an equal share, in as few rounds as there can be.
+        """The fewest threads with which the allowed blocks get equal shares, in as few rounds as possible.
 
-        A last round of a few blocks takes as long as a whole one, and more blocks share the waiting better than larger.
+        A last round of a few blocks takes as long as a full one, and more blocks spread the waiting better than larger
+        blocks.
         """
         vectors = -(-slots // self.variant.unroll)
         rounds = max(-(-vectors // (self.max_blocks * self._most_threads)), 1)
         return -(-max(vectors, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
 
     def _slots(self, chunk_bytes: int) -> int:
-        """The places of 16 bytes that a chunk takes in a mailbox."""
+        """The vectors of 16 bytes that a chunk takes in a mailbox."""
         if self.variant.protocol == "LL128":
             lines = -(-chunk_bytes // 120)
             return -(-lines // 4) * 32  # whole warps of four lines
