@@ -1,7 +1,7 @@
-"""The configurations that `stretto stress` runs: every kernel of the library, in every way in which it can be called.
+"""Configurations of `stretto stress`, which cover every kernel of the library in every form of its calls.
 
-A catalogue is a module with a function `list_configurations()`. Modules are imported when they are needed, since some
-of them import Triton, whose mode (compiled or interpreted) is decided at its import.
+A catalogue is a module with a function `list_configurations()`. It is imported when needed, since Triton decides at its
+import whether kernels are compiled or interpreted.
 """
 
 import fnmatch
@@ -26,7 +26,7 @@ CATALOGUES = (
 
 
 class Check(NamedTuple):
-    """What a call has made and what it should be; mask: where it matters (None: everywhere)."""
+    """A result of a call and its expected value. mask: where they must agree (None: everywhere)."""
 
     found: "Tensor"
     expected: "Tensor"
@@ -36,10 +36,9 @@ class Check(NamedTuple):
 class StressCase(ABC):
     """The calls of one configuration on one rank, in one group.
 
-    entries: how many inputs with known results it has, which calls take in random order. are_outputs_new: whether each
-    call allocates the tensors that it returns, which are then filled with poison once they were compared, so that the
-    allocator gives poisoned memory to the next call. leaves_room: whether the library promises that calls of two groups
-    end in whatever order their kernels start.
+    entries: the number of inputs with known results, which calls take in random order. are_outputs_new: each call
+    allocates the tensors that it returns; they are poisoned after the comparison, so that the allocator gives poisoned
+    memory to the next call. leaves_room: calls of two groups complete in whatever order their kernels start.
     """
 
     entries: int
@@ -48,27 +47,27 @@ class StressCase(ABC):
 
     @abstractmethod
     def call(self, entry: int) -> Sequence[Check]:
-        """Call the kernel with input number `entry`; return its results beside the right ones. It waits for nothing."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones. Does not wait."""
 
-    def poison(self) -> None:  # noqa: B027  (not all have what may be poisoned)
-        """Fill the workspaces' data with poison, as far as the kernel's protocol allows, while no rank is in a call."""
+    def poison(self) -> None:  # noqa: B027  (not every case has a workspace)
+        """Fill the workspaces with poison, as far as the protocol allows. No rank is in a call meanwhile."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise what the device has reported: a wait that was given up, say. The device is idle."""
+        """Raise what the device has reported, such as a wait that timed out. The device is idle."""
 
     def release_graph(self) -> None:  # noqa: B027
-        """A CUDA graph of its calls is gone."""
+        """Release what a captured graph of calls has held; the graph is deleted."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run one kernel, or a few that belong together.
+    """One form of calls of one kernel, or of a few that belong together.
 
-    family: which part of the library it belongs to. kernels: those that it launches, as `kernels.list_kernels` names
-    them. covers: in words, for `--list`. make: makes the calls of a rank, collectively. takes_graphs: whether a CUDA
-    graph can hold its calls; takes_groups: whether several groups may call it at once; takes_halves: whether two halves
-    of the ranks are such groups too, for which its kernels are compiled anew. suits: whether it is for so many ranks.
-    on_cpu: whether CPU ranks can run it. symmetric_memory: torch's backend of it, which is chosen for a whole process.
+    family: the part of the library. kernels: those that it launches, as `kernels.list_kernels` names them. covers: a
+    description for `--list`. make: makes the case of a rank; collective. takes_graphs: CUDA graphs can capture its
+    calls. takes_groups: several groups may call it at once. takes_halves: these may be the two halves of the ranks,
+    for which its kernels are compiled anew. suits: whether it supports so many ranks. on_cpu: CPU ranks can run it.
+    symmetric_memory: torch's backend of symmetric memory, which a whole process shares.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Configuration:
 
 
 def load_catalogue(modules: Iterable[str] = CATALOGUES) -> dict[str, Configuration]:
-    """All configurations of the modules by name. ValueError for a name that is there twice."""
+    """All configurations of the modules by name. Raises ValueError if two have one name."""
     found: dict[str, Configuration] = {}
     for module in modules:
         for configuration in import_module(module).list_configurations():
@@ -100,10 +99,10 @@ def load_catalogue(modules: Iterable[str] = CATALOGUES) -> dict[str, Configurati
 
 
 def select(configurations: dict[str, Configuration], patterns: str | None) -> dict[str, Configuration]:
-    """Those that one of the patterns, with commas between, picks: by name, by wildcards (*, ? and [...]), or else by a
-    part of the name.
+    """The configurations that match one of the patterns (with commas between): a name, wildcards (*, ? and [...]), or
+    a part of a name.
 
-    ValueError for a pattern that picks none.
+    Raises ValueError for a pattern that matches none.
     """
     if patterns is None:
         return configurations

@@ -1,4 +1,4 @@
-"""Configurations of the collectives: every algorithm by every protocol, fused, interpreted and by copy engines.
+"""Stress configurations of the collectives: every algorithm and protocol, fused, interpreted and by copy engines.
 
 CPU ranks run the same schedules on the host executor, since these kernels are CUDA C++.
 """
@@ -25,7 +25,7 @@ FUSED_KERNEL = "collectives.executor.cuda.fused.codegen:run/1"
 INTERPRETER_KERNEL = "collectives.executor.cuda.interpreter.cu:run"
 COPY_KERNELS = tuple(f"collectives.executor.cuda.copy_engine.flags.cu:{name}" for name in ("begin", "tell", "finish"))
 
-# Every configuration takes another of these, so that each protocol meets each several times.
+# Configurations take these in turn, so that each protocol runs with each of them several times.
 DTYPES = ("bfloat16", "float32", "float16", "int32", "float64", "uint8", "int8", "int64", "int16")
 REDUCTIONS = ("sum", "sum", "max", "sum", "min", "sum", "avg")
 UNROLLS = (1, 2, 4)
@@ -33,16 +33,20 @@ UNROLLS = (1, 2, 4)
 SIZES = (1, 31, 255, 1000, 4097, 30_011, 64, 7)  # elements of a block, of each input
 SMALL_SIZES = (1, 7, 64, 255)
 OFFSETS = (0, 1, 0, 3)  # elements from an aligned address
-REGIONS = {"LL": 1 << 20, "LL128": 1 << 20, "Simple": 2 << 20}  # smaller than usual, so that large calls go in pieces
-POISON = 77  # of what surrounds and precedes a result; no result is larger
-POISON_BYTE = 0xA5  # four of them are no call's number, which flags of messages are compared with
+REGIONS = {
+    "LL": 1 << 20,
+    "LL128": 1 << 20,
+    "Simple": 2 << 20,
+}  # smaller than the defaults, so that large calls are split
+POISON = 77  # fills the memory around a result, and its own before a call; no result is larger
+POISON_BYTE = 0xA5  # four of them make no epoch, which a message's flags are compared with
 BORDER = 9
 _COPY_POISONED = 64 << 20  # bytes of the copy engines' memory
 
 
 @dataclass(frozen=True)
 class CollectiveVariant:
-    """How a schedule is run: by which executor, and in which variant of it."""
+    """An algorithm, its executor, and the variant in which that runs it."""
 
     algorithm: str
     executor: str
@@ -59,21 +63,21 @@ class CollectiveCase(StressCase):
 
     are_outputs_new = False
 
-    def __init__(self, way: CollectiveVariant, team: Team) -> None:
-        self._way, self._team = way, team
-        options = _find_sizes(way.algorithm, team.world)
-        if "in_place" in ALGORITHMS[way.algorithm]._names:
-            options["in_place"] = way.in_place
-        self._schedule = ALGORITHMS[way.algorithm].compile(**options, instances=way.instances)
+    def __init__(self, variant: CollectiveVariant, team: Team) -> None:
+        self._variant, self._team = variant, team
+        options = _find_sizes(variant.algorithm, team.world)
+        if "in_place" in ALGORITHMS[variant.algorithm]._names:
+            options["in_place"] = variant.in_place
+        self._schedule = ALGORITHMS[variant.algorithm].compile(**options, instances=variant.instances)
         self._collective = (
-            self._schedule.collective.aliased() if way.in_place else self._schedule.collective.out_of_place()
+            self._schedule.collective.aliased() if variant.in_place else self._schedule.collective.out_of_place()
         )
         found = verify(self._schedule)
         if not found.ok:
             raise AssertionError(f"the schedule {self._schedule.name} is not safe to run: {found.errors[0]}")
-        self._kernel = _make_kernel(way, self._schedule, team) if team.is_cuda else None
-        self.leaves_room = way.executor != "interpreted" or self._kernel is None or self._kernel.leaves_room
-        self._dtype: torch.dtype = getattr(torch, way.dtype)
+        self._kernel = _make_kernel(variant, self._schedule, team) if team.is_cuda else None
+        self.leaves_room = variant.executor != "interpreted" or self._kernel is None or self._kernel.leaves_room
+        self._dtype: torch.dtype = getattr(torch, variant.dtype)
         self._blocks = _Blocks.find(self._collective)
         sizes = SIZES if team.is_cuda else SMALL_SIZES
         self.entries = len(sizes)
@@ -90,22 +94,22 @@ class CollectiveCase(StressCase):
         return depends_on_chunk_length(self._collective, self._blocks.chunks)
 
     def _prepare(self, entry: int, elements: int) -> None:
-        """Make the input number `entry`, and what its call writes to; elements: of a block."""
-        way, team, blocks = self._way, self._team, self._blocks
+        """Make input number `entry`, and the memory that its call writes. elements: of a block."""
+        variant, team, blocks = self._variant, self._team, self._blocks
         rank, offset = team.rank, OFFSETS[entry % len(OFFSETS)]
         every = [self._draw(entry, peer, blocks.inputs * elements) for peer in range(team.world)]
         values = [one.view(blocks.inputs, elements) if blocks.inputs else one for one in every]
         whole = max(blocks.inputs, blocks.outputs)
-        length = (whole if way.in_place else blocks.outputs) * elements
+        length = (whole if variant.in_place else blocks.outputs) * elements
         template = torch.full((offset + length + BORDER,), POISON, dtype=self._dtype, device=team.device)
         expected = torch.full_like(template, POISON)
         mask = torch.ones(template.shape, dtype=torch.bool, device=team.device)
         start_in = start_out = 0
-        if way.in_place:
+        if variant.in_place:
             start_in, start_out = (start // blocks.chunks for start in self._collective.starts(rank))
             first = offset + start_in * elements
             template[first : first + every[rank].numel()] = every[rank].to(self._dtype)
-            mask[offset : offset + length] = False  # but for the output, anything may be left there
+            mask[offset : offset + length] = False  # outside the output, the call may leave anything
         for block in range(blocks.outputs):
             part = slice(offset + (start_out + block) * elements, offset + (start_out + block + 1) * elements)
             sources = self._collective.expected(rank, block * blocks.chunks)
@@ -117,24 +121,24 @@ class CollectiveCase(StressCase):
         given = torch.zeros(offset + every[rank].numel(), dtype=self._dtype, device=team.device)
         given[offset:] = every[rank].to(self._dtype)
         target = memory[offset : offset + length]
-        self._inputs.append((target, None) if way.in_place else (given[offset:], target))
+        self._inputs.append((target, None) if variant.in_place else (given[offset:], target))
         self._templates.append(template)
         self._memories.append(memory)
         checks = [Check(memory, expected, None if bool(mask.all()) else mask)]
-        if not way.in_place:
-            checks.append(Check(given, given.clone()))  # the input is as it was
+        if not variant.in_place:
+            checks.append(Check(given, given.clone()))  # the call must not change its input
         self._checks.append(checks)
 
     def _draw(self, entry: int, peer: int, count: int) -> Tensor:
-        """fp64: a rank's input. Numbers of which the average over the ranks is whole, where they are averaged."""
-        is_unsigned = self._way.dtype == "uint8"
+        """A rank's input in fp64; if the reduction is avg, numbers whose mean over the ranks is whole."""
+        is_unsigned = self._variant.dtype == "uint8"
         numbers = self._team.integers((count,), entry, peer, low=0 if is_unsigned else -3, high=5)
-        return numbers * self._team.world if self._way.reduction == "avg" else numbers
+        return numbers * self._team.world if self._variant.reduction == "avg" else numbers
 
     def _reduce(self, parts: Tensor) -> Tensor:
         if len(parts) == 1:
             return parts[0]
-        match self._way.reduction:
+        match self._variant.reduction:
             case "max":
                 return parts.amax(0)
             case "min":
@@ -144,7 +148,7 @@ class CollectiveCase(StressCase):
         return parts.sum(0)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         self._memories[entry].copy_(self._templates[entry])
         if self._kernel is not None:
             self._kernel(*self._inputs[entry])
@@ -155,11 +159,11 @@ class CollectiveCase(StressCase):
     def _run_on_host(self, input: Tensor, output: Tensor | None) -> None:
         from stretto.collectives.executor.host import run_on_host
 
-        reduction = "sum" if self._way.reduction == "avg" else self._way.reduction
+        reduction = "sum" if self._variant.reduction == "avg" else self._variant.reduction
         run_on_host(self._schedule, input, output, self._team.group, reduction=reduction)
 
     def poison(self) -> None:
-        """See `StressCase`: the mailboxes; not the flags before them, nor the heads of copy engines' memory."""
+        """Poison the protocols' data buffers; not the flags before them, nor the heads of copy engines' memory."""
         if self._kernel is None:
             return
         from stretto.collectives.executor.cuda.copy_engine.planner import HEAD
@@ -170,19 +174,19 @@ class CollectiveCase(StressCase):
             for region in workspace.regions.values():
                 start = half * workspace.half + region.start
                 memory[start : start + region.size].fill_(POISON_BYTE)
-        if self._way.executor == "copy":
+        if self._variant.executor == "copy":
             workspace.copy_area()
             workspace._copy_memory.buffer()[HEAD:_COPY_POISONED].fill_(POISON_BYTE)
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         if self._kernel is not None:
             self._kernel.workspace.check()
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How many blocks the input and the output have, each of so many chunks."""
+    """The numbers of blocks of input and output, and of the chunks of a block."""
 
     inputs: int
     outputs: int
@@ -196,8 +200,8 @@ class _Blocks:
         return cls(collective.input_chunks // chunks, collective.output_chunks // chunks, chunks)
 
 
-def _make_kernel(way: CollectiveVariant, schedule: Schedule, team: Team) -> Any:
-    """The kernel of a way. All kernels of a group share one workspace."""
+def _make_kernel(variant: CollectiveVariant, schedule: Schedule, team: Team) -> Any:
+    """Make a variant's kernel. All kernels of a group share one workspace."""
     from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
     from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
     from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
@@ -205,19 +209,19 @@ def _make_kernel(way: CollectiveVariant, schedule: Schedule, team: Team) -> Any:
     from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
 
     workspace = team.keep("collectives", lambda: CollectiveWorkspace(team.group, regions=REGIONS))
-    variant = Variant(way.dtype, way.reduction, way.protocol, way.unroll)
-    match way.executor:
+    kernel_variant = Variant(variant.dtype, variant.reduction, variant.protocol, variant.unroll)
+    match variant.executor:
         case "fused":
-            return FusedScheduleKernel(schedule, workspace, variant, in_place=way.in_place)
+            return FusedScheduleKernel(schedule, workspace, kernel_variant, in_place=variant.in_place)
         case "interpreted":
             return InterpretedSchedule(
-                schedule, workspace, variant, in_place=way.in_place, tile_bytes=4096, threads=128
+                schedule, workspace, kernel_variant, in_place=variant.in_place, tile_bytes=4096, threads=128
             )
-    return CopyEngineExecutor(schedule, workspace, variant, in_place=way.in_place)
+    return CopyEngineExecutor(schedule, workspace, kernel_variant, in_place=variant.in_place)
 
 
 def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
-    """What an algorithm is compiled for: so many ranks, in as square a rectangle of nodes as there is."""
+    """The sizes to compile an algorithm for: so many ranks, in as square a rectangle of nodes as possible."""
     if "nodes" not in ALGORITHMS[algorithm].parameters:
         return {"ranks": ranks}
     nodes = max(nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and nodes * nodes <= ranks)
@@ -237,7 +241,7 @@ def list_configurations() -> list[Configuration]:
         ways.append((algorithm, "interpreted", PROTOCOLS[index % len(PROTOCOLS)]))
     ways += [("two-shot-all-reduce", "interpreted", protocol) for protocol in PROTOCOLS]
     ways += [(algorithm, "copy", "Copy") for algorithm in BY_COPIES]
-    return [_configure(number, *way) for number, way in enumerate(dict.fromkeys(ways))]
+    return [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(ways))]
 
 
 def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Configuration:
@@ -245,7 +249,7 @@ def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Con
     if reduction == "avg" and not getattr(torch, dtype).is_floating_point:
         reduction = "sum"
     in_place = number % 2 == 0 and algorithm != "all-to-next"
-    way = CollectiveVariant(
+    variant = CollectiveVariant(
         algorithm,
         executor,
         protocol,
@@ -263,7 +267,7 @@ def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Con
         f"{executor}/{algorithm}/{protocol}",
         FAMILY,
         kernels,
-        f"{way.instances}x, {dtype}, {reduction}, {place}",
-        partial(CollectiveCase, way),
+        f"{variant.instances}x, {dtype}, {reduction}, {place}",
+        partial(CollectiveCase, variant),
         suits=partial(_suits, algorithm),
     )

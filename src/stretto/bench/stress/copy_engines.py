@@ -1,4 +1,4 @@
-"""Configurations of weights and gradients that copy engines push, and of the optimizer's kernel."""
+"""Stress configurations of copy engines' weight all-gather and gradient reduce-scatter, and of the AdamW kernel."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,14 +25,14 @@ _ADAMW = "optim.adamw_kernel._adamw"
 
 
 class CopyEngineGatherCase(StressCase):
-    """Forward passes of a model of a few weights, each gathered while the ones before it are used."""
+    """Forward passes of a few weights, each gathered while the ones before it are used."""
 
     entries = ENTRIES
 
     def __init__(self, team: Team, *, dtype: torch.dtype | None) -> None:
         self._team = team
         rows, columns = (96, 64) if team.is_cuda else (8, 4)
-        # Of the last weight the last rank has fewer rows.
+        # The last rank has fewer rows of the last weight.
         self._rows = [rows, rows // 2, team.world * (rows // team.world) - 1]
         self._columns = columns
         self._gather = CopyEngineAllGather(team.group, "cuda" if team.is_cuda else "host")
@@ -59,7 +59,7 @@ class CopyEngineGatherCase(StressCase):
         return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         wholes = self._wholes[entry]
         for shard, whole, rows in zip(self._shards, wholes, self._rows, strict=True):
             shard.copy_(self._own_rows(whole, rows))
@@ -74,18 +74,18 @@ class CopyEngineGatherCase(StressCase):
         return checks
 
     def poison(self) -> None:
-        """See `StressCase`."""
+        """Fill the workspaces with poison."""
         for place in self._gather._places.values():
             place.whole.fill_(float("nan"))
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         if self._gather._channel is not None:
             self._gather._channel.check()
 
 
 class CopyEngineScatterCase(StressCase):
-    """Reduce-scatters of a few gradients that are on their way at once."""
+    """Reduce-scatters of a few gradients, all in flight at once."""
 
     entries = ENTRIES
 
@@ -111,7 +111,7 @@ class CopyEngineScatterCase(StressCase):
         return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         expected = self._expected[entry]
         pending = [
             self._scatter.start(gradient, right.shape[0], self._result)
@@ -120,17 +120,17 @@ class CopyEngineScatterCase(StressCase):
         return [Check(one.wait(), right) for one, right in zip(pending, expected, strict=True)]
 
     def poison(self) -> None:
-        """See `StressCase`."""
+        """Fill the workspaces with poison."""
         size = SLOTS * self._team.world * self._scatter._part
         self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         self._scatter._channel.check()
 
 
 class AdamWCase(StressCase):
-    """Steps of AdamW's kernel, each from the same state, which give the same bits each time."""
+    """Steps of the AdamW kernel from one state, which must give the same bits each time."""
 
     entries = ENTRIES
 
@@ -162,12 +162,12 @@ class AdamWCase(StressCase):
         return parameter, first, second, copy
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of what copy engines push for training, and of the optimizer."""
+    """All configurations of copy engines in training, and of the optimizer."""
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         Configuration(

@@ -1,4 +1,4 @@
-"""Configurations of the embedding look-ups: every order and tile of the forward pass, backward, update and put."""
+"""Stress configurations of embedding look-ups: every order and tile of the forward pass, backward, update and put."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class LookUp:
-    """What is looked up, and what is done with it.
+    """One form of a look-up: dtypes, pooling, and what follows it.
 
     action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. config:
     of the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
@@ -57,7 +57,7 @@ class LookUp:
 
 
 class EmbeddingCase(StressCase):
-    """Calls of one kind of look-up; all ranks' tables, indices and results are whole numbers that every rank knows."""
+    """Calls of one form of look-up, on whole numbers; every rank knows all ranks' tables, indices and results."""
 
     entries = ENTRIES
 
@@ -99,7 +99,7 @@ class EmbeddingCase(StressCase):
         bags = len(self._dims(peer)) * self._batch
         lengths = team.integers((bags,), "lengths", entry, peer, low=0, high=8).long()
         if look_up.mode == "mean":
-            lengths = torch.full_like(lengths, 4)  # of which the mean of multiples of 4 is whole
+            lengths = torch.full_like(lengths, 4)  # the mean of 4 multiples of 4 is whole
         total = int(lengths.sum())
         indices = team.integers((total,), "indices", entry, peer, low=0, high=self._rows - 1).to(look_up.index_dtype)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(look_up.index_dtype)
@@ -110,7 +110,7 @@ class EmbeddingCase(StressCase):
         return indices, offsets, weights
 
     def _pool(self, entry: int, peer: int) -> Tensor:
-        """fp64 [batch, a rank's columns]."""
+        """The pooled look-ups of a rank's tables: fp64 [batch, the rank's columns]."""
         indices, offsets, weights = self._draw_indices(entry, peer)
         columns = [torch.zeros(self._batch, 0, dtype=torch.float64, device=self._team.device)]
         for number in range(len(self._dims(peer))):
@@ -122,7 +122,7 @@ class EmbeddingCase(StressCase):
     def _find_part(
         self, number: int, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one table: the rows that are looked up, for which sample, and times what (fp64)."""
+        """(rows, samples, weights) of one table's look-ups; weights in fp64."""
         bounds = offsets[number * self._batch : (number + 1) * self._batch + 1].long()
         counts = bounds.diff()
         bags = torch.repeat_interleave(torch.arange(self._batch, device=counts.device), counts)
@@ -133,7 +133,7 @@ class EmbeddingCase(StressCase):
         return part, bags, factors / 4 if self._look_up.mode == "mean" else factors
 
     def _sum_gradients(self, entry: int, grad: Tensor) -> list[Tensor]:
-        """fp64: those of this rank's tables; grad: of the whole output."""
+        """Gradients of this rank's tables in fp64; grad: of the whole output."""
         indices, offsets, weights = self._inputs[entry]
         column = sum(sum(self._dims(peer)) for peer in range(self._rank))
         found = []
@@ -145,7 +145,7 @@ class EmbeddingCase(StressCase):
         return found
 
     def _update_by_adagrad(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The tables after a step, from states of zeros: a row changes by its gradient / root of its mean square."""
+        """The tables after a step from zero states: a row changes by its gradient / the root of its mean square."""
         found = []
         for table, gradient in zip(self._tables, gradients, strict=True):
             state = (gradient * gradient).mean(1, keepdim=True)
@@ -154,7 +154,7 @@ class EmbeddingCase(StressCase):
         return found
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         action = self._look_up.action
         if action in ("forward", "alone", "put"):
             return [Check(self._look_up_once(entry), self._outputs[entry])]
@@ -192,7 +192,7 @@ class EmbeddingCase(StressCase):
         )  # fmt: skip
 
     def _look_up_alone(self, entry: int) -> Tensor:
-        """This rank's columns for the global batch: put where an exchange would have brought them, of its own rows."""
+        """This rank's own rows of its columns, at the place where an all-to-all would have put them."""
         indices, offsets, weights = self._inputs[entry]
         width, samples = sum(self._dims(self._rank)), self._batch // self._world
         out = torch.empty(self._world, samples, width, dtype=self._look_up.dtype, device=self._team.device)
@@ -219,7 +219,7 @@ class EmbeddingCase(StressCase):
     def _update(self, entry: int) -> Iterator[Check]:
         look_up = self._look_up
         indices, offsets, weights = self._inputs[entry]
-        # Tables of its own, so that others' look-ups in the same tables, behind on another stream, see none of it.
+        # The update has its own copies of the tables, which look-ups on another stream do not read.
         tables = [self._clones[number].copy_(table) for number, table in enumerate(self._tables)]
         states = [state.zero_() for state in self._states] if look_up.action == "adagrad" else []
         with self._choosing_backward():
@@ -232,7 +232,7 @@ class EmbeddingCase(StressCase):
             if look_up.action == "sgd":
                 right = self._tables[number].double() - self._gradients[entry][number]
                 yield Check(table, right.to(table.dtype))
-            else:  # a root and a quotient are rounded
+            else:  # the root and the quotient are rounded
                 right = self._updated[entry][number]
                 is_near = (table.double() - right).abs() <= 1e-4 * right.abs().clamp(min=1.0)
                 yield Check(is_near, torch.ones_like(is_near))
@@ -246,7 +246,7 @@ class EmbeddingCase(StressCase):
         return clones
 
     def _choosing_backward(self) -> Any:
-        """Inside, copy engines push gradients, if they are to."""
+        """A context in which copy engines push gradients, if the form says so."""
         if not self._look_up.by_copies:
             return nullcontext()
         choose = backward.choose_backward_config
@@ -255,7 +255,7 @@ class EmbeddingCase(StressCase):
         )
 
     def poison(self) -> None:
-        """See `StressCase`: the ring of outputs, of which none lives, and the gradients that peers push."""
+        """Poison the ring of outputs, none of which is in use, and the gradients that peers push."""
         name = self._team.group.group_name
         for ring in find_output_rings(name):
             ring.slots.fill_(0xFF)
@@ -264,12 +264,12 @@ class EmbeddingCase(StressCase):
                 kept.everyones.fill_(float("nan"))
 
     def release_graph(self) -> None:
-        """See `StressCase`: a ring's slot that a graph has captured is that graph's for good, and the graph is gone."""
+        """Give the ring's slots back: a captured slot would stay reserved, though its graph is gone."""
         for ring in find_output_rings(self._team.group.group_name):
             ring._captures = [None] * ring.outputs
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         self._faults.check()
         if self._look_up.action != "alone":
             ops.check_indices(self._team.group)
@@ -326,8 +326,8 @@ def list_configurations() -> list[Configuration]:
                 kernels,
                 covers,
                 make,
-                takes_graphs=not is_put and look_up.action != "sparse",  # for whose number of rows the host waits
-                takes_groups=not is_put,  # NVSHMEM's memory is never given back
+                takes_graphs=not is_put and look_up.action != "sparse",  # the host waits for the number of sparse rows
+                takes_groups=not is_put,  # NVSHMEM memory cannot be freed
                 on_cpu=not is_put,
                 symmetric_memory="NVSHMEM" if is_put else "CUDA",
             )

@@ -1,4 +1,4 @@
-"""The kernels that the library launches, found in its source: what `stretto stress` has to cover.
+"""Finds the kernels that the library launches in its source; `stretto stress` has to cover all of them.
 
 A Triton kernel is a `@triton.jit` function whose name is used outside of other such functions, that is, on the host. A
 CUDA kernel is a `__global__` function, in a file of CUDA C++ or in the text that a Python module writes.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-APART = ("bench", "cli")  # packages that are no library: benches have kernels of their own
+APART = ("bench", "cli")  # packages outside the library; benches have kernels of their own
 
 _GLOBAL = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
 

@@ -1,12 +1,12 @@
-"""Kernels whose warps are late at random, so that what a barrier of the block is for happens often.
+"""Inserts random sleeps into kernels, so that a missing barrier of the thread block shows often.
 
-The warps of a program that has just multiplied, or loaded its rows, store within nanoseconds of each other, and the
-signal that follows takes longer than that by itself. A signal that does not wait for all warps is then right on nearly
-every call, and wrong where a warp is held up. Here warps are held up on purpose: before accesses to global memory, and
-where a kernel begins, a warp sleeps now and then, for 2 microseconds or, rarely, 50.
+The warps of a program that has just multiplied, or loaded its rows, store within nanoseconds of each other, which is
+less than the signal after the stores takes. A signal that does not wait for all warps is then right on nearly every
+call, and wrong only if a warp is delayed. This module delays warps on purpose: before accesses to global memory, and at
+the start of a kernel, a warp sometimes sleeps for 2 microseconds or, rarely, 50.
 
-Triton's kernels are changed in their PTX, where a sleep stands before each load, store and atomic of global memory; a
-warp's threads sleep together. Kernels in CUDA C++ are changed in their source, where each thread may sleep by itself.
+Triton kernels are changed in their PTX, with a sleep before each load, store and atomic of global memory; the threads
+of a warp sleep together. CUDA C++ kernels are changed in their source, where each thread may sleep by itself.
 """
 
 import os
@@ -58,12 +58,12 @@ _BEGINNINGS = re.compile(
 
 
 def delay_ptx(ptx: str) -> str:
-    """PTX with a sleep before each access to global memory."""
+    """Insert a sleep before each access to global memory of some PTX."""
     return "\n".join(_SLEEP + line if _ACCESS.match(line) else line for line in ptx.split("\n"))
 
 
 def delay_source(source: str) -> str:
-    """CUDA C++ of a collective's kernel with sleeps. ValueError where it has no function to put one in."""
+    """Insert sleeps into the CUDA C++ of a collective's kernel. ValueError if no function of it can take one."""
     changed, count = _BEGINNINGS.subn(r"\1 be_late();", source)
     if not count:
         raise ValueError("the source has no kernel whose threads could be late")
@@ -74,8 +74,8 @@ def delay_source(source: str) -> str:
 
 
 def install() -> None:
-    """Have all kernels that this process compiles from now on have late warps. Before Triton is imported."""
-    # Triton 3.6 does not know by its cache's key that a kernel was changed.
+    """Insert sleeps into all kernels that this process compiles from now on. Call it before Triton is imported."""
+    # The key of Triton 3.6's cache does not show that a kernel was changed.
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".triton", "cache")
     os.environ["TRITON_CACHE_DIR"] = folder.rstrip("/") + "-late-warps"
     from triton import knobs
@@ -88,7 +88,7 @@ def install() -> None:
 
 
 def _change_stages(*arguments: Any) -> tuple[str, str] | None:
-    """Triton's hook: without arguments what its cache's key gets, else a change of the stages of a compilation."""
+    """Triton's hook: without arguments returns a part of the cache's key, else changes the stages of a compilation."""
     if not arguments:
         return "late warps", "late warps"
     stages = arguments[1]

@@ -1,4 +1,4 @@
-"""What has come of each configuration so far, over any number of runs, in a JSON file."""
+"""The results of each configuration, over any number of runs, in a JSON file."""
 
 import json
 import os
@@ -12,8 +12,11 @@ _MOST_FINDINGS = 5  # that are kept of a configuration
 
 @dataclass
 class Account:
-    """Of one configuration: calls of a rank that came to an end, and those of them that were wrong; calls that raised
-    or hung, each once for a rank. findings: the first few, with the seed."""
+    """The results of one configuration.
+
+    results: calls that completed, counted on each rank. wrong: those with a wrong result. raised, hung: calls that did,
+    counted once for each rank. findings: the first few, with the seed.
+    """
 
     results: int = 0
     wrong: int = 0
@@ -26,7 +29,7 @@ class Account:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no call was wrong, raised or hung."""
         return not (self.wrong or self.raised or self.hung)
 
     def note(self, text: str) -> None:
@@ -36,7 +39,7 @@ class Account:
 
 
 class Ledger:
-    """The accounts of each number of ranks. path: the file that holds them, or None; it is written by `write`."""
+    """The accounts of all configurations by number of ranks. path: the file that `write` writes, or None."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -51,11 +54,11 @@ class Ledger:
         return self.accounts.setdefault(ranks, {}).setdefault(name, Account())
 
     def begin(self, ranks: int, seed: int) -> None:
-        """Note that a run begins."""
+        """Record the seed of a run that begins."""
         self.seeds.setdefault(ranks, []).append(seed)
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         if self.path is None:
             return
         text = json.dumps({"version": _VERSION, "ranks": self.encode()}, indent=1)
@@ -75,7 +78,7 @@ class Ledger:
         }
 
     def _read(self, path: Path) -> None:
-        """ValueError for a file that is none of these."""
+        """Read the file. Raises ValueError for a file of another kind."""
         try:
             whole = json.loads(path.read_text())
             if whole["version"] != _VERSION:

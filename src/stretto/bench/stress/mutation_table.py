@@ -1,6 +1,6 @@
-"""The mutations that `stretto.bench.stress.mutations` tries: a barrier, wait, acquire or fence that is removed each.
+"""The table of mutations that `stretto.bench.stress.mutations` tries: each removes a barrier, wait, acquire or fence.
 
-An edit quotes the source of the package: whoever changes that line changes the quotation too (a test applies them all).
+An edit quotes a line of the package's source. Change the quotation together with the line: a test applies them all.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One thing removed. kind: of `KINDS`; a release stands in for a fence where a family has none.
+    """One removal. kind: of `KINDS`; a release counts as a fence in a family that has no fence.
 
-    only: the configurations to stress. tests: of machine code, which may find it. equivalent: why it changes nothing
-    that runs, or "": there is nothing to find then, and it is not stressed.
+    only: the configurations to stress. tests: the tests of machine code that may find it. equivalent: why the removal
+    changes nothing that runs, or "" if it does; an equivalent mutation is not tried.
     """
 
     family: str
@@ -35,7 +35,7 @@ class Mutation:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for messages."""
         return f"{self.family}: {self.kind}, {self.what}"
 
 
@@ -53,7 +53,7 @@ _WRITER = "collectives/executor/cuda/fused/codegen.py"
 _INTERPRETER = "collectives/executor/cuda/interpreter.cu"
 _COPIED = "collectives/executor/cuda/copy_engine/flags.cu"
 
-# A target that counters reached long ago: the wait is still there, and ends at once.
+# Lowers a target to one that the counter reached long ago: the wait remains, and ends at once.
 _MET = " - (1 << 20)"
 
 _NO_BARRIER = Edit(
@@ -91,7 +91,7 @@ _NO_ACQUIRE_OF_FLAG = Edit(_PTX, "ld.acquire.sys.global.u64", "ld.relaxed.sys.gl
 _NO_FENCE_OF_FLAG = Edit(_PTX, '  asm volatile("fence.acq_rel.sys;" ::: "memory");\n', "")
 _NO_RELEASE_OF_FLAG = Edit(_PTX, "st.release.sys.global.u64", "st.relaxed.sys.global.u64")
 
-# tests/bench/test_stress.py compiles both. The source keeps its barriers: nothing promises these others.
+# tests/bench/test_stress.py compiles both. The source keeps its own barriers: nothing guarantees the compiler's.
 _BEFORE_ATOMICS = "Triton puts a barrier before this atomic by itself, since its result goes by way of shared memory"
 
 _BARRIER_TESTS = (f"{_TILES}test_a_barrier_of_the_block_stands_between_a_tiles_stores_and_its_signal",)

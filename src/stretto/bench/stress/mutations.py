@@ -1,10 +1,10 @@
-"""Breaks one barrier, wait, acquire or fence of a kernel family at a time, and shows who finds it: the stress or PTX.
+"""Removes one barrier, wait, acquire or fence at a time, and shows whether the stress or a test of machine code fails.
 
     python -m stretto.bench.stress.mutations --ranks 2 --jobs 8 --out results/mutations
 
-Run it in the repository's root, whose tests it takes. Each mutation is applied to a copy of the package's source, whose
-configurations are stressed until the first finding, for at most a minute; and the named tests of machine code run on
-that copy. Several mutations are tried at a time, all as clients of one MPS daemon.
+Run it in the repository's root, since it runs the tests there. It applies each mutation to a copy of the package's
+source, stresses that copy's configurations until the first finding, for at most a minute, and runs the named tests of
+machine code on the copy. Several mutations are tried at a time, each stress under its own MPS daemon.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from pathlib import Path
 
 from stretto.bench.stress.mutation_table import MUTATIONS, Mutation
 
-_BATCH_LIMIT = 75.0  # seconds: what waits for nobody that comes hangs
-_START_SECONDS = 400.0  # for the ranks to start, and for the batch that is under way when the time is over
+_BATCH_LIMIT = 75.0  # seconds, after which a batch counts as hung
+_START_SECONDS = 400.0  # for the ranks to start, and to finish the batch that runs when the time is over
 _TEST_SECONDS = 600.0
 _MOST_WORDS = 160  # of a finding
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What has come of a mutation. by_stress, by_tests: how each has found it, or "" if it has not.
+    """The verdict on a mutation. by_stress, by_tests: how each has found it, or "" if it has not.
 
     equivalent: see `Mutation`.
     """
@@ -46,12 +46,12 @@ class Verdict:
 
     @property
     def is_found(self) -> bool:
-        """Barriers and waits are to be found by stress, acquires and fences by either."""
+        """Whether it was found: barriers and waits by the stress, acquires and fences by either."""
         return bool(self.equivalent) or bool(self.by_stress or (self.kind in ("acquire", "fence") and self.by_tests))
 
 
 def apply(mutation: Mutation, package: Path) -> None:
-    """Change a copy of the package. ValueError where an old text is not there, or not alone."""
+    """Apply a mutation to a copy of the package. ValueError unless each quoted text occurs exactly once."""
     for edit in mutation.edits:
         path = package / edit.file
         text = path.read_text(encoding="utf-8")
@@ -71,12 +71,12 @@ def try_all(
     stresses: bool = True,
     runs_tests: bool = True,
 ) -> Iterator[Verdict]:
-    """Try mutations, `jobs` at a time, and give what has come of each, in their order.
+    """Try mutations, `jobs` at a time, and yield their verdicts in order.
 
-    ranks: of each stress. minutes: that it takes at most. tests: the folder that the tests' names begin in. stresses:
-    False runs the tests alone, which need no GPU. runs_tests: False runs the stress alone.
+    ranks: of each stress. minutes: its time limit. tests: the folder that the tests' paths are relative to. stresses:
+    False runs only the tests, which need no GPU. runs_tests: False runs only the stress.
     """
-    # Each stress starts an MPS daemon of its own: a process that is killed in a kernel breaks all others of its daemon.
+    # Each stress starts its own MPS daemon: a process that is killed in a kernel breaks its daemon's other clients.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_MPS_PIPE_DIRECTORY"}
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(
@@ -114,10 +114,10 @@ def _try(
 def _stress(
     mutation: Mutation, ranks: int, minutes: float, folder: str, environment: dict[str, str]
 ) -> tuple[str, float, str]:
-    """(how the stress has found it, or "", after how many seconds, what else there is to say)."""
+    """Run the stress. Returns (how it found the mutation, or "", seconds, a note)."""
     command = [sys.executable, "-m", "stretto", "stress", "--ranks", str(ranks), "--minutes", str(minutes), "--json"]
     command += ["--only", mutation.only, "--stop-at-first", "--limit", str(_BATCH_LIMIT)]
-    if mutation.kind != "wait":  # what else is removed shows where warps are far apart
+    if mutation.kind != "wait":  # all other kinds show when warps are far apart
         command.append("--late-warps")
     try:
         done = subprocess.run(
@@ -145,7 +145,7 @@ def _stress(
 
 
 def _test(mutation: Mutation, tests: Path, environment: dict[str, str]) -> str:
-    """Which of the mutation's tests fails, or ""."""
+    """The first of the mutation's tests that fails, or ""."""
     for test in mutation.tests:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", test]
         try:
@@ -159,7 +159,7 @@ def _test(mutation: Mutation, tests: Path, environment: dict[str, str]) -> str:
             )
         except subprocess.TimeoutExpired:
             return f"{test} (did not end)"
-        if done.returncode == 1:  # others: pytest itself failed, or found no such test
+        if done.returncode == 1:  # other codes: pytest itself failed, or found no such test
             return test
     return ""
 
@@ -169,7 +169,7 @@ _JSON = "mutations.json"
 
 
 def write_table(verdicts: Sequence[Verdict]) -> str:
-    """Markdown."""
+    """The verdicts as a Markdown table."""
     lines = ["| family | removed | stress | after | machine code | found |", "|---|---|---|---|---|---|"]
     for verdict in verdicts:
         test = verdict.by_tests.rpartition("::")[2].replace("_", " ")
@@ -185,7 +185,7 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def main() -> int:
-    """Try what the command line asks for; 1 where something was not found."""
+    """Try the mutations that the command line selects. Returns 1 if one was not found."""
     parser = argparse.ArgumentParser(description="Break the kernels on purpose, and show what finds it.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -227,7 +227,7 @@ def main() -> int:
             verdicts[key] = verdict
         print(f"{verdict.family}, {verdict.kind}, {verdict.what}: {verdict.by_stress or 'no'} after "
               f"{verdict.seconds:.0f} s ({verdict.note}); tests: {verdict.by_tests or 'no'}", flush=True)  # fmt: skip
-        if options.out is not None:  # each time: what is cut off loses nothing
+        if options.out is not None:  # after each: an interrupted run keeps its verdicts
             options.out.mkdir(parents=True, exist_ok=True)
             every = _sort(verdicts)
             (options.out / "mutations.md").write_text(write_table(every))
@@ -239,7 +239,7 @@ def main() -> int:
 
 
 def read_verdicts(path: Path) -> dict[tuple[str, str, str], Verdict]:
-    """What earlier runs have found, by family, kind and what was removed. ValueError for a file of something else."""
+    """Read earlier verdicts, by family, kind and what was removed. ValueError for a file of another kind."""
     if not path.exists():
         return {}
     try:
@@ -250,7 +250,7 @@ def read_verdicts(path: Path) -> dict[tuple[str, str, str], Verdict]:
 
 
 def _sort(verdicts: Mapping[tuple[str, str, str], Verdict]) -> list[Verdict]:
-    """In the order of `MUTATIONS`, without those that are no longer there."""
+    """The verdicts in the order of `MUTATIONS`, without those on mutations that no longer exist."""
     keys = [(one.family, one.kind, one.what) for one in MUTATIONS]
     return [verdicts[key] for key in keys if key in verdicts]
 

@@ -1,4 +1,4 @@
-"""Configurations of the overlapped operators: every plan, exchange, dtype and layout."""
+"""Stress configurations of the overlapped operators: every kernel configuration, exchange, dtype and layout."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
 
-_DENSITIES = (0.5, 0.25, 0.1, 0.03)  # of operands that are not 0: the first whose sums no dtype rounds
+_DENSITIES = (0.5, 0.25, 0.1, 0.03)  # share of nonzero operands: takes the first with which no sum is rounded
 _PROGRAMS = 12  # fewer than the 14 multiprocessors that a rank has when 8 share an H100
 
 
 @dataclass(frozen=True)
 class OperatorVariant:
-    """What is called: an operator's operands and options.
+    """One form of an operator's call: its operands and options.
 
     rows: of this rank's x for a gather and of its output for a scatter; of the whole x for an all-reduce. plan: with
     blocks for GPUs; interpreted kernels take `small` sizes and blocks instead.
@@ -56,7 +56,7 @@ class OperatorVariant:
         return self.operator.endswith("reduce_scatter")
 
     def shrunk(self) -> "OperatorVariant":
-        """The same in sizes for interpreted kernels, which take a tenth of a second for what takes a GPU microseconds.
+        """The same call in small sizes, for interpreted kernels, which are 100,000 times slower than a GPU.
 
         What the sizes decide stays: whether rows fill tiles, and whether TMA takes the operands.
         """
@@ -74,7 +74,7 @@ class OperatorVariant:
 
 
 class OperatorCase(StressCase):
-    """Calls of one operator: whole numbers, so that sums are exact in every dtype and order."""
+    """Calls of one operator on whole numbers, whose sums are exact in every dtype and order."""
 
     entries = ENTRIES
 
@@ -88,12 +88,12 @@ class OperatorCase(StressCase):
         raise AssertionError(f"{call}: sums of so many numbers are rounded")
 
     def _prepare(self, density: float) -> bool:
-        """Make the operands and the results. Returns whether all of these are exact."""
+        """Make operands and expected results. Returns whether all results are exact."""
         call, team = self._call, self._team
         world, rank, (n, k) = team.world, team.rank, (self._call.n, self._call.k)
         rows = call.rows * world if call.is_scatter else call.rows
         weights = [team.integers((n, k), "weight", peer, density=density) for peer in range(world)]
-        # Each rank adds its own bias to its own product; of sums over the ranks it is one and the same.
+        # A gather's ranks add their own biases; in a sum over the ranks, all have the same bias.
         biases = [team.integers((n,), "bias", peer * call.is_gather, low=-8, high=8) for peer in range(world)]
         out_dtype = call.out_dtype or call.dtype
         sum_dtype = call.reduce_dtype or out_dtype
@@ -139,7 +139,7 @@ class OperatorCase(StressCase):
         return agree(team, exact)
 
     def _draw_scales(self, rows: int, n: int, entry: int, peer: int) -> tuple[Tensor, Tensor]:
-        """The factors of a rank's rows of x and of its weight: 1 or 2, and 1 where operands are not of fp8."""
+        """Scales of a rank's rows of x and of its weight: 1 or 2 for fp8, else 1."""
         call, team = self._call, self._team
         if call.dtype != FP8:
             ones = torch.ones(max(rows, n), dtype=torch.float64, device=team.device)
@@ -151,7 +151,7 @@ class OperatorCase(StressCase):
         return of_rows, of_columns
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         call = self._call
         options: dict[str, Any] = {"bias": self._bias, "implementation": call.plan or "kernel"}
         if call.reduce_dtype is not None:
@@ -163,16 +163,16 @@ class OperatorCase(StressCase):
         return [Check(found, right) for found, right in zip(outs, self._expected[entry], strict=True)]
 
     def poison(self) -> None:
-        """See `StressCase`."""
+        """Fill the workspaces with poison."""
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         check_workspaces(self._team)
 
 
 class MlpCase(StressCase):
-    """Calls of `ops.mlp` with relu, whose hidden numbers are whole as well."""
+    """Calls of `ops.mlp` with relu, which keeps hidden numbers whole."""
 
     entries = ENTRIES
 
@@ -206,7 +206,7 @@ class MlpCase(StressCase):
         self._gate = gates[rank].to(dtype) if is_gated else None
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         out = ops.mlp(
             self._inputs[entry],
             self._up,
@@ -219,16 +219,16 @@ class MlpCase(StressCase):
         return [Check(out, self._expected[entry])]
 
     def poison(self) -> None:
-        """See `StressCase`."""
+        """Fill the workspaces with poison."""
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         check_workspaces(self._team)
 
 
 def agree(team: Team, exact: bool) -> bool:
-    """Whether the sums are exact on all ranks, which take the same operands: each has looked at its own results."""
+    """Whether results are exact on all ranks. Each checks its own; all must then use the same operands."""
     answer = torch.tensor(int(exact))
     dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=team.group)
     return bool(answer)
@@ -248,7 +248,7 @@ def poison_workspaces(team: Team) -> None:
 
 
 def check_workspaces(team: Team) -> None:
-    """PeerError where a wait of the operators' workspaces of a group was given up."""
+    """Raise PeerError if a wait in the operators' workspaces of a group timed out."""
     for _, found in _list_workspaces(team):
         found.channel.check()
 
@@ -264,7 +264,7 @@ TILES = ops.Blocks(64, 64, 64, 2, 4, 3, _PROGRAMS)
 ODD = TILES._replace(m=32, n=96)
 FEW = ops.Blocks(16, 32, 64, 1, 4, 3, _PROGRAMS)
 ODD_FEW = FEW._replace(n=48)
-SHARED = ops.Blocks(16, 32, 32, 1, 4, 3, 11)  # a number of programs that tiles do not come out even for
+SHARED = ops.Blocks(16, 32, 32, 1, 4, 3, 11)  # a number of programs that does not divide the tiles
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 COPIES = ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)
@@ -429,7 +429,7 @@ _SCALED_NAMES = {
     "reduce": "scaled_matmul_all_reduce",
 }
 
-# What some plans are called in two halves of the ranks as well: a kernel is compiled for the number of ranks.
+# Configurations that two halves of the ranks call too: a kernel is compiled for the number of ranks.
 _IN_HALVES = ("all-gather/push", "all-gather/copies", "reduce-scatter/programs", "all-reduce/two-shots")
 
 
@@ -465,13 +465,13 @@ def _configure(name: str, covers: str, call: OperatorVariant) -> Configuration:
         _find_kernels(call),
         covers,
         partial(OperatorCase, call),
-        takes_graphs=name != "all-reduce/tiles",  # whose all-gather may go by way of the host
+        takes_graphs=name != "all-reduce/tiles",  # its all-gather may run on the host (gloo)
         takes_halves=name in _IN_HALVES,
     )
 
 
 def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
-    """What a call launches."""
+    """The kernels that a call launches."""
     if call.plan is None:
         return (GATHER,)
     if call.is_gather:

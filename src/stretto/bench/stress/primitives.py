@@ -1,4 +1,4 @@
-"""Configurations of the tile primitives: each way to notify, to wait and to move data, on the device and the host."""
+"""Stress configurations of the tile primitives: every form of notify, wait and data transfer, on device and host."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from stretto.bench.stress.team import Team
 FAMILY = "tiles"
 BEGIN = "tiles.calls.begin_call"
 ENTRIES = 6
-_LARGEST = 1 << 20  # of the numbers that move
+_LARGEST = 1 << 20  # of the numbers that are sent
 _WARPS = 4
 _LEAST_NUMBERS = 2048
 
@@ -51,24 +51,24 @@ class TileCase(StressCase):
         self.expected = [self.expect(entry) for entry in range(ENTRIES)]
 
     def draw(self, entry: int, peer: int) -> Tensor:
-        """int32 [rows, columns]: what a rank gives."""
+        """The input of a rank, int32 [rows, columns]."""
         shape = (self.rows, self.columns)
         return self.team.integers(shape, entry, peer, low=-_LARGEST, high=_LARGEST).int()
 
     def make_input(self, entry: int) -> Tensor:
-        """This rank's."""
+        """The input of this rank."""
         return self.draw(entry, self.rank)
 
     def expect(self, entry: int) -> Tensor:
-        """By default all ranks' inputs in rank order."""
+        """The expected result: by default all ranks' inputs in rank order."""
         return torch.cat([self.draw(entry, peer) for peer in range(self.world)])
 
     def buffer(self, *shape: int, slot: int = 0, rank: int | None = None) -> Tensor:
-        """This rank's memory, or another's, from the beginning of a slot on."""
+        """This rank's symmetric memory, or another rank's, from the beginning of a slot."""
         return self.channel.tensor(shape, torch.int32, offset=slot * 4 * self.numbers, rank=rank)
 
     def make_output(self) -> Tensor:
-        """Like the results."""
+        """Allocate an output in the shape of the result."""
         return torch.empty_like(self.expected[0])
 
     def begin(self, mode: str, slot: int | None = None) -> tiles.Channel:
@@ -80,22 +80,22 @@ class TileCase(StressCase):
         raise NotImplementedError
 
     def call(self, entry: int) -> Sequence[Check]:
-        """See `StressCase`."""
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         out = self.make_output()
         self.run(self.inputs[entry], out)
         return [Check(out, self.expected[entry])]
 
     def poison(self) -> None:
-        """See `StressCase`."""
+        """Fill the workspaces with poison."""
         self.buffer(2 * self.numbers).fill_(-1)
 
     def check(self) -> None:
-        """See `StressCase`."""
+        """Raise what the device has reported."""
         self.channel.check()
 
 
 class PushCase(TileCase):
-    """Tiles are pushed to all ranks, by two kernels; has_slots: the call waits for nobody who is behind by one."""
+    """One kernel pushes tiles to all ranks, another takes them. has_slots: no wait for ranks one call behind."""
 
     def __init__(self, team: Team, *, has_slots: bool) -> None:
         self._has_slots = has_slots
@@ -122,10 +122,10 @@ class EnteredCase(TileCase):
 
 
 class PullCase(TileCase):
-    """Tiles are pulled from their owners' memory, where they have lain since before the call began."""
+    """A kernel pulls tiles from their owners' memory, which was written before the call began."""
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        buffer = self.buffer(*x.shape, slot=next(self.turns))  # of the call before, others may still read theirs
+        buffer = self.buffer(*x.shape, slot=next(self.turns))  # others may still read the slot of the call before
         buffer.copy_(x)
         channel = self.begin("local")
         gathered = torch.empty_like(out)
@@ -135,10 +135,10 @@ class PullCase(TileCase):
 
 
 class TileScatterCase(TileCase):
-    """Tiles are pushed to their owners, which add them up as they come."""
+    """A kernel pushes tiles to their owners, which add them up as they arrive."""
 
     def make_input(self, entry: int) -> Tensor:
-        """[world * rows, columns]: a part for each rank."""
+        """The input of a rank, [world * rows, columns]: a part for each rank."""
         return self._draw_all(entry, self.rank)
 
     def _draw_all(self, entry: int, source: int) -> Tensor:
@@ -157,7 +157,7 @@ class TileScatterCase(TileCase):
 
 
 class RoutedCase(TileCase):
-    """Tiles go where tables say, tile t of rank r to rank (t + r) modulo world, and counts are the caller's."""
+    """Tables route tiles: tile t of rank r goes to rank (t + r) modulo world; the caller gives the counts."""
 
     def __init__(self, team: Team) -> None:
         super().__init__(team)
@@ -176,7 +176,7 @@ class RoutedCase(TileCase):
         self._counts[:, :, 0] = 1
 
     def make_input(self, entry: int) -> Tensor:
-        """[world * tile rows, columns]: a tile for each rank."""
+        """The input of a rank, [world * tile rows, columns]: a tile for each rank."""
         return self._draw_all(entry, self.rank)
 
     def _draw_all(self, entry: int, source: int) -> Tensor:
@@ -198,7 +198,7 @@ class RoutedCase(TileCase):
 
 
 class RingCase(TileCase):
-    """Sums go around a ring, by tiles between peers."""
+    """A ring all-reduce, by tiles between peers."""
 
     peer_tiles = 64
 
@@ -212,7 +212,7 @@ class RingCase(TileCase):
 
 
 class ExchangeCase(TileCase):
-    """Every rank's row goes to all, announced by one tile between peers, in a call that one kernel begins and ends."""
+    """Every rank's row goes to all, signalled by one tile between peers; one kernel begins and ends the call."""
 
     peer_tiles = 1
 
@@ -249,12 +249,12 @@ class PacketCase(TileCase):
         )
 
     def poison(self) -> None:
-        """Packets' memory is empty between calls."""
+        """Check that the packets' memory is empty, as it must be between calls."""
         require_empty(self.buffer(2 * self.numbers))
 
 
 class PacketSumCase(TileCase):
-    """The sum of all ranks' numbers, which travel as packets."""
+    """An all-reduce of numbers that travel as packets."""
 
     def __init__(self, team: Team, *, dtype: torch.dtype, chunk: int, in_fours: bool) -> None:
         self._dtype, self._chunk, self._in_fours = dtype, chunk, in_fours
@@ -276,12 +276,12 @@ class PacketSumCase(TileCase):
         )  # fmt: skip
 
     def poison(self) -> None:
-        """Packets' memory is empty between calls."""
+        """Check that the packets' memory is empty, as it must be between calls."""
         require_empty(self.buffer(2 * self.numbers))
 
 
 class CopyCase(TileCase):
-    """Copy engines push rows and signal them; who waits: a kernel's tiles, or the stream, for one rank or for all."""
+    """Copy engines push rows and signal them; a kernel's tiles or the stream waits, for one rank or for all."""
 
     def __init__(self, team: Team, *, waits: str) -> None:
         self._waits = waits
@@ -315,7 +315,7 @@ class CopyCase(TileCase):
             tiles.rank_notify(self.channel, self.rank * self.channels + index, peer)
 
     def _await(self) -> None:
-        """By stream: of each rank the signal of its last rows stands for all of its."""
+        """Wait on the stream; a rank's last signal stands for all its rows."""
         last = self.channels - 1
         if self._waits == "all":
             tiles.rank_wait_all(self.channel, last, self.channels)
@@ -326,7 +326,7 @@ class CopyCase(TileCase):
 
 
 class DescriptorCase(TileCase):
-    """Tiles that TMA stores before they are signalled, or loads after they were waited for, by a wait or a poll."""
+    """TMA stores tiles before their signals, or loads tiles after a wait or a poll."""
 
     def __init__(self, team: Team, *, form: str) -> None:
         self._form = form
@@ -359,7 +359,7 @@ class DescriptorCase(TileCase):
 
 
 class CountedCase(TileCase):
-    """A kernel's threads count tiles, the stream that copies them to the others waits for the count."""
+    """A kernel's threads count stored tiles; the stream that copies them to peers waits for the count."""
 
     def __init__(self, team: Team) -> None:
         super().__init__(team)
@@ -390,7 +390,7 @@ class CountedCase(TileCase):
 
 
 def require_empty(packets: Tensor) -> None:
-    """AssertionError where packets were left."""
+    """Raise AssertionError if packets were left in memory."""
     if packets.any():
         raise AssertionError("packets were left in memory that is empty between calls")
 

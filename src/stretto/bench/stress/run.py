@@ -1,4 +1,4 @@
-"""Runs `stretto stress`: chooses what comes next, keeps the accounts, and replaces ranks that hang."""
+"""Runs `stretto stress`: chooses the next batch of calls, keeps the results, and replaces ranks that hang."""
 
 import math
 import os
@@ -13,36 +13,36 @@ from typing import Any
 from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.bench.settings import require_least
 from stretto.bench.stress.catalogue import CATALOGUES, Configuration, load_catalogue, select
-from stretto.bench.stress.crew import Crew, Replies
 from stretto.bench.stress.ledger import Account, Ledger
 from stretto.bench.stress.team import mix
 from stretto.bench.stress.worker import CallBatch, Poison
+from stretto.bench.stress.worker_pool import Replies, WorkerPool
 from stretto.memory.shared_gpus import SWITCH
 
 MOST_RANKS = 64
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
-FLOOR = 2_400  # results that each configuration has before any has more
+FLOOR = 2_400  # results that every configuration gets before any gets more
 _SECONDS_OF_BATCH = 0.8
-_MOST_TIMES = 8  # as many calls as the first batch of a configuration has
+_MOST_TIMES = 8  # how many times as many calls as a configuration's first batch a later one may have
 LEAST_CALLS, MOST_CALLS = 60, 1_200
-CPU_CALLS = 6  # interpreted kernels take thousands of times as long
+CPU_CALLS = 6  # interpreted kernels are thousands of times slower
 FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
 _MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
-_POISONED = 0.3  # share of batches before which workspaces are poisoned, besides the second
-_BATCHES_APART = 5  # in a row, of a configuration whose ranks need another backend of symmetric memory: others wait
-_MOST_FAILURES = 2  # batches of a configuration that hang or raise, before it is left out of the run
-_SECONDS_BETWEEN_WORDS = 10.0
+_POISONED = 0.3  # share of batches before which workspaces are poisoned; the second batch always is
+_BATCHES_APART = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
+_MOST_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
+_PROGRESS_SECONDS = 10.0  # between lines of progress
 
 
 @dataclass(frozen=True)
 class StressSetting:
-    """What is run: ranks; minutes, after which no batch begins; only: a pattern of names; results: of each
-    configuration, at which the run ends; seed: None for a new one.
+    """What a stress run calls, and when it ends. Raises ValueError for impossible settings.
 
-    limit: seconds that a batch may take, None for the defaults. stops_at_first: end at the first finding. calls: of a
-    batch, None by the number of ranks. late_warps: kernels are changed so that warps are late at random; takes a GPU.
-    ValueError for what cannot be.
+    minutes: no batch begins later. only: patterns of configurations' names. seed: None for a new one. results: the run
+    ends when each configuration has so many. resume: a file whose results the run continues. limit: seconds that a
+    batch may take (None: the defaults). calls: of a batch (None: by the number of ranks). stops_at_first: end at the
+    first finding. late_warps: insert random sleeps into the kernels, so that warps drift apart; takes a GPU.
     """
 
     ranks: int
@@ -73,10 +73,10 @@ class StressSetting:
 
 @dataclass(frozen=True)
 class StressReport:
-    """What a run has found.
+    """The findings of a run.
 
-    accounts: of all that was selected, over all runs of the file. launched: the Triton kernels that each configuration
-    has launched in this run; of those that are compiled, the ones that no other had launched in the same way before.
+    accounts: results of all selected configurations, over all runs of the file. launched: the Triton kernels that each
+    configuration launched in this run; of compiled kernels, those that no other had launched in the same form before.
     """
 
     seed: int
@@ -89,16 +89,16 @@ class StressReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was wrong, raised or hung."""
+        """Whether no call gave a wrong result, raised or hung."""
         return all(account.is_clean for account in self.accounts.values())
 
     @property
     def results(self) -> int:
-        """Of all configurations."""
+        """The number of results of all configurations."""
         return sum(account.results for account in self.accounts.values())
 
     def count(self, what: str) -> int:
-        """All "wrong", "raised" or "hung" ones."""
+        """The number of "wrong", "raised" or "hung" calls of all configurations."""
         return sum(getattr(account, what) for account in self.accounts.values())
 
     def list_rows(self) -> list[dict[str, Any]]:
@@ -120,9 +120,10 @@ class StressReport:
 
 
 def stress(setting: StressSetting, say: Callable[[str], None] = print) -> StressReport:
-    """Run the stress, and return what it has found. ValueError for a pattern that matches nothing.
+    """Run the stress and return its findings.
 
-    say: is given lines about the progress. RuntimeError where ranks cannot be started.
+    say: prints a line of progress. Raises ValueError for a pattern that matches nothing, RuntimeError if ranks cannot
+    be started.
     """
     import torch
 
@@ -155,15 +156,15 @@ def stress(setting: StressSetting, say: Callable[[str], None] = print) -> Stress
             else:
                 say("the ranks share GPUs by time slices: there is no MPS here")
         device = "cuda" if gpus else "cpu"
-        crew = Crew(setting.ranks, device, seed, setting.catalogues, environment, late_warps=setting.late_warps)
-        stack.callback(crew.close)
-        return _StressRun(setting, seed, chosen, ledger, crew, say, has_gpus=bool(gpus)).run()
+        pool = WorkerPool(setting.ranks, device, seed, setting.catalogues, environment, late_warps=setting.late_warps)
+        stack.callback(pool.close)
+        return _StressRun(setting, seed, chosen, ledger, pool, say, has_gpus=bool(gpus)).run()
 
 
 def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
-    """The mode of a configuration's batch: by the seed alone, so that the same calls can be made again.
+    """Choose the mode of a configuration's batch. It depends on the seed alone, so that a run can be repeated.
 
-    The first batches have each mode once, beginning with any, so that short runs with several seeds have all of them.
+    The first batches take each mode once, starting anywhere, so that short runs with several seeds cover all modes.
     """
     if number < len(modes):
         return modes[(mix(seed, "first mode", name) + number) % len(modes)]
@@ -172,7 +173,7 @@ def choose_mode(modes: Sequence[str], seed: int, name: str, number: int) -> str:
 
 
 def _describe_raised(raised: Mapping[int, str]) -> str:
-    """One rank's traceback, and the last lines of the others': who waited for whom says why a call has locked."""
+    """One rank's traceback and the last lines of the others', which name the ranks that each waited for."""
     (first, text), *others = sorted(raised.items())
     lines = [f"rank {first}: {text.strip()}"]
     lines += [f"rank {rank}: {text.strip().splitlines()[-1]}" for rank, text in others if text.strip()]
@@ -180,7 +181,7 @@ def _describe_raised(raised: Mapping[int, str]) -> str:
 
 
 class _StressRun:
-    """A run under way. turns: what each configuration would have of results if nothing had failed, for the order."""
+    """A run in progress. turns: results that each configuration would have if no call had failed; decides the order."""
 
     def __init__(
         self,
@@ -188,13 +189,13 @@ class _StressRun:
         seed: int,
         chosen: Mapping[str, Configuration],
         ledger: Ledger,
-        crew: Crew,
+        pool: WorkerPool,
         say: Callable[[str], None],
         *,
         has_gpus: bool,
     ) -> None:
         self._setting, self._seed, self._chosen = setting, seed, chosen
-        self._ledger, self._crew, self._say, self._has_gpus = ledger, crew, say, has_gpus
+        self._ledger, self._pool, self._say, self._has_gpus = ledger, pool, say, has_gpus
         self._accounts = {name: ledger.of(setting.ranks, name) for name in chosen}
         self._turns = {name: account.results for name, account in self._accounts.items()}
         self._batches = dict.fromkeys(chosen, 0)
@@ -202,7 +203,7 @@ class _StressRun:
         self._compiled: set[tuple[int, str, str]] = set()
         self._seconds: dict[tuple[int, str, str], float] = {}  # of `_calls` calls, by start, configuration and mode
         self._launched: dict[str, set[str]] = {name: set() for name in chosen}
-        self._began = self._spoke = time.monotonic()
+        self._began = self._reported = time.monotonic()
         self._calls = setting.calls or self._choose_calls()
 
     def _choose_calls(self) -> int:
@@ -211,12 +212,12 @@ class _StressRun:
         return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), LEAST_CALLS), MOST_CALLS)
 
     def run(self) -> StressReport:
-        """CallBatch after batch, until the time or the results are there."""
+        """Run batch after batch until the time is over or all configurations have enough results."""
         while time.monotonic() - self._began < 60 * self._setting.minutes:
             name = self._choose()
             if name is None:
                 break
-            self._crew.use(self._chosen[name].symmetric_memory)
+            self._pool.use(self._chosen[name].symmetric_memory)
             for _ in range(_BATCHES_APART if self._is_apart(name) else 1):
                 self._run_batch(name)
                 self._ledger.write()
@@ -225,7 +226,7 @@ class _StressRun:
                     break
             if self._setting.stops_at_first and not self._accounts[name].is_clean:
                 break
-        device = self._crew.about
+        device = self._pool.about
         if device and device not in self._ledger.devices.setdefault(self._setting.ranks, []):
             self._ledger.devices[self._setting.ranks].append(device)
         self._ledger.write()
@@ -235,19 +236,19 @@ class _StressRun:
         )
 
     def _is_apart(self, name: str) -> bool:
-        """Whether the ranks are started anew for this configuration, and for the next one again."""
+        """Whether the ranks restart for this configuration, and again for the next one."""
         kinds = {one.symmetric_memory for one in self._chosen.values()}
         return len(kinds) > 1 and self._chosen[name].symmetric_memory != "CUDA"
 
     def _choose(self) -> str | None:
         """The configuration with the fewest results; None where all have enough."""
         open_ones = [name for name in self._chosen if self._failures[name] < _MOST_FAILURES]
-        # Once a run is enough of those for which the ranks are started anew.
+        # Configurations for which the ranks restart run once.
         open_ones = [name for name in open_ones if not (self._is_apart(name) and self._batches[name])]
         if self._setting.results is not None:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
         least = FLOOR if self._setting.results is None else self._setting.results
-        # Once all have the least number, in turns: the fast ones then have larger batches.
+        # Once all have the least number of results, they take turns: fast ones have larger batches.
         return min(
             open_ones,
             key=lambda name: (min(self._turns[name], least), self._batches[name], self._is_apart(name)),
@@ -255,8 +256,8 @@ class _StressRun:
         )
 
     def _size_batch(self, name: str, mode: str) -> int:
-        """How many calls the next batch has: more of what was fast before, so that most time goes into calls."""
-        seconds = self._seconds.get((self._crew.starts, name, mode))
+        """How many calls the next batch has: more if the last one was fast, so that most time goes into calls."""
+        seconds = self._seconds.get((self._pool.starts, name, mode))
         if self._setting.calls or seconds is None or not self._has_gpus:
             return self._calls
         return self._calls * min(max(int(_SECONDS_OF_BATCH / max(seconds, 1e-3)), 1), _MOST_TIMES)
@@ -266,12 +267,12 @@ class _StressRun:
         self._batches[name] += 1
         mode = choose_mode(self._list_modes(name), self._seed, name, number)
         if number == 1 or (number and random.Random(mix(self._seed, "poison", name, number)).random() < _POISONED):
-            replies = self._crew.ask(Poison(name), LIMIT)
+            replies = self._pool.ask(Poison(name), LIMIT)
             if not replies.is_whole:
                 self._fail(name, replies, f"batch {number}, before which workspaces were poisoned")
                 return
         batch = CallBatch(name, number, self._size_batch(name, mode), mode)
-        replies = self._crew.ask(batch, self._find_limit(name, mode))
+        replies = self._pool.ask(batch, self._find_limit(name, mode))
         self._turns[name] += batch.calls * self._setting.ranks
         where = f"batch {number}, {mode}"
         account = self._accounts[name]
@@ -281,7 +282,7 @@ class _StressRun:
             return
         self._launched[name].update(*(outcome.launched for outcome in replies.outcomes.values()))
         account.results += sum(outcome.calls for outcome in replies.outcomes.values())
-        key = self._crew.starts, name, mode
+        key = self._pool.starts, name, mode
         longest = max(outcome.seconds for outcome in replies.outcomes.values())
         account.seconds += longest
         kind = f"{mode}, late warps" if self._setting.late_warps else mode
@@ -295,7 +296,7 @@ class _StressRun:
             self._find(name, f"{where}: wrong results by rank {wrong}, the first in call {first}")
 
     def _list_modes(self, name: str) -> list[str]:
-        """The modes that the configuration takes here."""
+        """The modes that the configuration supports on this machine."""
         configuration = self._chosen[name]
         modes = ["eager"]
         if self._has_gpus and configuration.takes_graphs:
@@ -305,14 +306,14 @@ class _StressRun:
         return modes
 
     def _find_limit(self, name: str, mode: str) -> float:
-        """Seconds that a batch may take: more where these ranks have yet to compile its kernels."""
-        key = self._crew.starts, name, mode
+        """Seconds that a batch may take: more if these ranks have not compiled its kernels yet."""
+        key = self._pool.starts, name, mode
         is_first = key not in self._compiled
         self._compiled.add(key)
         return self._setting.limit or (FIRST_LIMIT if is_first or not self._has_gpus else LIMIT)
 
     def _fail(self, name: str, replies: Replies, where: str) -> None:
-        """Count ranks that raised or hung, and have new ones go on: those that are left wait for them."""
+        """Count ranks that raised or hung, and kill all ranks, since the others wait for them; new ones start later."""
         account = self._accounts[name]
         self._failures[name] += 1
         account.raised += len(replies.raised)
@@ -321,7 +322,7 @@ class _StressRun:
             self._find(name, f"{where}: {len(replies.raised)} ranks raised, {_describe_raised(replies.raised)}")
         if replies.missing:
             self._find(name, f"{where}: ranks {sorted(replies.missing)} hung")
-        self._crew.kill()
+        self._pool.kill()
 
     def _find(self, name: str, what: str) -> None:
         text = f"seed {self._seed}, {what}"
@@ -330,9 +331,9 @@ class _StressRun:
 
     def _tell_progress(self) -> None:
         now = time.monotonic()
-        if now - self._spoke < _SECONDS_BETWEEN_WORDS:
+        if now - self._reported < _PROGRESS_SECONDS:
             return
-        self._spoke = now
+        self._reported = now
         results = [account.results for account in self._accounts.values()]
         bad = sum(account.wrong + account.raised + account.hung for account in self._accounts.values())
         self._say(

@@ -1,4 +1,4 @@
-"""A group of ranks as the calls of a configuration see it, and the random numbers that all of its ranks know."""
+"""A group of ranks in which a case makes its calls, with random numbers that are the same on all its ranks."""
 
 import zlib
 from collections.abc import Callable, Hashable
@@ -12,10 +12,7 @@ from torch import Tensor
 
 @dataclass
 class Team:
-    """The ranks of one group.
-
-    group: None for all ranks. kept: what the group's configurations share, such as the collectives' workspace.
-    """
+    """The ranks of one process group. kept: what its cases share, such as the collectives' workspace."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -38,19 +35,19 @@ class Team:
         return self.device.type == "cuda"
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is kept under a key, made at first."""
+        """The object that is kept under a key; made at its first use."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
 
     def draw(self, *words: object) -> torch.Generator:
-        """A generator on the device that gives the same numbers on all ranks for the same words."""
+        """A generator on the device, seeded by the words: the same numbers on all ranks."""
         return torch.Generator(self.device).manual_seed(mix(self.seed, *words))
 
     def integers(
         self, shape: tuple[int, ...], *words: object, low: int = -1, high: int = 1, density: float = 1.0
     ) -> Tensor:
-        """fp64: random whole numbers from `low` to `high`, of which a share of `density` is not made 0."""
+        """Random whole numbers from `low` to `high` in fp64; a share of 1 - `density` is set to 0."""
         generator = self.draw(*words)
         numbers = torch.randint(low, high + 1, shape, generator=generator, device=self.device).double()
         if density < 1:

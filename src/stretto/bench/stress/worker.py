@@ -1,7 +1,8 @@
-"""What a rank of `stretto stress` runs: batches of calls, judged on the device, with one look by the host at the end.
+"""A rank of `stretto stress`: runs batches of calls and compares their results on the device.
 
-The parent starts each rank as a process of its own, so that the environment decides what is read at import: whether
-Triton interprets, and the share of a GPU. Requests come and replies go through a pipe.
+The host reads the counts of wrong results once, at the end of a batch. The parent starts each rank as a process, since
+the environment decides what is fixed at import: whether Triton interprets, and the share of a GPU. Requests and replies
+go through a pipe.
 """
 
 import contextlib
@@ -29,17 +30,17 @@ GROUP_LIMIT = timedelta(
     seconds=100
 )  # of waits, on the device too: less than the parent waits for a batch, so that it hears who was missing
 
-_RECENT = 3  # calls whose input is not taken again: what is left of them would be right
+_RECENT = 3  # calls whose input is not used again: their leftovers in a workspace would be right
 _LATE_ON_DEVICE, _LATE_ON_HOST = 0.04, 0.004  # shares of calls
-_MOST_CYCLES = 600_000  # that a late rank's GPU sleeps
-_MOST_SECONDS = 0.003  # that a late rank's host sleeps
+_MOST_CYCLES = 600_000  # that the GPU of a late rank sleeps
+_MOST_SECONDS = 0.003  # that the host of a late rank sleeps
 _CPU_LATE, _CPU_MOST_SECONDS = 0.2, 0.01
 _TRACE_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class WorkerSetting:
-    """What a worker is told at its start."""
+    """What a worker gets from its parent at its start."""
 
     rank: int
     ranks: int
@@ -53,7 +54,7 @@ class WorkerSetting:
 
 @dataclass(frozen=True)
 class CallBatch:
-    """Calls of one configuration; number: which batch of it this is, so that each draws other numbers."""
+    """A batch of calls of one configuration. number: of the batch, by which it seeds its random choices."""
 
     name: str
     number: int
@@ -63,16 +64,17 @@ class CallBatch:
 
 @dataclass(frozen=True)
 class Poison:
-    """Fill the workspaces of a configuration, which all ranks have left."""
+    """A request to fill a configuration's workspaces with poison, while no rank is in a call."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """What came of a request on one rank: calls, how many were wrong and which was the first; raised: why it failed.
+    """The outcome of a request on one rank: calls, how many were wrong, and the number of the first wrong one.
 
-    launched: the kernels that were launched first since the last outcome. about: the device, at the start.
+    raised: why the request failed. launched: kernels launched for the first time since the last outcome. about: the
+    device, in the first outcome.
     """
 
     calls: int = 0
@@ -86,7 +88,7 @@ class BatchOutcome:
 
 @dataclass
 class _State:
-    """A rank's groups and cases. cases: by configuration and team."""
+    """A rank's state: its groups (teams), and its cases by configuration and team."""
 
     setting: WorkerSetting
     catalogue: "dict[str, Configuration]"
@@ -105,7 +107,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         state = _start(setting)
-    except Exception:  # noqa: BLE001  (whatever it is, the parent reports it)
+    except Exception:  # noqa: BLE001  (the parent reports any)
         pipe.send(BatchOutcome(raised=_trace()))
         return
     pipe.send(BatchOutcome(about=_describe_device(state)))
@@ -118,11 +120,11 @@ def main() -> None:
             except Exception:  # noqa: BLE001
                 outcome = BatchOutcome(raised=_trace())
             pipe.send(outcome)
-    os._exit(0)  # without a barrier, at which others may be missing
+    os._exit(0)  # no teardown, whose barrier would wait for ranks that may be gone
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, whatever it does."""
+    """End this process, whatever it is doing, when its parent is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -180,9 +182,9 @@ def _describe_device(state: _State) -> str:
 
 
 def _watch_launches(launched: set[str]) -> None:
-    """Note the name of each Triton kernel that is launched through Triton's own look at its arguments.
+    """Record the name of each Triton kernel that Triton's own launcher launches.
 
-    The first launch of a kind goes that way, also where `stretto.tiles.Launches` remembers it.
+    The first launch of a specialization goes through it, also where `stretto.tiles.Launches` repeats later ones.
     """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -240,7 +242,7 @@ def _synchronize(state: _State) -> None:
 
 
 def _run(state: _State, batch: CallBatch, began: float) -> BatchOutcome:
-    """Run a batch, and look at its results when it is through."""
+    """Run a batch of calls, and read the counts of wrong results at its end."""
     import torch
 
     from stretto.bench.stress.team import mix
@@ -254,7 +256,7 @@ def _run(state: _State, batch: CallBatch, began: float) -> BatchOutcome:
         case "groups":
             names = ["world", "again"]
             if configuration.takes_halves and state.setting.ranks >= 4:
-                # Two at a time: of three groups, whose kernels start in another order on each rank, none may end.
+                # Two groups at a time: three, whose kernels start in another order on each rank, may deadlock.
                 names = shared.choice([names, ["world", "halves"], ["again", "halves"]])
             calls = _run_groups(state, batch.name, names, batch.calls, shared, counts)
         case _:
@@ -277,11 +279,11 @@ def _run(state: _State, batch: CallBatch, began: float) -> BatchOutcome:
 
 
 def _run_graph(state: _State, case: "StressCase", calls: int, shared: random.Random, counts: "torch.Tensor") -> int:
-    """Capture a few calls, and replay them often. Returns how many calls there were."""
+    """Capture a few calls and replay the graph many times. Returns the number of calls."""
     import torch
 
     entries = draw_entries(case.entries, min(calls, GRAPH_CALLS), shared)
-    for number, entry in enumerate(entries):  # a first call compiles and allocates, which no graph can hold
+    for number, entry in enumerate(entries):  # a first call compiles and allocates, which cannot be captured
         _judge(case, case.call(entry), counts[number])
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(state.device)
@@ -301,10 +303,10 @@ def _run_graph(state: _State, case: "StressCase", calls: int, shared: random.Ran
 def _run_groups(
     state: _State, name: str, teams: Sequence[str], calls: int, shared: random.Random, counts: "torch.Tensor"
 ) -> int:
-    """Calls of several groups in one random order on all ranks.
+    """Run calls of several groups, in the same random order on all ranks.
 
-    Each group's are on a stream of its own, so that they start in another order on each rank, unless the kernels leave
-    no room for that: all are on one stream then, as the library asks for.
+    Each group has its own stream, so that kernels of different groups start in another order on each rank. If the
+    kernels fill the GPU, all groups share one stream, as the library then requires.
     """
     import torch
 
@@ -325,7 +327,7 @@ def _run_groups(
 
 
 def draw_entries(entries: int, calls: int, shared: random.Random) -> list[int]:
-    """Which input each call takes: at random, all of them in the first calls, and none of the last few again."""
+    """Choose the input of each call at random: all inputs in the first calls, and never one of the last few."""
     drawn = shared.sample(range(entries), entries)
     recent = min(_RECENT, entries - 1)
     while len(drawn) < calls:
@@ -335,7 +337,7 @@ def draw_entries(entries: int, calls: int, shared: random.Random) -> list[int]:
 
 
 def _be_late(state: _State) -> None:
-    """Now and then have this rank's GPU, or its host, sleep before its next call."""
+    """Sometimes put this rank's GPU or host to sleep before its next call."""
     import torch
 
     own = state.own
@@ -350,7 +352,7 @@ def _be_late(state: _State) -> None:
 
 
 def _judge(case: "StressCase", checks: "Sequence[Check]", count: "torch.Tensor") -> None:
-    """Count the call, on the device, if one of its results is wrong, and poison the memory that it has allocated."""
+    """Count the call as wrong, on the device, if a result differs; then poison the memory that it allocated."""
     wrong = None
     for found, expected, mask in checks:
         differs = found != expected

@@ -1,4 +1,4 @@
-"""The ranks of `stretto stress` as their parent sees them: started, asked, and killed when they do not answer."""
+"""Starts the ranks of `stretto stress`, sends them requests, and kills them when they do not answer in time."""
 
 import os
 import pickle
@@ -17,32 +17,32 @@ from stretto.bench.stress.worker import BatchOutcome, WorkerSetting
 START_LIMIT = 240.0  # seconds for all ranks to start
 GRACE = 5.0  # seconds for the others to answer once one has raised or died
 _END_LIMIT = 20.0
-# Not by -m, which would make the module another one for the worker than for its parent.
+# Not with -m: the worker's module would then be __main__, whose classes differ from the parent's.
 _WORKER = "from stretto.bench.stress.worker import main; main()"
 
 
 @dataclass
 class Replies:
-    """What the ranks have answered to a request. missing: those that did not in time, though none had failed."""
+    """The ranks' answers to a request. missing: ranks that did not answer in time, although none had failed."""
 
     outcomes: dict[int, BatchOutcome] = field(default_factory=dict)
     missing: frozenset[int] = frozenset()
 
     @property
     def raised(self) -> dict[int, str]:
-        """Of those ranks that failed: why."""
+        """Why ranks failed, by rank."""
         return {rank: outcome.raised for rank, outcome in self.outcomes.items() if outcome.raised}
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks did what they were asked."""
+        """Whether all ranks answered, and none failed."""
         return not self.missing and not self.raised
 
 
-class Crew:
-    """So many ranks in processes of their own; `environment` is added to this process's. late_warps: of their kernels.
+class WorkerPool:
+    """The ranks' processes. environment: added to this process's. late_warps: the kernels get random sleeps.
 
-    After a request that a rank has not done, `kill` them all: the next `ask` starts new ones. Close it when done.
+    After a request that failed on a rank, `kill` all of them: the next `ask` starts new ones. Close the pool when done.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Crew:
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-stress-")
 
     def ask(self, request: object, limit: float) -> Replies:
-        """Have every rank do something, and wait for their answers for up to `limit` seconds.
+        """Send a request to every rank, and wait for the answers for up to `limit` seconds.
 
         RuntimeError where the ranks cannot be started.
         """
@@ -75,11 +75,11 @@ class Crew:
             try:
                 pipe.send(request)
             except OSError:
-                continue  # it died: collecting its answer says so
+                continue  # the rank died, which `_collect` finds
         return self._collect(limit)
 
     def use(self, symmetric_memory: str) -> None:
-        """Have the ranks take that backend of torch's symmetric memory: new ones, if those there are have another."""
+        """Select torch's backend of symmetric memory; ranks that run with another one are killed, and start anew."""
         if symmetric_memory != self.symmetric_memory:
             self.kill()
             self.symmetric_memory = symmetric_memory
@@ -94,7 +94,7 @@ class Crew:
         self._workers = []
 
     def close(self) -> None:
-        """End all ranks, and remove the folder of their meeting place."""
+        """End all ranks, and remove the folder of their stores."""
         self.kill()
         self._folder.cleanup()
 
