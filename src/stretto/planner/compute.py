@@ -126,7 +126,7 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
     casts, casts_back = _casts(workload, config)
     layers = model.layers * micro_batches
-    if config.checkpoint_activations:
+    if config.options.checkpoint_activations:
         backward += forward
     parameters = _parameters(workload, grid)
     return Compute(

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from stretto.axes import NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
+from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.planner.communication import (
     AXIS_OF,
     KINDS,
@@ -31,9 +32,6 @@ from stretto.planner.workload import StepConfig, StepWorkload
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # A collective runs on some of the multiprocessors, and takes memory bandwidth and power: what runs beside it is slower.
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
-# From which size and width on a linear's output is summed in two halves, as in stretto.parallel.layers.linear.
-HALVED_BYTES = 2 * 8 * 2**20
-HALVED_INPUTS = 2048
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
 IN_NODE_LATENCY = 3e-6
 BETWEEN_NODES_LATENCY = 6e-6
@@ -56,7 +54,7 @@ def paper_cost(workload: StepWorkload, config: StepConfig, rates: Rates) -> Cost
     rates: the grid's `bandwidths`.
     """
     grid = config.grid
-    gathers = 1 if config.keep_gathered else 2
+    gathers = 1 if config.options.keep_gathered else 2
     volume = linears_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates, grid)
     return Cost(times.total, rates, times, _by_axis(times.by_name()))
@@ -70,7 +68,9 @@ def full_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, devi
     work = compute(workload, config, device)
     step = _Step(workload, config, cluster, work, rates)
     communication = step.communication()
-    exposed = step.exposed() if config.overlaps else {kind: getattr(communication, kind) for kind in KINDS}
+    exposed = (
+        step.exposed() if config.options.overlap.hides_any else {kind: getattr(communication, kind) for kind in KINDS}
+    )
     waiting = sum(exposed.values())
     slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
     beside = slowdown * (communication.total - waiting)
@@ -100,8 +100,8 @@ class _Step:
         element = workload.element
         tokens = workload.tokens / grid.replicas / self.micro_batches
         # Activation checkpointing runs the forward pass, and so its sums, a second time.
-        self.forward_passes = 2 if config.checkpoint_activations else 1
-        self.gathers = 2 if config.checkpoint_activations or not config.keep_gathered else 1
+        self.forward_passes = 2 if config.options.checkpoint_activations else 1
+        self.gathers = 2 if config.options.checkpoint_activations or not config.options.keep_gathered else 1
         self.sums: list[_Sum] = []
         self.all_gather = self.reduce_scatter = self.data = 0.0
         for place, linear in enumerate(workload.model.linears):

@@ -38,7 +38,10 @@ def explain(
 
 
 def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
-    ways = {"activation checkpointing": config.checkpoint_activations, "shard_sequence": config.shard_sequence}
+    ways = {
+        "activation checkpointing": config.options.checkpoint_activations,
+        "shard_sequence": config.options.shard_sequence,
+    }
     used = " and ".join(way for way, is_used in ways.items() if is_used)
     how = f" with {used}" if used else ""
     sent = {kind: getattr(cost.communication, kind) for kind in KINDS}
@@ -70,9 +73,9 @@ def _largest_loss(cost: Cost, best: Cost) -> str:
 def _does_not_fit(config: StepConfig, memory: Mapping[str, float], needed: float, limit: float) -> str:
     largest = max(memory, key=lambda part: memory[part])
     remedies = []
-    if not config.checkpoint_activations:
+    if not config.options.checkpoint_activations:
         remedies.append("activation checkpointing")
-    if config.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
+    if config.options.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
         remedies.append("freeing gathered weights (keep_gathered=false)")
     if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")

@@ -11,16 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stretto.axes import GridSizes
+from stretto.execution import BUCKET_BYTES, LOGITS_SLICE, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import StepConfig, StepWorkload
 
-# `stretto.parallel.layers.loss` takes logits in slices of so many elements; a slice is there in fp32 and once more in
-# dtype.
-LOGITS_SLICE = 2**26
-# So much may be on its way there at once, over z and over data.
-SCATTERS_IN_FLIGHT = 8
-BUCKET_BYTES = 64 * 2**20
 # What the allocator may hand out: the rest is the driver's context, the collectives' buffers and fragmentation.
 USABLE = 0.92
 
@@ -51,7 +46,7 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, weight_stay
     outputs = -(-model.head_outputs // grid.x)
     weight = outputs * model.hidden / grid.y
     match model.logits:
-        case "sliced":
+        case "sliced":  # a slice is there in fp32 and once more in dtype
             return min(outputs * tokens, LOGITS_SLICE) * (master + element) + weight * (
                 master + (3 if weight_stays else 2) * element
             )
@@ -81,17 +76,22 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
     kept, own_input = activations_of_a_block(model, grid, config.token_parts)
-    pushes = has_nvlink and config.copy_engines and grid.z > 1
-    stays = pushes and config.overlaps and config.keep_gathered and not config.checkpoint_activations
-    in_use = (2 if config.overlaps else 1) * largest  # the next one is gathered ahead
-    one = block_weights * (model.layers if stays else 1) if config.keep_gathered else in_use
+    pushes = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
+    stays = (
+        pushes
+        and config.options.overlap.hides_any
+        and config.options.keep_gathered
+        and not config.options.checkpoint_activations
+    )
+    in_use = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
+    one = block_weights * (model.layers if stays else 1) if config.options.keep_gathered else in_use
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
     ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if pushes else 0.0
-    if config.checkpoint_activations:
+    if config.options.checkpoint_activations:
         activations, gathered = model.layers * own_input * tokens, in_use
     else:
         activations = model.layers * kept * tokens
-        gathered = model.layers * block_weights if config.keep_gathered else in_use
+        gathered = model.layers * block_weights if config.options.keep_gathered else in_use
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
     parts = config.token_parts
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
@@ -122,7 +122,7 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
             "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
-    if config.checkpoint_activations:
+    if config.options.checkpoint_activations:
         moments.append(
             {  # the last block, computed again
                 "gradients": max(earlier, of_head),

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
+from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import Rates, bandwidths
@@ -56,6 +57,53 @@ class GridPlan:
         return vars(self) | {"peak_memory": self.peak_memory}
 
 
+class SearchKeywords(TypedDict, total=False):
+    """What `plan` searches, as keyword arguments.
+
+    checkpoint_activations, keep_gathered: fixed where given; searched where not or None (the paper's model keeps
+        weights gathered: Algorithm 3).
+    shard_sequence: for cost="full": `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try it
+        beside what is usual.
+    overlaps: for cost="full": whether collectives are hidden (`parallelize(overlap=...)`; default: True).
+    """
+
+    checkpoint_activations: bool | None
+    keep_gathered: bool | None
+    shard_sequence: bool | None
+    overlaps: bool
+
+
+class PredictKeywords(ExecutionKeywords, total=False):
+    """Options of `predict` one by one: those of ExecutionOptions, and two for parts of its overlap.
+
+    overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
+    """
+
+    overlaps: bool
+    copy_engines: bool
+
+
+@dataclass(frozen=True)
+class _SearchSpace:
+    """The execution options among which each grid's best are searched: `SearchKeywords`, None for both values."""
+
+    checkpoint_activations: bool | None = None
+    keep_gathered: bool | None = None
+    shard_sequence: bool | None = False
+    overlaps: bool = True
+
+    def list_options(self, grid: GridSizes, cost: CostModel) -> list[ExecutionOptions]:
+        keeps = [self.keep_gathered] if self.keep_gathered is not None else [True] if cost == "paper" else [True, False]
+        checkpoints = [False, True] if self.checkpoint_activations is None else [self.checkpoint_activations]
+        shardings = [False, True] if self.shard_sequence is None else [self.shard_sequence]
+        return [
+            ExecutionOptions(Overlap.parse(self.overlaps), keep, checkpoint, shards)
+            for keep in keeps
+            for checkpoint in checkpoints
+            for shards in (shardings if grid.x > 1 else [False])
+        ]
+
+
 @dataclass(frozen=True)
 class _Candidate:
     config: StepConfig
@@ -68,7 +116,12 @@ class _Candidate:
     def rank(self) -> tuple[Any, ...]:
         """What can run comes first, then what fits, then the fastest; then who computes nothing twice."""
         config, sizes = self.config, self.config.grid
-        order = (config.checkpoint_activations, not config.keep_gathered, config.shard_sequence, -config.micro_batch)
+        order = (
+            config.options.checkpoint_activations,
+            not config.options.keep_gathered,
+            config.options.shard_sequence,
+            -config.micro_batch,
+        )
         layout = tuple(sizes[axis] for axis in INNER_TO_OUTER)
         return (
             self.impossible is not None,
@@ -97,10 +150,7 @@ def plan(
     dtype: Dtype = "bf16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
     micro_batch: int | None = None,
-    checkpoint_activations: bool | None = None,
-    keep_gathered: bool | None = None,
-    shard_sequence: bool | None = False,
-    overlaps: bool = True,
+    **search: Unpack[SearchKeywords],
 ) -> list[GridPlan]:
     """Rank every grid of `gpus` for training `model` on `cluster`: those that fit first, the fastest of them first.
 
@@ -108,10 +158,8 @@ def plan(
     gpus: ranks (default: the whole cluster). batch: global, in sequences of seq_len tokens.
     cost: "paper" counts the linears' collectives alone (Singh, equations 5.1 to 5.7): step_time is their total.
         "full" adds computation, start-up latency, embedding, head and norms, and what overlap hides.
-    micro_batch, checkpoint_activations, keep_gathered: fixed where given; searched where not (the paper's model keeps
-        weights gathered: Algorithm 3).
-    shard_sequence: for "full": `parallelize(shard_sequence=True)` where x > 1, or None to try it beside what is usual.
-    overlaps: for "full": whether collectives are hidden (`parallelize(overlap=...)`).
+    micro_batch: fixed where given, otherwise searched.
+    search: checkpoint_activations, keep_gathered, shard_sequence and overlaps (`SearchKeywords`).
 
     Returns a plan for every factorization; the impossible ones, last, say why. Raises ValueError for bad input, a
     cluster without a figure that is needed, or when no grid at all can hold the model's sizes and the batch.
@@ -124,27 +172,20 @@ def plan(
     micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
     device = Device(machine, dtype) if cost == "full" else None
     limit = USABLE * machine.require("gpu.memory")
-    keeps = [keep_gathered] if keep_gathered is not None else [True] if cost == "paper" else [True, False]
-    checkpoints = [False, True] if checkpoint_activations is None else [checkpoint_activations]
-    shardings = [False, True] if shard_sequence is None else [shard_sequence]
-    _check_sharding(shardings[-1], architecture, cost)
+    space = _SearchSpace(**search)
+    _check_sharding(space.shard_sequence is not False, architecture, cost)
 
     grids = [(grid, why_impossible(architecture, grid, batch)) for grid in every_grid(ranks)]
     if all(impossible for _, impossible in grids):
         raise ValueError(_nothing_possible(architecture, ranks, batch, [impossible for _, impossible in grids]))
     candidates = []
     for grid, impossible in grids:
-        configs = [
-            StepConfig(grid, 1, checkpoint, keep, overlaps, shard_sequence=shards)
-            for keep in keeps
-            for checkpoint in checkpoints
-            for shards in (shardings if grid.x > 1 else [False])
-        ]
+        configs = [StepConfig(grid, 1, options) for options in space.list_options(grid, cost)]
         if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
             configs = configs[:1]
         rates = bandwidths(machine, grid)
-        options = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in configs]
-        candidates.append(min(options, key=lambda candidate: candidate.rank_on_its_grid))
+        judged = [_judge(workload, each, machine, device, rates, limit, micro_batch, impossible) for each in configs]
+        candidates.append(min(judged, key=lambda candidate: candidate.rank_on_its_grid))
     candidates.sort(key=lambda candidate: candidate.rank)
     if candidates[0].impossible is not None:
         reasons = [candidate.impossible for candidate in candidates]
@@ -161,35 +202,49 @@ def predict(
     batch: int,
     seq_len: int,
     micro_batch: int | None = None,
-    checkpoint_activations: bool = False,
-    keep_gathered: bool = True,
     dtype: Dtype = "bf16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
-    shard_sequence: bool = False,
-    overlaps: bool = True,
-    copy_engines: bool = True,
     cost: CostModel = "full",
+    options: ExecutionOptions | None = None,
+    **changes: Unpack[PredictKeywords],
 ) -> GridPlan:
-    """The plan of one grid (sizes by axis, 1 where one is absent), run as it is said here.
+    """Predict one grid (sizes by axis, 1 where one is absent) that runs with these options.
 
-    overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
+    options: how the step executes (default: `ExecutionOptions()`). changes: some of them by name (`PredictKeywords`).
 
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
     workload = StepWorkload(read_architecture(model, seq_len), batch, seq_len, dtype, optimizer)
-    _check_sharding(shard_sequence, workload.model, cost)
+    options = _change(options or ExecutionOptions(), **changes)
+    _check_sharding(options.shard_sequence, workload.model, cost)
     sizes = GridSizes(**grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    config = StepConfig(sizes, size, checkpoint_activations, keep_gathered, overlaps, copy_engines, shard_sequence)
+    config = StepConfig(sizes, size, options)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = USABLE * cluster.require("gpu.memory")
     only = _judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
     return _to_plan(only, only, cluster, limit, _notes(workload))
+
+
+def _change(
+    options: ExecutionOptions,
+    *,
+    overlaps: bool | None = None,
+    copy_engines: bool | None = None,
+    **changes: Unpack[ExecutionKeywords],
+) -> ExecutionOptions:
+    options = options.replace(**changes)
+    if overlaps is not None:
+        switches = replace(Overlap.parse(overlaps), copy_engines=options.overlap.copy_engines)
+        options = options.replace(overlap=switches)
+    if copy_engines is not None:
+        options = options.replace(overlap=replace(options.overlap, copy_engines=copy_engines))
+    return options
 
 
 def _judge(
@@ -247,9 +302,9 @@ def _to_plan(
     return GridPlan(
         grid=config.grid.sizes(),
         micro_batch=config.micro_batch,
-        checkpoint_activations=config.checkpoint_activations,
-        keep_gathered=config.keep_gathered,
-        shard_sequence=config.shard_sequence,
+        checkpoint_activations=config.options.checkpoint_activations,
+        keep_gathered=config.options.keep_gathered,
+        shard_sequence=config.options.shard_sequence,
         bandwidth=cost.bandwidth,
         communication={kind: _rounded(time) for kind, time in cost.communication.by_name().items()},
         exposed=cost.exposed,

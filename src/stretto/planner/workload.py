@@ -1,9 +1,10 @@
 """What is to be trained and how: the questions that a plan answers, and one answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stretto.axes import GridSizes
+from stretto.execution import ExecutionOptions
 from stretto.planner.architecture import Architecture
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
@@ -52,24 +53,16 @@ class StepWorkload:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """One way to run a workload. `micro_batch`: sequences that a rank takes at once (it accumulates gradients).
-
-    overlaps, copy_engines: as `stretto.parallel.Overlap` has them, the first for all of its other options.
-    shard_sequence: as `parallelize` has it; on a grid of x=1 there is nothing to shard.
-    """
+    """How a workload's step runs. `micro_batch`: sequences that a rank takes at once (it accumulates gradients)."""
 
     grid: GridSizes
     micro_batch: int
-    checkpoint_activations: bool = False
-    keep_gathered: bool = True
-    overlaps: bool = True
-    copy_engines: bool = True
-    shard_sequence: bool = False
+    options: ExecutionOptions = field(default_factory=ExecutionOptions)
 
     @property
     def token_parts(self) -> int:
         """Over how many ranks of x the activations between blocks are sharded."""
-        return self.grid.x if self.shard_sequence else 1
+        return self.grid.x if self.options.shard_sequence else 1
 
     def micro_batches(self, workload: StepWorkload) -> int:
         """How many a step has."""

@@ -140,7 +140,7 @@ def loss_of_other_targets(shards_sequence: bool) -> tuple[list[str], float]:
     expected = model(TOKENS, TOKENS).detach()
     model = parallelize(model, Grid(x=2), shard_sequence=shards_sequence)
     said = []
-    with mock.patch("stretto.parallel.layers.loss.SLICE_ELEMENTS", TOKENS.numel() * (VOCAB + 1) // 2):
+    with mock.patch("stretto.parallel.layers.loss.LOGITS_SLICE", TOKENS.numel() * (VOCAB + 1) // 2):
         for targets in (torch.cat((TOKENS, TOKENS)), TOKENS[:1]):
             with pytest.raises(ValueError, match="targets") as error:
                 model(TOKENS, targets)

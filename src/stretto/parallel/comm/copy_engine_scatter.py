@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.execution import SCATTERS_IN_FLIGHT
 from stretto.parallel.comm.collectives import Pending, start_scatter_rows
-from stretto.parallel.comm.gradient_reducer import SCATTERS_IN_FLIGHT
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
 from stretto.tiles.call_state import may_publish
 from stretto.tiles.signals import set_slot

@@ -43,6 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import GradientBucket, accumulate, local_gradient
@@ -51,11 +52,6 @@ from stretto.parallel.options import Overlap, Precision
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
-
-# A bucket's size: large enough for the links' full bandwidth, small enough that the last bucket does not delay the end.
-BUCKET_BYTES = 64 * 2**20
-# How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.
-SCATTERS_IN_FLIGHT = 8
 
 
 class GradientReducer:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import (
     Pending,
@@ -35,11 +36,6 @@ from stretto.parallel.layers.sharded_module import ShardedModule, check_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import Version, local
-
-# An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
-# rows, if it has at least so many inputs: with fewer, the product hides less than a second message costs.
-HALVED_BYTES = 2 * 8 * 2**20
-HALVED_INPUTS = 2048
 
 
 @dataclass(frozen=True)

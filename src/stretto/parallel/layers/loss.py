@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.axes import LOSS
+from stretto.execution import LOGITS_SLICE
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.grid import Grid
@@ -18,8 +19,6 @@ from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layout import local
 from stretto.parallel.roles.formulas import IGNORED_TARGET
 
-# Logits of one slice of tokens, in elements: 256 MiB in fp32. Larger slices gain no speed, they only take memory.
-SLICE_ELEMENTS = 2**26
 # GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
 ROW_MULTIPLE = 64
 
@@ -95,7 +94,7 @@ class _HeadLoss(torch.autograd.Function):
         )
         # Ranks that have the same tokens must take the same slices, whatever their part of the vocabulary.
         widest = -(-head.vocab // head.grid.size("x"))
-        length = max(1, SLICE_ELEMENTS // max(widest, 1))
+        length = max(1, LOGITS_SLICE // max(widest, 1))
         for start in range(0, hidden.shape[0], length):
             part = slice(start, start + length)
             logits = all_reduce(hidden[part] @ weight.t(), plan.output_group).to(exact)

@@ -1,0 +1,101 @@
+"""How a step of a sharded model executes: options that train, the planner and `parallelize` share. No torch.
+
+Below the options are the fixed sizes by which `parallelize` splits work, since the planner predicts time and memory
+from the same numbers.
+"""
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which collectives `parallelize` overlaps with computation (Singh, section 5.1.4).
+
+    Switching one off changes when data is sent, never what: results keep their bits, except for copy_engines.
+
+    all_reduce: the sum of an input's gradient, under the weight gradient's product ("OAR").
+    reduce_scatter: the reduce-scatter of weight gradients, under the rest of the backward pass ("ORS").
+    all_gather: the all-gather of the next weight, under this one's product ("OAG").
+    data: the sum over data of buckets of gradients, under the backward pass, otherwise after it.
+    copy_engines: where NVLink links z's GPUs, copy engines reduce-scatter linears' gradients
+        (`stretto.parallel.comm.copy_engine_scatter`), and, where all_gather is on and weights stay gathered for the
+        backward pass, gather all weights of a forward pass from its beginning on
+        (`stretto.parallel.comm.copy_engine_gather`). Over more than two ranks gradients are then added in another order
+        than NCCL's: off, they may differ in their last bit.
+    """
+
+    all_reduce: bool = True
+    reduce_scatter: bool = True
+    all_gather: bool = True
+    data: bool = True
+    copy_engines: bool = True
+
+    @classmethod
+    def parse(cls, value: "Overlap | bool") -> "Overlap":
+        """The switches that `parallelize(overlap=...)` means: True is all of them, False none.
+
+        False waits for every collective where it is issued; copy engines still bring gradients, so that bits are those
+        of True.
+        """
+        if isinstance(value, Overlap):
+            return value
+        return cls() if value else cls(all_reduce=False, reduce_scatter=False, all_gather=False, data=False)
+
+    @classmethod
+    def none(cls) -> "Overlap":
+        """The old name of `Overlap.parse(False)`."""
+        warnings.warn("Overlap.none() is now Overlap.parse(False), or overlap=False", DeprecationWarning, stacklevel=2)
+        return cls.parse(False)
+
+    @property
+    def hides_any(self) -> bool:
+        """Whether some collective is overlapped; copy engines move data whether or not it is."""
+        return self.all_reduce or self.reduce_scatter or self.all_gather or self.data
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How a step executes, beside its grid, micro-batch and dtypes.
+
+    overlap: which collectives overlap with computation.
+    keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
+    checkpoint_activations: keep the inputs of blocks alone, and run their forward passes again in the backward pass.
+    shard_sequence: between blocks, keep only this x rank's part of the tokens.
+    tune_matmuls: time every linear's products in each layout of the operands, and use the fastest.
+    """
+
+    overlap: Overlap = field(default_factory=Overlap)
+    keep_gathered: bool = True
+    checkpoint_activations: bool = False
+    shard_sequence: bool = False
+    tune_matmuls: bool = False
+
+    def replace(self, **changes: Any) -> "ExecutionOptions":
+        """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
+        if "overlap" in changes:
+            changes["overlap"] = Overlap.parse(changes["overlap"])
+        return replace(self, **changes)
+
+
+class ExecutionKeywords(TypedDict, total=False):
+    """ExecutionOptions one by one, as keyword arguments."""
+
+    overlap: Overlap | bool
+    keep_gathered: bool
+    checkpoint_activations: bool
+    shard_sequence: bool
+    tune_matmuls: bool
+
+
+# An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
+# rows, if it has at least so many inputs: with fewer, the product hides less than a second message costs.
+HALVED_BYTES = 2 * 8 * 2**20
+HALVED_INPUTS = 2048
+# Logits of one slice of tokens, in elements: 256 MiB in fp32. Larger slices gain no speed, they only take memory.
+LOGITS_SLICE = 2**26
+# A bucket's size: large enough for the links' full bandwidth, small enough that the last bucket does not delay the end.
+BUCKET_BYTES = 64 * 2**20
+# How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.
+SCATTERS_IN_FLIGHT = 8
