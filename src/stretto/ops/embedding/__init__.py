@@ -1,11 +1,14 @@
 """Embedding look-ups fused with the exchange of the results, with gradients (Punniyamurthy et al., section 3)."""
 
-from stretto.ops.embedding.fused_optimizer import TableUpdate, embedding_all_to_all_updating
+from stretto.ops.embedding.fused_optimizer import (
+    TableUpdate,
+    embedding_all_to_all_update,
+    embedding_all_to_all_updating,
+)
 from stretto.ops.embedding.module import EmbeddingAllToAll
 from stretto.ops.embedding.operator import (
     check_indices,
     embedding_all_to_all,
-    embedding_all_to_all_update,
     tune_embedding,
 )
 from stretto.ops.embedding.put.operator import embedding_all_to_all_put

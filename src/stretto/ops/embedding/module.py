@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.ops.checks import find_name
-from stretto.ops.embedding.fused_optimizer import TableUpdate, embedding_all_to_all_updating
-from stretto.ops.embedding.operator import OPTIMIZERS, embedding_all_to_all
+from stretto.ops.embedding.fused_optimizer import OPTIMIZERS, TableUpdate, embedding_all_to_all_updating
+from stretto.ops.embedding.operator import embedding_all_to_all
 from stretto.ops.embedding.placement import require_mode
 from stretto.ops.embedding.table_set import require_shape
 from stretto.ops.workspace import find_kept
