@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.collectives import collective
 from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, local, version_of
 
@@ -92,7 +93,7 @@ class CopyEngineAllGather:
             places = [self._places[key] for key in keys]
             with torch.no_grad():
                 torch._foreach_copy_([place.own for place in places], [local(parameter) for parameter in parameters])
-            with copy_engine(channel):
+            with collective("all_gather"), copy_engine(channel):
                 for place in places:
                     self._copy_to_peers(channel, place)
             for place, parameter in zip(places, parameters, strict=True):

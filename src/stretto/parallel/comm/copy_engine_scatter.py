@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.execution import SCATTERS_IN_FLIGHT
-from stretto.parallel.comm.collectives import Pending, start_scatter_rows
+from stretto.parallel.comm.collectives import Pending, collective, start_scatter_rows
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
 from stretto.tiles.call_state import may_publish
 from stretto.tiles.signals import set_slot
@@ -115,7 +115,7 @@ class CopyEngineReduceScatter:
         chunk = -(-gradient.shape[0] // world)
         word = self._words[slot : slot + 1]
         begin_scatter[(1,)](self._description, self._started, word, lag, num_warps=1)
-        with copy_engine(channel):
+        with collective("reduce_scatter"), copy_engine(channel):
             for distance in range(1, world):
                 peer = (rank - distance) % world
                 part = gradient[peer * chunk : (peer + 1) * chunk]
