@@ -3,9 +3,9 @@
 The functions that start something return a `Pending`: NCCL runs it on a stream of its own, gloo in a thread of its own.
 
 Whatever communicates inside a layer, in autograd functions too, does so inside `collective(kind)`: the functions here
-enter it, and so do the copy engines' gathers and scatters, and the callers of fused operators of `stretto.ops`. `running_collective` then tells, of any dispatched
-operator, which collective it belongs to: a policy of selective activation checkpointing can spare it from being
-recomputed, and a trace names it (`COLLECTIVE_MARK`).
+enter it, and so do the gathers and scatters by copy engines and the callers of fused operators of `stretto.ops`.
+`running_collective` then tells, of any dispatched operator, which collective it belongs to: a policy of selective
+activation checkpointing can spare it from being recomputed, and a trace names it (`COLLECTIVE_MARK`).
 """
 
 import threading
