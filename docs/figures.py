@@ -106,7 +106,7 @@ def draw_two_level(path: Path) -> None:
 
 
 def draw_fused_kernel(path: Path) -> None:
-    """Chunks as rows, and a lane as a column through all of them, with the thread that owns it."""
+    """Chunks as rows, and one thread's elements as a column through all of them."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
     rows = ["in[0]", "in[1]", "mailbox of rank 1", "mailbox of rank 2", "out[0]", "out[1]"]
@@ -120,8 +120,8 @@ def draw_fused_kernel(path: Path) -> None:
     for above, below in ((0, 2), (2, 3), (3, 4)):
         arrow = {"arrowstyle": "->", "color": "#8c510a", "connectionstyle": "arc3,rad=0.35"}
         axes.annotate("", (5.5, -below + 0.6), (5.5, -above + 0.2), arrowprops=arrow)
-    axes.text(5.5, 1.15, "lane 5: one thread\nreads, sends, adds, stores", ha="center", fontsize=9)
-    axes.text(12, 1.15, "other lanes, other threads:\nnothing to wait for between them", ha="center", fontsize=9)
+    axes.text(5.5, 1.15, "element 5: one thread\nloads, sends, adds, stores", ha="center", fontsize=9)
+    axes.text(12, 1.15, "other elements, other threads:\nno waits between them", ha="center", fontsize=9)
     axes.set(xlim=(-4, 16.2), ylim=(-5.3, 2.2), xticks=[], yticks=[])
     axes.set_frame_on(False)
     figure.savefig(path, dpi=120)

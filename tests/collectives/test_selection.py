@@ -99,7 +99,7 @@ def row(**changes):
         ({"a": {row(): [-1.0]}}, "no seconds above 0"),
         ({"a": {row(): [1.0, 2.0]}}, "a choice has one time, not 2"),
         ({"a": {row(): []}}, "a choice has one time, not 0"),
-        ({"a": {"collective of mine": [1.0]}}, "a row is `collective NAME DTYPE N ranks N bytes by WAY`"),
+        ({"a": {"collective of mine": [1.0]}}, "a row is `collective NAME DTYPE N ranks N bytes by CHOICE`"),
         ({"a": {row(collective="scan"): [1.0]}}, "there is no collective 'scan'"),
         ({"a": {row(dtype="float7"): [1.0]}}, "there is no dtype 'float7'"),
         ({"a": {row(dtype="load"): [1.0]}}, "there is no dtype 'load'"),

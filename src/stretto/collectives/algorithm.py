@@ -1,4 +1,4 @@
-"""An algorithm: a program in the chunk language, with the collective that it does and where it is from."""
+"""An algorithm: a program in the chunk language, with the collective that it implements and its source."""
 
 import inspect
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from stretto.collectives.schedule import Schedule
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A named program. See `algorithm`, which makes one of a function.
+    """A named program, which the decorator `algorithm` makes of a function.
 
     name: as the command line has it; program: the function; collective: makes its collective, of those of the
-    program's parameters that it names, and `in_place`; source: the paper and section that it is from.
+    program's parameters that it names, and `in_place`; source: its paper and section.
     """
 
     name: str
@@ -26,23 +26,23 @@ class Algorithm:
 
     @property
     def summary(self) -> str:
-        """What it does, in a line."""
+        """The first line of the program's docstring."""
         return (inspect.getdoc(self.program) or "").split("\n")[0]
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """What it takes: `ranks`, or `nodes` and `gpus`, and what can be tuned."""
+        """The names of its parameters: `ranks`, or `nodes` and `gpus`, and tuning parameters."""
         return tuple(name for name in self._names if name != "in_place")
 
     @property
     def _names(self) -> dict[str, None]:
-        """What the program and the collective take, `in_place` included."""
+        """The parameters of the program and of the collective, `in_place` included."""
         return dict.fromkeys(
             (*inspect.signature(self.program).parameters, *inspect.signature(self.collective).parameters)
         )
 
     def trace(self, **parameters: Any) -> Program:
-        """Run the program once and record what it did. ValueError for parameters that it does not have or admit."""
+        """Run the program once and record it. Raises ValueError for unknown parameters and bad values."""
         for name, value in parameters.items():
             if name == "in_place" and name not in self._names:
                 raise ValueError(
@@ -69,7 +69,7 @@ class Algorithm:
         max_bytes: int = 0,
         **parameters: Any,
     ) -> Schedule:
-        """Trace and compile it. See `compile_program`; the schedule's name is the algorithm's."""
+        """Trace and compile it, as `compile_program` does; the schedule has the algorithm's name."""
         return compile_program(
             self.trace(**parameters),
             name=self.name,

@@ -1,8 +1,8 @@
-"""What a collective promises: which input chunks exist before it, and which sums each output chunk holds after it.
+"""Collectives by their conditions: which input chunks exist before, and which sums each output chunk holds after.
 
 MSCCLang, section 3.2. A buffer is a row of chunks of one size; an input chunk is named by the pair (rank,
-index) that holds it at the start. In place, the smaller of a rank's two buffers lies inside the larger one, as the
-runtimes that we share schedules with have it: an all-gather's input is a part of its output, a reduce-scatter's output
+index) that holds it at the start. In place, the smaller of a rank's two buffers lies inside the larger one, as in
+MSCCL and RCCL, which share our schedule files: an all-gather's input is a part of its output, a reduce-scatter's output
 a part of its input, and otherwise both are the same memory.
 """
 
@@ -16,7 +16,7 @@ Expected = tuple[InputChunk, ...]
 MAX_RANKS = 4096
 MAX_CHUNKS = 2**20
 MAX_PLACES = 2**23
-"""The chunks of all ranks' input and output buffers together, and of all scratch: what is looked at one by one."""
+"""The most chunks of all ranks' input and output buffers together, and of all scratch: checks visit each of them."""
 
 
 class Buffer(StrEnum):
@@ -37,7 +37,7 @@ def _same_memory(rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective over `ranks` ranks, by its two conditions; make one's own by giving `expected`.
+    """A collective over `ranks` ranks, by its two conditions; define your own by giving `expected`.
 
     name: as in schedule files ("allreduce", "custom", ...); input_chunks, output_chunks: the chunks of a rank's
     buffers; expected(rank, index): the input chunks (rank, index) whose sum that output chunk must hold (one of them:
@@ -75,7 +75,7 @@ class Collective:
 
     def require_conditions(self) -> None:
         """ValueError where `expected` asks for anything but None or input chunks, or `starts` for places outside."""
-        before: dict[int, Expected] = {}  # most give one and the same sum for all ranks, and a sum may be long
+        before: dict[int, Expected] = {}  # most give the same sum for all ranks, and a sum may be long
         for rank in range(self.ranks):
             for index in range(self.output_chunks):
                 of = self.expected(rank, index)
@@ -115,7 +115,7 @@ class Collective:
         return replace(self, in_place=True)
 
     def place(self, rank: int, buffer: Buffer, index: int) -> tuple[Buffer, int]:
-        """Where that chunk lies: itself, but one name for memory that two buffers share."""
+        """The place of a chunk, under one name for memory that two buffers share."""
         if not self.in_place or buffer is Buffer.SCRATCH:
             return buffer, index
         start_in, start_out = self.starts(rank)
@@ -123,12 +123,12 @@ class Collective:
         return shared, index + (start_in if buffer is Buffer.IN else start_out)
 
     def chunks(self, buffer: Buffer) -> int:
-        """How many chunks "in" or "out" has."""
+        """The number of chunks of "in" or "out"."""
         return self.input_chunks if buffer is Buffer.IN else self.output_chunks
 
     @property
     def chunks_per_loop(self) -> int:
-        """The chunks that a rank's larger buffer is cut into."""
+        """The number of chunks of a rank's larger buffer."""
         return max(self.input_chunks, self.output_chunks)
 
     def refined(self, parts: int) -> "Collective":

@@ -52,11 +52,11 @@ def run_host_benchmark(
     slots: int | None = None,
     in_place: bool | None = None,
 ) -> HostBenchmark:
-    """Run a verified schedule with random numbers whose results are exact, and count what is wrong.
+    """Run a verified schedule on random numbers whose sums are exact, and count wrong results.
 
     size: bytes of a rank's larger buffer, as 4096, 64K, 1M or 1G, rounded down to whole chunks, at least one element
     each; dtype: a key of DTYPES; reduction: "sum", "max", "min" or "prod"; in_place: None takes what the schedule is
-    meant for. ValueError for any other, and for buffers or ranks that this machine has no room for.
+    meant for. Raises ValueError for any other, and for buffers or ranks that this machine has no room for.
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtypes are {', '.join(DTYPES)}, not {dtype!r}")

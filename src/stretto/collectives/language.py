@@ -1,4 +1,4 @@
-"""The chunk language: a collective's algorithm as a program that says where chunks go (MSCCLang, sections 2 and 3).
+"""The chunk language: traces programs that move and add chunks of ranks' buffers (MSCCLang, sections 2 and 3).
 
     with trace(AllGather(ranks=3)) as program:
         for rank in range(3):
@@ -6,9 +6,9 @@
             for step in range(1, 3):
                 c = c.copy((rank + step) % 3, "out", rank)
 
-A program manipulates references: (rank, buffer, index, count). Only the latest reference to a chunk may be used, and
-no chunk before it holds something, so a program that runs to its end has no race. What it did is an `Operations`
-value; nothing of the trace outlives it.
+A program manipulates references: (rank, buffer, index, count). It may use only the latest reference to a chunk, and no
+chunk before something was written there, so a program that runs to its end has no race. The result of a trace is a
+`Program`, an immutable value.
 """
 
 import sys
@@ -43,19 +43,19 @@ class Chunks(NamedTuple):
 
 
 class OperationKind(StrEnum):
-    """What an operation does with the chunks at its source: it writes them, or adds them, to its destination."""
+    """Whether an operation copies the chunks at its source to its destination, or adds them there."""
 
     COPY = "copy"
     REDUCE = "reduce"
 
 
 class Operation(NamedTuple):
-    """One copy or reduce: from where to where, over which channel, and in how many parallel instances.
+    """One copy or reduce: its source and destination, its channel, and its number of parallel instances.
 
-    channel: None where the compiler chooses; instances: how many copies of it share the data (`parallelize`);
-    thread_blocks: those of the sender and of the receiver that the program asks for, None where it does not; line: the
-    program's, for messages; part: which of its instances this is, once the compiler has made them (parts of different
-    numbers share no channel).
+    channel: None if the compiler chooses; instances: the number of copies of it that share the data (`parallelize`);
+    thread_blocks: those of the sender and of the receiver that the program asks for, None if it does not; line: the
+    line of the program, for messages; part: the number of this instance, once the compiler has made the instances
+    (those of different numbers share no channel).
     """
 
     kind: OperationKind
@@ -70,7 +70,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What a traced program did: its collective, its operations in order and how many scratch chunks each rank uses."""
+    """A traced program: its collective, its operations in order, and the number of scratch chunks of each rank."""
 
     collective: Collective
     operations: tuple[Operation, ...]
@@ -78,7 +78,7 @@ class Program:
 
 
 class Reference:
-    """Chunks that a program may copy and reduce, as long as nothing is written over them."""
+    """Chunks that a program may copy and reduce, until something is written over them."""
 
     __slots__ = ("_trace", "_versions", "buffer", "count", "index", "rank")
 
@@ -126,7 +126,7 @@ class Reference:
 
     @property
     def chunks(self) -> Chunks:
-        """Where they are."""
+        """The place of these chunks."""
         return Chunks(self.rank, self.buffer, self.index, self.count)
 
     def __repr__(self) -> str:
@@ -134,14 +134,14 @@ class Reference:
 
 
 class Trace:
-    """The state of one trace: what each chunk was written by, and what was done so far."""
+    """The state of one trace: the operation that wrote each chunk last, and the operations so far."""
 
     def __init__(self, collective: Collective) -> None:
         collective.require_conditions()
         self.collective = collective
         self._operations: list[Operation] = []
         self._instances = [1]
-        # The number of the operation that wrote a chunk last: 0 for nobody, 1 for the collective's start.
+        # The number of the operation that wrote a chunk last: 0 for none, 1 for the collective's input.
         self._versions: list[dict[Buffer, list[int]]] = []
         for rank in range(collective.ranks):
             buffers: dict[Buffer, list[int]] = {Buffer.SCRATCH: []}
@@ -156,12 +156,12 @@ class Trace:
 
     @property
     def program(self) -> Program:
-        """What was done."""
+        """The program so far."""
         scratch = tuple(len(buffers[Buffer.SCRATCH]) for buffers in self._versions)
         return Program(self.collective, tuple(self._operations), scratch)
 
     def chunk(self, rank: int, buffer: Buffer | str, index: int, count: int) -> Reference:
-        """A reference to what is there now."""
+        """A reference to the current content of chunks."""
         chunks, versions = self._find(rank, buffer, index, count)
         if 0 in versions:
             missing = Chunks(rank, chunks.buffer, chunks.start + versions.index(0), 1)
@@ -177,7 +177,7 @@ class Trace:
         channel: int | None,
         thread_blocks: tuple[int | None, int | None],
     ) -> Reference:
-        """See `Reference.copy`."""
+        """Record a copy; returns the reference to the copies."""
         self._require_current(reference)
         if buffer is None:
             buffer, index = reference.buffer, reference.index if index is None else index
@@ -197,7 +197,7 @@ class Trace:
         channel: int | None,
         thread_blocks: tuple[int | None, int | None],
     ) -> Reference:
-        """See `Reference.reduce`."""
+        """Record a reduction of `other` into `reference`; returns the reference to the sums."""
         self._require_current(reference)
         self._require_current(other)
         if other.count != reference.count:
@@ -205,7 +205,7 @@ class Trace:
         return self._do(OperationKind.REDUCE, other.chunks, reference.chunks, channel, thread_blocks)
 
     def split(self, reference: Reference, parts: int) -> list[Reference]:
-        """See `Reference.split`."""
+        """Split a reference into `parts` of equal counts."""
         self._require_current(reference)
         if not isinstance(parts, int) or parts < 1 or reference.count % parts:
             raise ProgramError(f"{_line()}: {reference.count} chunks cannot be split into {parts!r} equal parts")
@@ -220,7 +220,7 @@ class Trace:
         ]
 
     def group(self, reference: Reference, other: Reference) -> Reference:
-        """See `Reference.group`."""
+        """One reference to both references' chunks, and those between them."""
         self._require_current(reference)
         self._require_current(other)
         if (reference.rank, reference.buffer) != (other.rank, other.buffer):
@@ -231,7 +231,7 @@ class Trace:
 
     @contextmanager
     def parallel(self, instances: int) -> Iterator[None]:
-        """See `parallelize`."""
+        """Record all operations inside with so many times more instances."""
         if not isinstance(instances, int) or not 1 <= instances <= MAX_INSTANCES:
             raise ProgramError(f"{_line()}: parallelize takes 1 to {MAX_INSTANCES} instances, not {instances!r}")
         if self._instances[-1] * instances > MAX_INSTANCES:
@@ -248,7 +248,7 @@ class Trace:
         return self._versions[rank]
 
     def _find(self, rank: int, buffer: Buffer | str, index: int, count: int) -> tuple[Chunks, list[int]]:
-        """The place of these chunks under the buffer's one name, and the versions of what is there."""
+        """The place of these chunks, under one name for shared memory, and the versions of their contents."""
         versions = self._versions_of(rank)
         try:
             buffer = Buffer(buffer)
@@ -310,7 +310,7 @@ def _line() -> str:
 
 @contextmanager
 def trace(collective: Collective) -> Iterator[Trace]:
-    """What runs inside is traced as a program of `collective`; its `program` is the result."""
+    """Trace the code inside as a program of `collective`; its `program` is the result."""
     traced = Trace(collective)
     token = _current.set(traced)
     try:
@@ -335,7 +335,7 @@ def chunk(rank: int, buffer: Buffer | str, index: int, count: int = 1) -> Refere
 
 
 def parallelize(instances: int):  # type: ignore[no-untyped-def]  # a context manager, as contextlib types it
-    """What runs inside is done by `instances` copies of each operation, each on a part of the data.
+    """Run each operation inside as `instances` copies, each on a part of the data.
 
     A copy or reduce of `count` chunks becomes `instances` of them on count / instances chunks each, on channels of
     their own. ProgramError for a count that is not from 1 to 256. MSCCLang, section 5.1.

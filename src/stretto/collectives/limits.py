@@ -1,4 +1,4 @@
-"""What a runtime can hold of a schedule."""
+"""Checks a schedule against the limits of a runtime that loads schedule files (RCCL)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ LIMITS = {
 
 
 def exceeded_limits(schedule: Schedule, limits: Limits) -> list[str]:
-    """What of this schedule is over the limits, for people; none: the runtime takes it."""
+    """Describe how a schedule exceeds the limits; an empty list if the runtime can load it."""
     found = []
     if schedule.collective.name not in limits.collectives:
         found.append(f"{limits.name} knows no collective {schedule.collective.name!r}")
@@ -87,7 +87,7 @@ def _crowded_channels(rank: int, program: RankProgram, limits: Limits) -> Iterat
 
 
 def _copies_first(schedule: Schedule, rank: int) -> bool:
-    """Whether its copies before the first step do anything: RCCL's parser looks at <tb> alone."""
+    """Whether its copies before the first step do anything: RCCL's parser reads only <tb>."""
     copies, in_place = schedule.ranks[rank].copies, schedule.collective.aliased()
     return any(
         schedule.out_of_place
@@ -97,7 +97,7 @@ def _copies_first(schedule: Schedule, rank: int) -> bool:
 
 
 def _misread(program: RankProgram, name: str) -> Iterator[str]:
-    """What RCCL's parser makes something else of: it drops nops and merges reductions."""
+    """The steps that RCCL's parser changes: it drops nops and merges reductions."""
     for number, block in enumerate(program.thread_blocks):
         for at, (step, following) in enumerate(zip_longest(block.steps, block.steps[1:])):
             here = f"thread block {number}, step {at}"
@@ -111,7 +111,7 @@ def _misread(program: RankProgram, name: str) -> Iterator[str]:
 
 
 def merges(one: Step, following: Step) -> bool:
-    """Whether RCCL takes two reductions in a row for one: into the same chunks, from one buffer, without a wait."""
+    """Whether RCCL merges two reductions in a row: into the same chunks, from one buffer, without a wait."""
     return (
         one.type is following.type is StepType.REDUCE
         and following.waits_for is None

@@ -1,4 +1,4 @@
-"""What is said at debug level once, and not at every call."""
+"""Logs each distinct debug line once."""
 
 import logging
 
@@ -7,18 +7,18 @@ _MOST = 65536
 
 
 class LogOnce:
-    """Says each line once, to the logger `stretto.collectives`; several threads may (a line may then come twice)."""
+    """Logs each line once, to the logger `stretto.collectives`. With several threads a line may appear twice."""
 
     def __init__(self) -> None:
         self._lines: set[str] = set()
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anybody listens: lines are made only then."""
+        """Whether debug lines are logged at all: callers format them only then."""
         return logger.isEnabledFor(logging.DEBUG)
 
     def log(self, line: str) -> None:
-        """Say it, unless it was said before."""
+        """Log a line, unless it was logged before."""
         if line in self._lines:
             return
         if len(self._lines) == _MOST:  # of a job whose every call is another size

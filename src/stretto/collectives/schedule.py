@@ -1,4 +1,4 @@
-"""The schedule: what every thread block of every rank does, step by step. What is verified, stored and run.
+"""The schedule: what every thread block of every rank does, step by step. It is verified, stored and run.
 
 MSCCL-IR of MSCCLang, section 5, as its runtimes read it. A step with a receive takes the next message of
 the connection (receive peer, channel); one with a send adds the next message to the connection (send peer, channel).
@@ -18,11 +18,11 @@ from typing import NamedTuple
 from stretto.collectives.collective import Buffer, Collective
 
 PROTOCOLS = {"Simple": 2, "LL": 8, "LL128": 8}
-"""The protocols, each with its FIFO slots a connection: the messages that may wait there for their receive."""
+"""The protocols, each with its FIFO slots a connection: the messages that may be in flight."""
 
 
 class StepType(StrEnum):
-    """What a step does, by its name in schedule files."""
+    """The kinds of steps, by their names in schedule files."""
 
     SEND = "s"
     RECEIVE = "r"
@@ -73,9 +73,9 @@ _WRITES = frozenset(
 
 
 class Step(NamedTuple):
-    """One step: its type, its chunks and what it waits for.
+    """One step: its type, its chunks and the step that it waits for.
 
-    source, destination and size are in chunks; -1 stands where the type has no use for one. waits_for: the thread
+    source, destination and size are in chunks; -1 where the type does not use one. waits_for: the thread
     block of the same rank and the step there that must have ended before; awaited: whether another step waits for
     this one, so that its end must be published.
     """
@@ -100,7 +100,7 @@ class ThreadBlock(NamedTuple):
 
 
 class RankProgram(NamedTuple):
-    """What one rank runs, with the chunks of its three buffers.
+    """One rank's part of a schedule, with the numbers of chunks of its three buffers.
 
     copies: the (input chunk, output chunk) pairs that are copied before any step runs.
     """
@@ -112,7 +112,7 @@ class RankProgram(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
 
     def chunks(self, buffer: Buffer) -> int:
-        """How many chunks a buffer has."""
+        """The number of chunks of a buffer."""
         match buffer:
             case Buffer.IN:
                 return self.input_chunks
@@ -128,7 +128,7 @@ class Schedule:
 
     in_place, out_of_place: which of the two it is meant for (with buffers that share memory, or that do not);
     min_bytes, max_bytes: the sizes that it is meant for (max_bytes 0: any); protocol: a key of PROTOCOLS; reduction:
-    "sum", "max", "min" or "prod", None where the caller says; attributes: what else its file said of it.
+    "sum", "max", "min" or "prod", None if the caller chooses; attributes: further attributes of its file.
     """
 
     name: str
@@ -144,12 +144,12 @@ class Schedule:
 
     @property
     def channels(self) -> int:
-        """How many channels it needs."""
+        """The number of channels that it uses."""
         return max((block.channel for rank in self.ranks for block in rank.thread_blocks), default=0) + 1
 
     @property
     def steps(self) -> int:
-        """How many steps all thread blocks have."""
+        """The number of steps of all thread blocks."""
         return sum(len(block.steps) for rank in self.ranks for block in rank.thread_blocks)
 
     @property

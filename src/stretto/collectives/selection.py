@@ -18,12 +18,12 @@ from stretto.deprecated import alias
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, read_times
 
 TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
-"""Names the file of measured times that communicators read where they are given none."""
+"""The environment variable with the file of measured times that communicators read by default."""
 
 
 @dataclass(frozen=True)
 class AlgorithmChoice:
-    """An algorithm by a protocol, with so many lanes a thread; algorithm None: the library (NCCL)."""
+    """An algorithm, a protocol, and how many 16-byte vectors a thread holds; None: the library (NCCL)."""
 
     algorithm: str | None = None
     protocol: str = ""
@@ -31,7 +31,7 @@ class AlgorithmChoice:
 
     @property
     def name(self) -> str:
-        """For tables, logs and files."""
+        """Its name in tables, logs and files."""
         if self.algorithm is None:
             return "library"
         return f"{self.algorithm} {self.protocol}" + (f" x{self.unroll}" if self.unroll > 1 else "")
@@ -45,7 +45,7 @@ ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
     "reducescatter": ("direct-reduce-scatter",),
     "alltoall": ("direct-all-to-all",),
 }
-# Copy engines are for arrays so large that what is sent counts alone: two shots, not one.
+# Copy engines are for arrays so large that only the bytes sent count: two shots, not one.
 _BY_COPY_ENGINE: Mapping[str, AlgorithmChoice] = {
     collective: AlgorithmChoice(names[-1], "Copy", 4) for collective, names in ALGORITHMS_OF.items()
 }
@@ -57,21 +57,21 @@ CHOICES: Mapping[str, tuple[AlgorithmChoice, ...]] = {
     )
     for collective, names in ALGORITHMS_OF.items()
 }
-"""All choices of each collective."""
+"""All choices for each collective."""
 
-# Of GPUs that are linked directly: what a message costs besides its bytes, and what a GPU sends (docs/decisions/005).
+# Of GPUs that are linked directly: a message's fixed cost, and the bandwidth of a GPU (docs/decisions/005).
 _LATENCY = 1.3e-6
 _BANDWIDTH = 300e9
-_LARGEST = 16 << 20  # of what the costs above decide
+_LARGEST = 16 << 20  # up to which the costs above decide
 COPY_ENGINE_MIN_BYTES = 128 << 20
-"""Bytes from which on copy engines may be best: below, the host needs as long to issue the copies as they take."""
-_GAIN = 0.97  # of the library's time: what is nearer to it may be slower than it in the next run
+"""The bytes from which copy engines may be best: below, issuing the copies takes the host as long as they take."""
+_GAIN = 0.97  # of the library's time: a choice that gains less may be slower than the library in the next run
 _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
 
 
 class Selection(NamedTuple):
-    """A choice, and why it was taken, for people."""
+    """The choice for a call, and the reason for it, for logs."""
 
     choice: AlgorithmChoice
     why: str
@@ -83,9 +83,9 @@ def find_choices(collective: str, *, has_nvlink: bool) -> tuple[AlgorithmChoice,
 
 
 def default_choice(collective: str, num_bytes: int, world_size: int, *, has_nvlink: bool) -> AlgorithmChoice:
-    """A sound choice where nothing was measured. num_bytes: of the whole array, a rank's largest buffer.
+    """The choice where nothing was measured. num_bytes: of the whole array, a rank's largest buffer.
 
-    Without NVLink only what is smaller than LL's limit runs by a schedule: the costs above are those of NVLink.
+    Without NVLink, only arrays below LL's limit run by a schedule: the costs above are those of NVLink.
     """
     if collective not in CHOICES or world_size < 2:
         return LIBRARY
@@ -102,14 +102,14 @@ def default_choice(collective: str, num_bytes: int, world_size: int, *, has_nvli
         case _:
             sent = part * (world_size - 1)
             (algorithm,) = ALGORITHMS_OF[collective]
-    # LL sends every byte twice over, LL128 15 of 16; below some size that is less than what LL128's warps wait.
+    # LL sends every byte twice, LL128 16 bytes for 15; below some size that costs less than the waits of LL128's warps.
     if sent < _LARGEST_LL:
         return AlgorithmChoice(algorithm, "LL")
     return AlgorithmChoice(algorithm, "LL128") if has_nvlink else LIBRARY
 
 
 def _default_for_large(collective: str, num_bytes: int, world_size: int) -> AlgorithmChoice:
-    """Over NVLink. All-reduces of more than two ranks fall out of step, and two then push to a third at once."""
+    """Over NVLink. In all-reduces of more than two ranks, ranks fall out of step, and two send to a third at once."""
     if collective == "allreduce" and world_size > 2:
         return LIBRARY
     by_copies = _BY_COPY_ENGINE[collective]
@@ -117,7 +117,7 @@ def _default_for_large(collective: str, num_bytes: int, world_size: int) -> Algo
 
 
 def time_key(collective: str, dtype: str, world_size: int, num_bytes: int, choice: AlgorithmChoice) -> str:
-    """The name in the store of the seconds of one choice."""
+    """The key of one choice's seconds in the tuning store."""
     return f"collective {collective} {dtype} {world_size} ranks {num_bytes} bytes by {choice.name}"
 
 
@@ -142,8 +142,7 @@ def time_keys(*, has_nvlink: bool) -> TimeKeys[TimedCall, AlgorithmChoice]:
 class Table:
     """The fastest choice at measured sizes: {(collective, dtype): ((bytes, choice), ...) by size}.
 
-    has_nvlink: whether all ranks' GPUs are linked by NVLink, for what was not measured; source: where the times are
-    from, for people.
+    has_nvlink: whether NVLink links all ranks' GPUs, for the defaults; source: where the times are from, for logs.
     """
 
     rows: Mapping[tuple[str, str], Sequence[tuple[int, AlgorithmChoice]]] = field(default_factory=dict)
@@ -152,16 +151,16 @@ class Table:
 
     @classmethod
     def read(cls, machine: str, world_size: int, *, has_nvlink: bool, store: TuningStore | None = None) -> "Table":
-        """What the store knows of this machine and number of ranks; whatever else it holds is left out."""
+        """The table of the store's times for this machine and number of ranks; all other entries are ignored."""
         times = Autotuner(machine, time_keys(has_nvlink=has_nvlink), store).read()
         return cls(_find_fastest(times, world_size), has_nvlink)
 
     @classmethod
     def load(cls, path: Path, machine: str, world_size: int, *, has_nvlink: bool) -> "Table":
-        """The table of a file that somebody has named, as `stretto bench collectives --tune --table FILE` writes it.
+        """The table of a file that the user has named, as `stretto bench collectives --tune --table FILE` writes it.
 
-        ValueError, which names the file, for one that is no such file, that was measured on another machine or number
-        of ranks, or that names what there is not or what is not safe here.
+        Raises ValueError, which names the file, if it is no such file, was measured on another machine or number of
+        ranks, or names a choice that does not exist or is not safe here.
         """
         measured = read_times(path)
         remedy = f"measure here with `stretto bench collectives --tune --table {path} --ranks {world_size}`"
@@ -192,7 +191,7 @@ class Table:
         return cls(rows, has_nvlink, str(path))
 
     def choose(self, collective: str, dtype: str, num_bytes: int, world_size: int) -> Selection:
-        """The choice that was fastest at the nearest size (by ratio), or of another dtype; else the default."""
+        """Select the fastest choice at the nearest measured size, perhaps of another dtype; else the default."""
         measured = dtype
         rows = self.rows.get((collective, dtype))
         if rows is None:
@@ -210,13 +209,13 @@ class Table:
 
 
 def find_table_file(given: Path | str | None) -> Path | None:
-    """The file of measured times that was asked for, by argument or else by the environment; None for the store's."""
+    """The file of measured times from the argument or else the environment; None for the tuning store."""
     named = given if given is not None else os.environ.get(TABLE_VARIABLE)
     return Path(named) if named else None
 
 
 def _find_fastest(times: _Times, world_size: int) -> dict[tuple[str, str], tuple[tuple[int, AlgorithmChoice], ...]]:
-    """The fastest choice at each size on so many ranks: the library where nothing gains enough over it."""
+    """The fastest choice at each size on so many ranks; the library where none gains enough over it."""
     best: dict[tuple[str, str], dict[int, AlgorithmChoice]] = {}
     for call, seconds in times.items():
         if call.world_size == world_size:
@@ -227,10 +226,10 @@ def _find_fastest(times: _Times, world_size: int) -> dict[tuple[str, str], tuple
 
 
 def _parse_key(key: str, *, has_nvlink: bool) -> tuple[TimedCall, AlgorithmChoice]:
-    """ValueError with what is wrong with a row's name."""
+    """Parse the key of a row. Raises ValueError with what is wrong with it."""
     match = _KEY.fullmatch(key)
     if match is None:
-        raise ValueError("a row is `collective NAME DTYPE N ranks N bytes by WAY`")
+        raise ValueError("a row is `collective NAME DTYPE N ranks N bytes by CHOICE`")
     collective, dtype, world_size, num_bytes = match[1], match[2], int(match[3]), int(match[4])
     if collective not in CHOICES:
         raise ValueError(f"there is no collective {collective!r}: there are {', '.join(CHOICES)}")
@@ -258,7 +257,7 @@ def _parse_choice(collective: str, name: str, has_nvlink: bool) -> AlgorithmChoi
 
 
 def _require_runnable(choice: AlgorithmChoice, world_size: int) -> None:
-    """ValueError for an algorithm that does not compile for so many ranks, or is not verified."""
+    """Raise ValueError for an algorithm that does not compile for so many ranks, or fails verification."""
     if choice.algorithm is None:
         return
     found = verify(find(choice.algorithm).compile(ranks=world_size, in_place=False))

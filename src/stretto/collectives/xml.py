@@ -1,7 +1,7 @@
-"""Schedules as files: MSCCL XML, as MSCCL and RCCL read it and msccl-tools writes it.
+"""Reads and writes schedules as MSCCL XML, the format of MSCCL, RCCL and msccl-tools.
 
-What is read is untrusted: no entities, no document types, no more bytes, ranks or chunks than the limits, and every
-attribute is checked. An error is one line that says where.
+Files are untrusted: no entities, no document types, no more bytes, ranks or chunks than the limits, and every attribute
+is checked. An error is one line that says where.
 """
 
 import io
@@ -49,7 +49,7 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def to_xml(schedule: Schedule) -> str:
-    """A schedule as MSCCL XML. Of `attributes`, what the file's own say is not repeated."""
+    """Write a schedule as MSCCL XML. Of its `attributes`, those that the format has anyway are not repeated."""
     collective = schedule.collective
     algo = {
         "name": schedule.name,
@@ -114,7 +114,7 @@ def _step_line(at: int, step: Step) -> str:
 
 
 def read_schedule(path: Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Collective | None = None) -> Schedule:
-    """The schedule in a file. See `from_xml`; OSError where the file cannot be read."""
+    """Read a schedule from a file, as `from_xml` does from text. Raises OSError if the file cannot be read."""
     try:
         text = read_bounded(path, max_bytes, "a schedule")
     except ValueError as error:
@@ -123,7 +123,7 @@ def read_schedule(path: Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Co
 
 
 def from_xml(text: bytes | str, origin: str = "schedule", *, collective: Collective | None = None) -> Schedule:
-    """The schedule in a text of MSCCL XML.
+    """Read a schedule from MSCCL XML.
 
     origin: what errors call it; collective: the conditions to take, where the file has no name for them ("coll") or
     not one that is known here. ScheduleFileError for anything but a schedule.
@@ -146,13 +146,13 @@ def from_xml(text: bytes | str, origin: str = "schedule", *, collective: Collect
     except (LookupError, UnicodeError, ValueError) as error:
         if isinstance(error, ScheduleFileError):
             raise
-        # What expat makes of an encoding that it does not know.
+        # expat raises this for an encoding that it does not know.
         raise ScheduleFileError(f"{origin}:{reader.line()}: not XML: {str(error).splitlines()[0][:200]}") from None
     return reader.schedule()
 
 
 class _Reader:
-    """Takes a file's elements one by one, so that nothing is held that is not a part of a schedule."""
+    """Reads a file's elements one by one, and keeps only what belongs to a schedule."""
 
     def __init__(self, origin: str, collective: Collective | None) -> None:
         self.line: Callable[[], int] = lambda: 1
@@ -172,7 +172,7 @@ class _Reader:
         self._steps: list[Step] = []
         self._collective: Collective | None = None
 
-    # The parser's calls.
+    # Callbacks of the parser.
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         """An element begins."""
@@ -321,7 +321,7 @@ class _Reader:
         )
 
     def schedule(self) -> Schedule:
-        """What was read, once all of it was."""
+        """The schedule, once the whole text was read."""
         collective = self._collective
         if collective is None:
             raise ScheduleFileError(f"{self._origin}: there is no <algo>")
@@ -390,9 +390,9 @@ class _Reader:
 
 
 def named_collective(name: str, ranks: int, chunks: int, root: int = 0) -> Collective:
-    """The collective that files call so, its larger buffer cut into `chunks` chunks.
+    """The collective with this name in files, its larger buffer divided into `chunks` chunks.
 
-    An unknown name gives one whose conditions nobody knows: every output chunk may hold anything. ValueError for
+    An unknown name gives one with unknown conditions: every output chunk may hold anything. Raises ValueError for
     chunks that the ranks cannot share.
     """
     match name.replace("_", "").lower():

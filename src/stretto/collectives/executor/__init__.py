@@ -1,4 +1,4 @@
-"""The host executor: runs any schedule on real data, on the processes of a group or all ranks in this one."""
+"""The host executor: runs any schedule on CPU tensors, on the processes of a group or with all ranks in this one."""
 
 from stretto.collectives.executor.host import run_on_host
 from stretto.collectives.executor.plan import REDUCTIONS

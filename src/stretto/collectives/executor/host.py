@@ -1,4 +1,4 @@
-"""A schedule on the processes of a group, one rank each."""
+"""Runs a schedule on the processes of a group, one rank each, over shared memory."""
 
 from collections.abc import Sequence
 
@@ -60,13 +60,13 @@ def run_on_host(
             take_turns([run], PeerWaiter(run, timeout))
         except BaseException:
             for peer in range(group_size):
-                memory.signal(peer, plan.gave_up)  # so that nobody waits for this rank any longer
+                memory.signal(peer, plan.gave_up)  # so that no peer waits for this rank any longer
             raise
     return buffers.finish()
 
 
 class PeerWaiter:
-    """Waits for other ranks: with pauses that leave them the core, up to a limit, and while they are there."""
+    """Waits for other ranks, with pauses that leave them the core, up to a time limit and while they are alive."""
 
     def __init__(self, run: RankRun, timeout: float) -> None:
         self._run = run
@@ -75,7 +75,7 @@ class PeerWaiter:
         self.reset()
 
     def reset(self) -> None:
-        """A step has ended."""
+        """Start over: a step has ended."""
         self._backoff.reset()
         self._ended: set[int] = set()
         self._looked = 0.0
@@ -92,7 +92,7 @@ class PeerWaiter:
         failed = [rank for rank in range(memory.world_size) if memory.has_reached(rank, self._run.plan.gave_up, 1)]
         if failed:
             self._stop(waiting, f"rank {failed[0]} has failed")
-        # A peer may have sent all and gone. Only what is not here by the second look never comes.
+        # A peer may have sent all its messages and ended. A message that a second look does not find never arrives.
         peers = {
             self._run.awaited_peer(coroutine.number, coroutine.awaited) for coroutine in waiting if coroutine.awaited
         }
@@ -112,7 +112,7 @@ class PeerWaiter:
 def _plan(
     schedule: Schedule, input: Tensor, output: Tensor | None, reduction: str | None, tile_bytes: int, slots: int | None
 ) -> ExecutionPlan:
-    """The plan for these tensors. ValueError for tensors that cannot be used."""
+    """Plan the run on these tensors. Raises ValueError for tensors that cannot be used."""
     for what, tensor in (("input", input), ("output", output)):
         if tensor is None:
             continue
@@ -146,7 +146,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def _require_same(own: dict[str, object], rank: int, group: dist.ProcessGroup | None, timeout: float) -> None:
-    """ValueError where ranks do not run the same schedule on the same sizes."""
+    """Raise ValueError if ranks do not run the same schedule on the same sizes."""
     for peer, theirs in enumerate(exchange(own, group, timeout)):
         for what, value in own.items():
             if theirs[what] != value:

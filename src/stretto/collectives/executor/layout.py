@@ -56,7 +56,7 @@ class BlockLayout:
         return min(max(self.block_elements - start, 0), self.chunk_elements)
 
     def elements(self, chunks: int) -> int:
-        """The elements of so many chunks from a block's start on. ValueError for a part of a block that is uneven."""
+        """The elements of so many chunks from a block's start on. Raises ValueError for a part of an uneven block."""
         if self.is_even:
             return chunks * self.chunk_elements
         blocks, rest = divmod(chunks, self.block_chunks)
@@ -68,7 +68,7 @@ class BlockLayout:
         return blocks * self.block_elements
 
     def cut(self, tensor: Tensor, chunks: int) -> Tensor:
-        """A flat tensor as [chunks, chunk_elements]: a view of it, or a copy with full chunks where it is not even."""
+        """A flat tensor as [chunks, chunk_elements]: a view of it, or a copy with full chunks if it is not even."""
         if self.is_even:
             return tensor.view(chunks, self.chunk_elements)
         blocks = tensor.view(chunks // self.block_chunks, self.block_elements)
@@ -77,16 +77,16 @@ class BlockLayout:
         return full.view(chunks, self.chunk_elements)
 
     def uncut(self, chunks: Tensor, tensor: Tensor) -> None:
-        """Write back to `tensor` what `cut` copied from it; nothing where that was a view."""
+        """Write a copy of `cut` back to `tensor`; nothing if that was a view."""
         if not self.is_even:
             blocks = tensor.view(-1, self.block_elements)  # uneven ones are not empty
             blocks.copy_(chunks.view(len(blocks), -1)[:, : self.block_elements])
 
 
 def find_layout(collective: Collective, input_elements: int | None, output_elements: int | None) -> BlockLayout:
-    """The layout of tensors with so many elements; None for the one that a collective in place is not given.
+    """The layout of tensors with so many elements; None for the one that a call in place does not have.
 
-    ValueError for numbers that do not fit the collective's chunks.
+    Raises ValueError for numbers that do not fit the collective's chunks.
     """
     chunks = count_block_chunks(collective)
     sizes = []
@@ -119,14 +119,14 @@ def find_layout(collective: Collective, input_elements: int | None, output_eleme
 
 
 def count_block_chunks(collective: Collective) -> int:
-    """How many chunks a block has, whatever the sizes."""
+    """The number of chunks of a block, for tensors of any size."""
     if collective.name == "alltoall" and collective.input_chunks % collective.ranks == 0:
         return max(collective.input_chunks // collective.ranks, 1)
     return gcd(collective.input_chunks, collective.output_chunks) or 1
 
 
 def _require_own_places(collective: Collective, layout: BlockLayout) -> None:
-    """Refuse a collective that wants a chunk of one length where one of another length belongs."""
+    """Refuse a collective that moves a chunk of one length to a place of another length."""
     length = layout.chunk_length
     for rank in range(collective.ranks):
         for index in range(collective.output_chunks):
@@ -150,7 +150,7 @@ def _require_inside(collective: Collective, layout: BlockLayout) -> None:
 def find_aligned_layout(
     collective: Collective, sizes: tuple[int | None, int | None], itemsize: int, *, needs_even: bool
 ) -> BlockLayout:
-    """Chunks that begin at multiples of 16 bytes where the collective leaves the choice; sizes: of `find_sizes`."""
+    """A layout whose chunks begin at multiples of 16 bytes, if the collective permits it; sizes: of `find_sizes`."""
     layout = find_layout(collective, *sizes)
     per_access = ALIGNMENT // itemsize
     rounded = -(-layout.chunk_elements // per_access) * per_access
@@ -158,7 +158,7 @@ def find_aligned_layout(
 
 
 def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> tuple[int | None, int | None]:
-    """The elements of a call's input and output buffer; in place of the larger one, which is then `input`."""
+    """The elements of a call's input and output buffer; in place only those of the larger one, `input`."""
     if output is not None:
         return input.numel(), output.numel()
     return (None, input.numel()) if collective.output_chunks > collective.input_chunks else (input.numel(), None)
@@ -167,8 +167,8 @@ def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> 
 def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
     """Whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
 
-    They do where a chunk goes to another place of a block, and where the collective promises a part of a block only:
-    the rest, which may hold anything, would be another part of it.
+    They do if a chunk goes to another place of a block, or if the collective promises only a part of a block: the rest,
+    which may hold anything, would be another part of it.
     """
     for rank in range(collective.ranks):
         outputs = [collective.expected(rank, index) for index in range(collective.output_chunks)]
@@ -229,5 +229,5 @@ class Buffers:
 
 
 def poisoned(elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor that nobody has written: NaN, or an unlikely number."""
+    """A tensor of unwritten memory, filled with NaN, or an unlikely integer."""
     return torch.full((elements,), float("nan") if dtype.is_floating_point else 0x5A, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What a run of a schedule needs to know, the same on all ranks, checked before anything is allocated."""
+"""Plans a run of a schedule for tensors of one size: layout, tiles and FIFOs, the same on all ranks, and checked."""
 
 import hashlib
 from array import array
@@ -55,12 +55,12 @@ class FifoConnection:
 
     @property
     def sent(self) -> int:
-        """The signal by which the sender counts messages, at the receiver."""
+        """The signal at the receiver that counts the messages sent."""
         return 2 * self.number
 
     @property
     def freed(self) -> int:
-        """The signal by which the receiver counts slots that it has read, at the sender."""
+        """The signal at the sender that counts the slots that were read."""
         return 2 * self.number + 1
 
 
@@ -86,11 +86,11 @@ class ExecutionPlan:
 
     @property
     def gave_up(self) -> int:
-        """The signal by which a rank tells all others that it has failed."""
+        """The signal that tells all other ranks that one has failed."""
         return self.signals - 1
 
     def describe(self) -> dict[str, object]:
-        """What all ranks must have the same, by name."""
+        """The properties that must be the same on all ranks, by name."""
         return {
             "schedule": f"{self.schedule.name} ({digest(self.schedule)})",
             "collective": f"{self.collective.name} {'in place' if self.collective.in_place else 'out of place'}",
@@ -113,7 +113,7 @@ def make_plan(
     tile_bytes: int,
     slots: int | None,
 ) -> ExecutionPlan:
-    """The plan for tensors of so many elements (None: see `find_layout`). ValueError for what cannot run."""
+    """Plan a run on tensors of so many elements (None: as in `find_layout`). Raises ValueError if it cannot run."""
     if dtype not in DTYPES:
         raise ValueError(f"the dtypes are {', '.join(str(known)[6:] for known in DTYPES)}, not {str(dtype)[6:]}")
     if not (schedule.in_place if in_place else schedule.out_of_place):
@@ -156,7 +156,7 @@ def _find_reduction(schedule: Schedule, asked: str | None) -> str:
 
 
 def _check_rank(schedule: Schedule, collective: Collective, rank: int) -> None:
-    """ValueError for steps that have no peer, no memory or nothing to wait for."""
+    """Raise ValueError for steps that lack a peer or memory, or wait for steps that do not exist."""
     program = schedule.ranks[rank]
     for source, destination in program.copies:
         if not (0 <= source < collective.input_chunks and 0 <= destination < collective.output_chunks):
@@ -207,9 +207,9 @@ def _find_bad_chunks(step: Step, collective: Collective, schedule: Schedule, ran
 def _lay_out_connections(
     schedule: Schedule, chunk_tile_bytes: int, slots: int
 ) -> tuple[dict[tuple[int, int, int], FifoConnection], int]:
-    """All connections by (sender, receiver, channel), and the bytes that the rank with the largest FIFOs needs.
+    """Lay out all connections, by (sender, receiver, channel), and find the bytes of the rank with the largest FIFOs.
 
-    ValueError where two thread blocks share a direction of one, or its sends do not match its receives.
+    Raises ValueError if two thread blocks share a direction of one, or its sends do not match its receives.
     """
     sends: dict[tuple[int, int, int], list[int]] = {}
     receives: dict[tuple[int, int, int], list[int]] = {}
@@ -254,7 +254,7 @@ def _name(key: tuple[int, int, int]) -> str:
 
 
 def digest(schedule: Schedule) -> str:
-    """A few letters that differ for schedules that do, the same in all processes."""
+    """A short hash of a schedule, the same in all processes."""
     numbers = array("q", [number for program in schedule.ranks for pair in program.copies for number in pair])
     for rank, number, block in _thread_blocks(schedule):
         send, receive = (-1 if peer is None else peer for peer in (block.send_peer, block.receive_peer))

@@ -1,4 +1,4 @@
-"""A schedule on processes of its own, started from one: for commands and tests that have no process group."""
+"""Runs a schedule on new processes, a rank each, for commands and tests that have no process group."""
 
 import contextlib
 import multiprocessing
@@ -42,10 +42,10 @@ def run_on_processes(
     slots: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Tensor]:
-    """Every rank's output for every rank's input, as `simulate` has them, from one new process a rank.
+    """Every rank's output for every rank's input, in the form of `simulate`, from one new process a rank.
 
-    The processes, of one thread each, are gone when it returns or raises. See `run_on_host` for the options and what
-    it raises, here with the rank as a note; ExecutionError also for a process that died.
+    The processes, of one thread each, have ended when it returns or raises. Options and errors are those of
+    `run_on_host`, with the rank as a note; ExecutionError also for a process that died.
     """
     plan = plan_for_inputs(schedule, inputs, reduction, in_place, tile_bytes, slots)
     options = {"reduction": plan.reduction, "tile_bytes": tile_bytes, "slots": plan.slots, "timeout": timeout}
@@ -96,7 +96,7 @@ def _collect(workers: list[_Worker]) -> list[Tensor]:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Closed pipes let those leave that are done; others are killed."""
+    """End the processes: those that are done leave when their pipe closes; others are killed."""
     is_done = sys.exc_info()[0] is None
     for worker in workers:
         worker.pipe.close()
@@ -109,7 +109,7 @@ def _end(workers: list[_Worker]) -> None:
 
 @dataclass(frozen=True)
 class _Starts:
-    """`Collective.starts` as a table, which a process can be sent."""
+    """`Collective.starts` as a table, which can be pickled."""
 
     of_rank: tuple[tuple[int, int], ...]
 
@@ -126,7 +126,7 @@ def _start_with_anything(rank: int, index: int) -> bool:
 
 
 def _make_portable(schedule: Schedule) -> Schedule:
-    """The schedule without what only checks need, and what no process can be sent: the collective's conditions."""
+    """The schedule without the collective's conditions, which only checks need and which cannot be pickled."""
     collective = replace(
         schedule.collective,
         expected=_expect_anything,
@@ -136,11 +136,11 @@ def _make_portable(schedule: Schedule) -> Schedule:
     return replace(schedule, collective=collective)
 
 
-# What follows runs in the new processes.
+# The functions below run in the new processes.
 
 
 def _work(pipe: Connection, rank: int, size: int, folder: str) -> None:
-    """A process's life: one run, and waiting until no other rank needs it."""
+    """A worker process: runs once, then waits until no other rank needs it."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -149,8 +149,10 @@ def _work(pipe: Connection, rank: int, size: int, folder: str) -> None:
         schedule, (input, output), options = pickle.loads(pipe.recv_bytes())
         store = dist.FileStore(str(Path(folder) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_START_LIMIT)
-        outcome = run_on_host(schedule, input, output, **options).clone()  # a view would be sent with all behind it
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is the caller's)
+        outcome = run_on_host(
+            schedule, input, output, **options
+        ).clone()  # a view would be pickled with its whole storage
+    except Exception as error:  # noqa: BLE001  (the caller gets it, whatever it is)
         outcome = error
         error.add_note(traceback.format_exc())
     pipe.send_bytes(pickle.dumps(outcome))

@@ -64,7 +64,7 @@ class FifoReceiver(_FifoEnd):
 
 
 class Awaited(Enum):
-    """What keeps a thread block from its next step."""
+    """What a thread block waits for before its next step."""
 
     STEP = "a step of another thread block"
     MESSAGE = "a message"
@@ -72,9 +72,9 @@ class Awaited(Enum):
 
 
 class RankRun:
-    """The state of one rank while a plan runs: its buffers, its ends of connections, the steps that have ended.
+    """The state of one rank during a run: its buffers, its ends of connections, the steps that have ended.
 
-    passed: how many messages a connection, by its key in the plan, has carried in earlier runs on this memory.
+    passed: by a connection's key in the plan, the number of messages that earlier runs on this memory have sent.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RankRun:
         self._ended = [0] * len(self.blocks)
 
     def run_thread_block(self, number: int) -> Iterator[Awaited | None]:
-        """Do all steps of that thread block, tile by tile; yields None after each, and what it waits for before."""
+        """Execute a thread block, tile by tile; yields None after each step, and before it what the step waits for."""
         block = self.blocks[number]
         sender, receiver = self._ends(block)
         ended = self._ended
@@ -140,7 +140,7 @@ class RankRun:
     def _do(
         self, step: Step, start: int, elements: int, sender: FifoSender | None, receiver: FifoReceiver | None
     ) -> None:
-        """A step on one tile, all that it waits for being there. What is sent is what was stored, bit for bit."""
+        """Execute a step on one tile, once nothing is left to wait for. It sends exactly the bits that it stores."""
         kind = step.type
         source = destination = received = message = None
         if kind.reads_source:
@@ -166,13 +166,13 @@ class RankRun:
             sender.send()
 
     def _tile(self, buffer: str, chunk: int, chunks: int, start: int, elements: int) -> Tensor:
-        """That part of so many chunks which lies in a tile, as [chunks, elements]."""
+        """A tile of several chunks, as [chunks, elements]."""
         whole = self._chunks[buffer]  # type: ignore[index]
         row, offset = whole.stride(0), whole.storage_offset()
         return whole.as_strided((chunks, elements), (row, 1), offset + chunk * row + start)
 
     def describe(self, number: int, awaited: Awaited) -> str:
-        """Where a thread block stands, and what it waits for from whom."""
+        """Describe where a thread block stands, and what it waits for from which rank."""
         block = self.blocks[number]
         tile, at = divmod(self._ended[number], len(block.steps))
         step = block.steps[at]
@@ -188,7 +188,7 @@ class RankRun:
         return f"{where} waits for {what}"
 
     def awaited_peer(self, number: int, awaited: Awaited) -> int | None:
-        """The rank that a thread block waits for, None where it is this one."""
+        """The rank that a thread block waits for, None if it is this one."""
         match awaited:
             case Awaited.STEP:
                 return None

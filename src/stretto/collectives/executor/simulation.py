@@ -1,4 +1,4 @@
-"""All ranks of a schedule in this process: the same coroutines and FIFOs, and a deadlock is known at once."""
+"""Simulates all ranks of a schedule in this process, with the same coroutines and FIFOs: finds deadlocks at once."""
 
 from collections.abc import Sequence
 from random import Random
@@ -23,11 +23,11 @@ def simulate(
     slots: int | None = None,
     seed: int | None = None,
 ) -> list[Tensor]:
-    """Every rank's output, flat, for every rank's input, which stays as it is; see `run_on_host` for the options.
+    """Every rank's output, flat, for every rank's input, which stays as it is; options as in `run_on_host`.
 
-    in_place: None takes what the schedule is meant for. seed: None gives thread blocks their turns one after another,
-    a number a random order, which shows races. What no step has written is NaN (0x5A in integers). ValueError for
-    what cannot run, ExecutionError where it deadlocks.
+    in_place: None for what the schedule is meant for. seed: None gives thread blocks their turns one after another, a
+    number a random order, which shows races. Memory that no step has written is NaN (0x5A in integers). Raises
+    ValueError if it cannot run, ExecutionError if it deadlocks.
     """
     plan = plan_for_inputs(schedule, inputs, reduction, in_place, tile_bytes, slots)
     ranks = range(plan.collective.ranks)
@@ -41,16 +41,16 @@ def simulate(
 
 
 class _Deadlock:
-    """Nobody else is there who could bring what is waited for."""
+    """Reports a deadlock as soon as all thread blocks wait: no other process could help."""
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self._plan = plan
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def wait(self, waiting: Sequence[Coroutine]) -> None:
-        """ExecutionError."""
+        """Raise ExecutionError."""
         raise ExecutionError(
             f"{self._plan.schedule.name} deadlocks with {self._plan.slots} slots:\n{list_waits(waiting)}"
         )
@@ -64,7 +64,7 @@ def plan_for_inputs(
     tile_bytes: int,
     slots: int | None,
 ) -> ExecutionPlan:
-    """The plan for these inputs, one a rank and of one size and dtype. ValueError for what cannot run."""
+    """Plan a run on these inputs, one a rank, of one size and dtype. Raises ValueError if it cannot run."""
     collective = schedule.collective
     if len(inputs) != collective.ranks:
         raise ValueError(f"{schedule.name} has {collective.ranks} ranks: {len(inputs)} inputs are not one for each")
@@ -88,7 +88,7 @@ def plan_for_inputs(
 
 
 def place_input(plan: ExecutionPlan, rank: int, input: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What `run_on_host` takes: a rank's input and a new output, or in place one new tensor for both."""
+    """A rank's tensors for `run_on_host`: its input and a new output, or in place one new tensor for both."""
     layout, collective = plan.layout, plan.collective
     given = input.detach().reshape(-1)
     if not collective.in_place:

@@ -1,4 +1,4 @@
-"""Thread blocks as coroutines in one thread: who has its turn, and what happens when nobody can go on."""
+"""Runs thread blocks as coroutines in one thread, in turn, until all have ended or none can go on."""
 
 from collections.abc import Sequence
 from random import Random
@@ -11,11 +11,11 @@ _STEPS_A_TURN = (1, 1, 2, 5, 1 << 30)
 
 
 class ExecutionError(RuntimeError):
-    """A schedule that came to a stop; the message names rank, thread block, step and what it waits for."""
+    """A run that came to a stop; the message names rank, thread block, step and what it waits for."""
 
 
 class Coroutine:
-    """A thread block that runs until it has to wait. awaited: what for."""
+    """A thread block that runs until it has to wait. awaited: what it waits for."""
 
     def __init__(self, run: RankRun, number: int) -> None:
         self.run = run
@@ -25,7 +25,7 @@ class Coroutine:
         self._steps = run.run_thread_block(number)
 
     def advance(self, steps: int) -> bool:
-        """Do up to so many steps, as long as nothing has to be waited for; whether one was done, or none is left."""
+        """Execute up to so many steps, until one has to wait; returns whether one was executed, or none is left."""
         for done in range(steps):
             try:
                 self.awaited = next(self._steps)
@@ -41,24 +41,26 @@ class Coroutine:
 
 
 class Idle(Protocol):
-    """What to do about coroutines none of which can go on."""
+    """What to do while none of the coroutines can go on."""
 
     def wait(self, waiting: Sequence[Coroutine]) -> None:
         """Wait a little, or raise."""
 
     def reset(self) -> None:
-        """Something went on."""
+        """Start over: a coroutine went on."""
 
 
 def take_turns(runs: Sequence[RankRun], idle: Idle, order: Random | None = None) -> None:
     """Run all thread blocks of these ranks to their end, step by step in turn.
 
-    With `order`, in a random order: some do many steps in a turn and some have no turn for a while.
+    With `order`, in a random order: some execute many steps in a turn, and some have no turn for a while.
     """
     waiting = [Coroutine(run, number) for run in runs for number, block in enumerate(run.blocks) if block.steps]
     went_on = False
     while waiting:
-        everyone = order is None or not went_on  # after a turn of nothing, all have one: only then nobody can go on
+        everyone = (
+            order is None or not went_on
+        )  # after a turn without a step, all have one: only then it is certain that none can go on
         went_on = False
         for coroutine in waiting if everyone else _choose(waiting, order):
             went_on |= coroutine.advance(1 if order is None else order.choice(_STEPS_A_TURN))
@@ -75,7 +77,7 @@ def _choose(waiting: list[Coroutine], order: Random | None) -> list[Coroutine]:
 
 
 def list_waits(waiting: Sequence[Coroutine]) -> str:
-    """What each of them waits for, a line each."""
+    """List what each coroutine waits for, a line each."""
     lines = [f"  {coroutine}" for coroutine in waiting[:_SHOWN]]
     if len(waiting) > _SHOWN:
         lines.append(f"  and {len(waiting) - _SHOWN} more")

@@ -1,4 +1,4 @@
-"""Collectives as scripts for msccl-tools write them: what buffers hold at the start, and a check of the end."""
+"""The collectives of msccl-tools, for its scripts: contents of buffers at the start, and a check of the end."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class MscclCollective:
         return None
 
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
-        """Where that place really is, for collectives whose buffers share memory."""
+        """The place's name in memory, for collectives whose buffers share memory."""
         return buffer, index
 
     def _is_as_expected(self, prog: Any, expected: dict[tuple[int, int], Any]) -> bool:

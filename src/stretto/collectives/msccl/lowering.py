@@ -1,4 +1,4 @@
-"""From what a script's program did to a program of our own: its collective, its places and its operations.
+"""Lowers a script's program to one of our own chunk language: its collective, its places and its operations.
 
 The collectives of msccl-tools are known here by their conditions. A script's own collective gives its precondition by
 what its input buffers hold at the start. Its postcondition is code, so it is taken from the trace: each output chunk
@@ -38,7 +38,7 @@ class ChunkRange(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """One copy or reduce, as `Operation` has it, but for its places."""
+    """One copy or reduce, like `Operation`, but with the script's places."""
 
     kind: OperationKind
     source: ChunkRange
@@ -63,7 +63,7 @@ def lower(
     operations: tuple[Recorded, ...],
     origin: str,
 ) -> Lowered:
-    """The program of these operations.
+    """Lower these operations to a program.
 
     buffers: what all places hold at the end; filled[rank][index]: whether that input chunk held something at the
     start; origin: what errors call the program. ScriptError for conditions that cannot be understood.
@@ -158,7 +158,7 @@ def _find_memory(
             "imported out of place",
         )
     if in_place and output_chunks == 0:
-        # Nothing says how long the output is: all of the memory is looked at.
+        # Nothing gives the length of the output: all of the memory counts.
         output_chunks, starts = input_chunks, [(0, 0) for _ in ranks]
     memory = ours.Collective(
         str(collective.name),
@@ -184,7 +184,7 @@ def _shared_memory(
 
 
 def _with_the_traced_end(memory: ours.Collective, operations: tuple[Operation, ...], origin: str) -> ours.Collective:
-    """The collective whose outputs are what they were at the end of the trace: sums of input chunks."""
+    """The collective that expects the outputs of the end of the trace: sums of input chunks."""
     held: dict[tuple[int, ours.Buffer, int], Expected] = {}
     for rank in range(memory.ranks):
         for index in range(memory.input_chunks):

@@ -1,7 +1,7 @@
-"""The language as scripts for msccl-tools use it: a program is traced inside `with MSCCLProgram(...)`.
+"""The language of msccl-tools, for its scripts: traces a program inside `with MSCCLProgram(...)`.
 
-A reference names a place: a rank, a buffer, an index and a size. It reads what the place holds when it is used, so
-there are no stale references here. To read a place that holds nothing is an error.
+A reference names a place: a rank, a buffer, an index and a size. It reads the place's content when it is used, so
+there are no stale references here. Reading an empty place is an error.
 """
 
 import operator
@@ -25,7 +25,7 @@ _MSCCLPP = "is an operation of MSCCL++: only copy() and reduce() are supported"
 
 @dataclass
 class ScriptRun:
-    """The programs of one run of a script, and the one whose `with` is open."""
+    """One run of a script: its programs, and the one whose `with` is open."""
 
     programs: "list[MSCCLProgram]" = field(default_factory=list)
     current: "MSCCLProgram | None" = None
@@ -38,7 +38,7 @@ class Ref:
     """`size` chunks from `index` on in a rank's buffer, whatever they hold when they are used."""
 
     __slots__ = ("buffer", "index", "prog", "rank", "size")
-    __hash__ = None  # type: ignore[assignment]  # as there: two that are equal may read different contents
+    __hash__ = None  # type: ignore[assignment]  # as in msccl-tools: two that are equal may read different contents
 
     def __init__(self, rank: int, buffer: Hashable, index: int, size: int, prog: "MSCCLProgram") -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class Ref:
             if buffer in (MscclBuffer.input, MscclBuffer.output):
                 raise ScriptError(f"{script_line()}: a copy to {buffer!r} needs an index")
             index = self.prog.end_of_scratch(dst, buffer)
-        # As there: a collective's own rule for places is asked for the sender's rank first, then for the receiver's.
+        # As in msccl-tools: a collective's own rule for places is applied for the sender's rank first.
         buffer, index = self.prog.collective.get_buffer_index(self.rank, buffer, index)
         destination = self.prog.get_ref(dst, buffer, index, self.size)
         self.prog.perform(OperationKind.COPY, self, destination, sendtb, recvtb, ch)
@@ -134,7 +134,7 @@ class Ref:
 
     @property
     def place(self) -> ChunkRange:
-        """Where they are."""
+        """The place of these chunks."""
         return ChunkRange(self.rank, self.buffer, self.index, self.size)
 
     def _held(self, index: int) -> Any:
@@ -151,7 +151,7 @@ class Ref:
 class MSCCLProgram:
     """A program, traced while its `with` is open. The parameters are those of msccl-tools.
 
-    check_xml and dependence_nop are taken and not used: our compiler always checks, and puts waits where they are due.
+    check_xml and dependence_nop are accepted and ignored: our compiler always checks, and places waits itself.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class MSCCLProgram:
         run.current = None
         self.was_left = True
         if kind is not None and not issubclass(kind, SystemExit):
-            # What an error cut short is no program, even if the script catches the error.
+            # A program that an error cut short does not count, even if the script catches the error.
             run.programs.remove(self)
 
     def get_ref(self, rank: int, buffer: Hashable, index: int, size: int) -> Ref:
@@ -228,7 +228,7 @@ class MSCCLProgram:
         return len(self.buffers[self._rank(rank)].get(buffer, ()))
 
     def read(self, place: ChunkRange) -> list[Any]:
-        """What is there; ScriptError where a chunk is missing."""
+        """The content of a place. Raises ScriptError if a chunk is missing."""
         held = self.buffers[place.rank].get(place.buffer, ())
         if place.start < 0 or place.size < 1:
             raise ScriptError(f"{script_line()}: chunks are counted from 0, at least one of them: not {place}")
@@ -243,7 +243,7 @@ class MSCCLProgram:
     def perform(
         self, kind: OperationKind, source: Ref, destination: Ref, sendtb: int, recvtb: int, channel: int
     ) -> None:
-        """Do one copy or reduce on what the buffers hold, and record it."""
+        """Perform a copy or a reduce on the buffers, and record it."""
         sender, receiver = source.rank, destination.rank
         if sender != receiver and not self.topo.link(sender, receiver):
             name = getattr(self.topo, "name", "the topology")
@@ -272,7 +272,7 @@ class MSCCLProgram:
         )
 
     def compile(self) -> Schedule:
-        """The schedule of what was traced so far; ScriptError where none can be made."""
+        """Compile the trace so far. Raises ScriptError if that is not possible."""
         if self._compiled is not None and self._compiled[0] == len(self._operations):
             return self._compiled[1]
         lowered = lower(
@@ -300,7 +300,7 @@ class MSCCLProgram:
         return schedule
 
     def check(self) -> bool | None:
-        """What the collective's own check says of the buffers now."""
+        """The result of the collective's own check of the buffers."""
         return self.collective.check(self)
 
     def generate_xml(self) -> str:
@@ -318,7 +318,7 @@ class MSCCLProgram:
         return number
 
     def _written(self, destination: Ref) -> Any:
-        """The buffer that an operation writes to, long enough."""
+        """The buffer that an operation writes to, extended to be long enough."""
         buffers = self.buffers[destination.rank]
         is_scratch = destination.buffer not in (MscclBuffer.input, MscclBuffer.output)
         if is_scratch and not isinstance(buffers.get(destination.buffer), ScratchBuffer):
@@ -372,7 +372,7 @@ def XML() -> None:
 
 
 def Check() -> bool | None:
-    """Whether the buffers hold what the collective's check wants."""
+    """Check that the buffers hold what the collective expects."""
     return _program().check()
 
 
@@ -382,5 +382,5 @@ def Json() -> None:
 
 
 def create_scratch(rank: int, name: Hashable) -> None:
-    """Nothing needs to be done: a scratch buffer is there once something is copied to it."""
+    """Do nothing: a scratch buffer exists once something is copied to it."""
     _program()

@@ -1,4 +1,4 @@
-"""Runs a script that was written for msccl-tools and leaves everything else as it was."""
+"""Runs a script that was written for msccl-tools, and restores the interpreter's state after it."""
 
 import io
 import logging
@@ -92,7 +92,7 @@ def _finish(run: ScriptRun, script: Path) -> tuple[ImportedProgram, ...]:
 
 
 def _finish_program(program: MSCCLProgram, script: Path) -> ImportedProgram:
-    # The script's own Check() may have come too early, or not at all.
+    # The script's own Check() may have been called too early, or not at all.
     complaints = io.StringIO()
     try:
         with redirect_stdout(complaints):
@@ -135,7 +135,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _alone(script: Path, args: Sequence[str]) -> Iterator[tuple[ModuleType, io.StringIO]]:
-    """A new `__main__` and what is printed; everything that a script is known to change is put back at the end."""
+    """Provide a new `__main__` and captured output; restores everything that scripts are known to change."""
     modules, argv, path, errors = dict(sys.modules), sys.argv, list(sys.path), sys.stderr
     environment, directory = dict(os.environ), Path.cwd()
     handlers, level = list(logging.root.handlers), logging.root.level
@@ -169,8 +169,8 @@ def _alone(script: Path, args: Sequence[str]) -> Iterator[tuple[ModuleType, io.S
 def _is_of_run(module: object, script: Path) -> bool:
     """Whether a module that was first imported during a run must not outlive it.
 
-    What lies beside the script is of this run, and so is what holds something of ours. Others stay: a library's
-    extension modules cannot be loaded twice.
+    Modules beside the script belong to this run, and so do those that hold objects of this package. Others stay: a
+    library's extension modules cannot be loaded twice.
     """
     if not isinstance(module, ModuleType):
         return False

@@ -1,4 +1,4 @@
-"""Names for places and what places hold, as scripts for msccl-tools know them."""
+"""Buffers, chunks and sums as msccl-tools has them, for its scripts."""
 
 import sys
 from collections.abc import Hashable, Sequence
@@ -42,7 +42,7 @@ class MscclBuffer(Enum):
 
 
 class ThreadblockPolicy(Enum):
-    """Who chooses thread blocks: the compiler, or the program with `sendtb` and `recvtb`."""
+    """Whether the compiler chooses thread blocks, or the program by `sendtb` and `recvtb`."""
 
     auto = "auto"
     manual = "manual"
@@ -53,7 +53,7 @@ class ThreadblockPolicy(Enum):
 
 @dataclass(order=True, unsafe_hash=True)
 class MscclChunk:
-    """An input chunk: where it starts, which is what it is, and where it is to end (-1: on no one place)."""
+    """An input chunk: where it starts, which identifies it, and where it is to end (-1: in several places)."""
 
     origin_rank: int
     origin_index: int

@@ -1,4 +1,4 @@
-"""The verifier: a schedule is proved right before it runs."""
+"""The verifier: proves a schedule correct before it runs."""
 
 from stretto.collectives.verifier.races import Race
 from stretto.collectives.verifier.verify import WAIVABLE, Verification, verify

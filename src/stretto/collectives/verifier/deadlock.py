@@ -1,4 +1,4 @@
-"""Freedom from deadlock: with so many FIFO slots a connection, no step waits for itself around a cycle.
+"""Checks freedom from deadlock: with so many FIFO slots a connection, no step waits for itself around a cycle.
 
 Thread blocks run over a chunk tile by tile, and may be tiles apart. That changes nothing: messages of one tile are
 all taken before the next tile's first receive, so in the oldest tile that is not done, only the waits of this graph
@@ -9,7 +9,7 @@ from stretto.collectives.verifier.graph import Graph, linear_order
 
 
 def find_min_slots(graph: Graph) -> int | None:
-    """The smallest number of FIFO slots a connection at which every step can run, None where no number is enough."""
+    """The smallest number of FIFO slots a connection at which every step can run, None if no number is enough."""
     most = max((len(sends) for sends, _ in graph.connections.values()), default=0)
     low, high = 1, 1
     while not _runs(graph, high):
@@ -42,7 +42,7 @@ def describe_deadlock(graph: Graph, slots: int, min_slots: int | None) -> str:
         following, path[at] = _why_stuck(graph, at, stuck, freeing)
         at = following
     cycle = list(path.items())[list(path).index(at) :]
-    # A row of steps of one thread block says no more than its ends.
+    # Of consecutive steps of one thread block, only the ends matter.
     told = [
         f"{graph.name(number)} {reason}"
         for position, (number, reason) in enumerate(cycle)
@@ -59,7 +59,7 @@ _AFTER = "comes after the step before it"
 
 
 def _why_stuck(graph: Graph, number: int, stuck: set[int], freeing: dict[int, int]) -> tuple[int, str]:
-    """A step that this one waits for in vain, and how."""
+    """A step that this one waits for forever, and the kind of wait."""
     if not graph.first[number] and number - 1 in stuck:
         return number - 1, _AFTER
     if graph.released_by[number] in stuck:

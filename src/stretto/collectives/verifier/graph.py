@@ -1,7 +1,7 @@
-"""The schedule as a graph: every step a node, and what must have ended before it begins.
+"""Builds the graph of a schedule: every step a node, with the steps that must have ended before it begins.
 
-Three things order steps: their thread block, the step that one waits for, and messages, since the k-th receive of a
-connection takes what its k-th send gave.
+Three things order steps: their thread block, the step that one waits for, and messages: the k-th receive of a
+connection takes the message of its k-th send.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from stretto.collectives.collective import Buffer, Collective
 from stretto.collectives.schedule import Schedule, Step, StepType
 
 Connection = tuple[int, int, int]
-"""Who sends, who receives, and the channel."""
+"""A connection: its sender, its receiver and its channel."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Graph:
     receives, receiver: of the one that takes what it sends, -1 for none; connections: the sends and the receives of
     each, in order.
 
-    A thread block publishes how far it is only where a step is marked as awaited. So a wait may end later than it
+    A thread block publishes its progress only at steps that are marked as awaited. So a wait may end later than it
     needs to, at the first such step from the named one on; what follows may rely on the named one alone.
     """
 
@@ -39,12 +39,12 @@ class Graph:
     connections: dict[Connection, tuple[list[int], list[int]]]
 
     def name(self, number: int) -> str:
-        """A step, for messages."""
+        """The name of a step in error messages."""
         rank, block, step = self.places[number]
         return f"rank {rank}, thread block {block}, step {step} ({self.steps[number].type.value})"
 
     def before(self, number: int) -> list[int]:
-        """The steps that must have ended before this one, as far as one edge says."""
+        """The steps with an edge to this one: they must have ended before it."""
         others = [] if self.first[number] else [number - 1]
         if self.released_by[number] >= 0:
             others.append(self.released_by[number])
@@ -54,7 +54,7 @@ class Graph:
 
 
 def build_graph(schedule: Schedule, errors: list[str]) -> Graph:
-    """The graph of a schedule; adds to `errors` what is not well formed, and leaves out edges that lead nowhere."""
+    """Build the graph of a schedule; adds malformed steps to `errors`, and leaves out edges that lead nowhere."""
     steps: list[Step] = []
     places: list[tuple[int, int, int]] = []
     first: list[bool] = []
@@ -142,7 +142,7 @@ def _match(
 
 
 def _check_step(graph: Graph, number: int, errors: list[str]) -> None:
-    """Its peers and its chunks are there."""
+    """Check that its peers and its chunks exist."""
     step = graph.steps[number]
     if step.type is StepType.NOP:
         return
@@ -161,7 +161,7 @@ def _check_step(graph: Graph, number: int, errors: list[str]) -> None:
 
 
 def find_overlaps(graph: Graph, collective: Collective) -> Iterator[str]:
-    """What is wrong with steps that read and write chunks that overlap, where the buffers lie as in these calls."""
+    """Find steps that read and write chunks that overlap, given where the buffers lie in these calls."""
     for number, step in enumerate(graph.steps):
         if step.type.reads_source and step.type.writes_destination:
             rank = graph.places[number][0]
@@ -199,11 +199,11 @@ def _find_ends(schedule: Schedule) -> dict[Connection, tuple[list[int], list[int
 def _check_connection(
     graph: Graph, key: Connection, ends: dict[Connection, tuple[list[int], list[int]]], errors: list[str]
 ) -> None:
-    """One thread block at either end, and each message taken whole."""
-    giver, taker, channel = key
+    """Check that either end has one thread block, and that each receive takes a whole message."""
+    sender, receiver, channel = key
     sends, receives = graph.connections[key]
-    name = f"from rank {giver} to rank {taker} on channel {channel}"
-    for rank, what, blocks in zip((giver, taker), ("send", "receive"), ends[key], strict=True):
+    name = f"from rank {sender} to rank {receiver} on channel {channel}"
+    for rank, what, blocks in zip((sender, receiver), ("send", "receive"), ends[key], strict=True):
         if len(blocks) > 1:
             listed = " and ".join(str(block) for block in blocks[:3])
             errors.append(f"rank {rank}: thread blocks {listed} both {what} {name}: give one of them another channel")

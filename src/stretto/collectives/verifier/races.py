@@ -1,8 +1,8 @@
-"""Data races: two steps that touch one chunk, one of them to write it, and nothing that orders them.
+"""Finds data races: two steps that touch one chunk, one of them writing it, with nothing that orders them.
 
-Ordered is what the thread block, waits and messages order, along any path. The steps are looked at in one order in
-which they can run; if every two conflicting neighbours at a chunk are ordered there, then all are, in any run. FIFO
-slots order nothing here: a schedule must not depend on how many there are.
+Steps are ordered by their thread block, by waits and by messages, along any path. The search visits the steps in one
+order in which they can run; if every two conflicting neighbours at a chunk are ordered there, then all are, in any run.
+FIFO slots order nothing here: a schedule must not depend on how many there are.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from stretto.collectives.schedule import StepType
 from stretto.collectives.verifier.graph import Graph
 
 MAX_LOOKED_AT = 20_000_000
-"""The steps that one search looks at, over and over, for paths that lead over other ranks: some ten seconds."""
+"""The most steps that one search visits, repeatedly, for paths that lead over other ranks: some ten seconds."""
 MAX_KNOWN = 128
-"""The other thread blocks of which a step remembers what has ended; what it has forgotten is looked for again."""
+"""The number of other thread blocks whose progress a step remembers; what it has forgotten is searched for again."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Race:
 
 
 def find_races(graph: Graph, order: list[int], collective: Collective) -> tuple[list[Race], str | None]:
-    """The races of a schedule whose steps can run in this order, one for each pair of steps; and why they may be more.
+    """The races of a schedule whose steps can run in this order, one for each pair of steps.
 
-    That is None where all were looked for, within MAX_LOOKED_AT.
+    Also returns why there may be more, None if the search was complete within MAX_LOOKED_AT.
     """
     search = _Search(graph, order, collective)
     try:
@@ -53,7 +53,7 @@ def find_races(graph: Graph, order: list[int], collective: Collective) -> tuple[
 
 
 class _TooManyError(Exception):
-    """More was to be looked at than anybody waits for."""
+    """The search has visited MAX_LOOKED_AT steps."""
 
 
 class _Search:
@@ -64,23 +64,23 @@ class _Search:
         self._time = [0] * len(order)
         for time, number in enumerate(order):
             self._time[number] = time
-        # What a step knows of its rank's other thread blocks: the last step of each that ended before it.
+        # A vector clock for each step: of each other thread block of its rank, the last step that ended before it.
         self._known: list[dict[int, int]] = [{}] * len(order)
-        # How many later steps take that over: the next one of its thread block, and those that wait for it.
+        # How many later steps inherit it: the next one of its thread block, and those that wait for it.
         self._heirs = [0] * len(order)
         for number in range(len(order)):
-            for giver in self._givers(number):
-                self._heirs[giver] += 1
+            for source in self._sources(number):
+                self._heirs[source] += 1
         self._races: dict[tuple[int, int], Race] = {}
         self._looked_at = 0
 
     @property
     def races(self) -> list[Race]:
-        """Those that were found."""
+        """The races found so far."""
         return list(self._races.values())
 
     def run(self) -> None:
-        """See `find_races`."""
+        """Visit all steps. Raises _TooManyError if that takes too long."""
         graph = self._graph
         ranks = range(self._collective.ranks)
         # By rank and buffer, for each chunk: the step that wrote it last, and the last reader of each thread block.
@@ -111,8 +111,8 @@ class _Search:
                         self._require(reader, number, "read-write", buffer, at)
                     written[at] = number
 
-    def _givers(self, number: int) -> Iterator[int]:
-        """The steps whose knowledge this one takes over."""
+    def _sources(self, number: int) -> Iterator[int]:
+        """The steps whose vector clocks this one inherits."""
         if not self._graph.first[number]:
             yield number - 1
         if self._graph.waits_for[number] >= 0:
@@ -125,10 +125,10 @@ class _Search:
         if other >= 0:
             known = _merged(known, self._known[other], graph.places[other])
         self._known[number] = known
-        for giver in self._givers(number):
-            self._heirs[giver] -= 1
-            if self._heirs[giver] == 0:
-                self._known[giver] = {}
+        for source in self._sources(number):
+            self._heirs[source] -= 1
+            if self._heirs[source] == 0:
+                self._known[source] = {}
 
     def _require(self, before: int, after: int, kind: str, buffer: Buffer, index: int) -> None:
         if before == after:
@@ -142,7 +142,7 @@ class _Search:
         self._races[before, after] = Race(kind, rank, buffer, index, *names)
 
     def _reaches(self, before: int, after: int) -> bool:
-        """Whether a path leads from one to the other, perhaps over other ranks; if so, the later one learns it."""
+        """Whether a path leads from one step to the other, perhaps over other ranks; the later one remembers it."""
         graph = self._graph
         target = graph.places[before][:2]
         since = self._time[before]
@@ -172,7 +172,7 @@ class _Search:
 
 
 def _merged(one: dict[int, int], other: dict[int, int], place: tuple[int, int, int]) -> dict[int, int]:
-    """All that either knows, as far as it is remembered, the newest last, and that the step at this place has ended."""
+    """Merge two vector clocks and the step at this place, the newest last; keeps MAX_KNOWN entries."""
     known = dict(one)
     for third, ended in other.items():
         if known.get(third, -1) < ended:

@@ -1,8 +1,8 @@
-"""Symbolic execution: what every chunk holds in the end, as the tree of additions that made it.
+"""Executes a schedule on symbols: finds what every chunk holds in the end, as the tree of additions that made it.
 
 A value is a number: an input chunk, or the sum of two values. Equal trees, up to the order of an addition's two sides,
-have equal numbers, so that ranks that add in the same order can be told from those that do not. Nothing is added to
-numbers: a chunk that was counted twice is twice in the multiset that its tree has as leaves.
+have equal numbers, so that ranks that add in different orders are detected. A chunk that was added twice is twice in
+the multiset of its tree's leaves.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from stretto.collectives.verifier.graph import Graph
 
 EMPTY = -1
 MAX_WRONG = 1000
-"""Of so many chunks that are wrong, no more are looked at."""
-_MOST_LEAVES = 2**62  # a chunk may be added to itself without end, and nobody asks for so many
+"""The check stops after this many wrong chunks."""
+_MOST_LEAVES = 2**62  # a chunk may be added to itself without end, and no collective asks for so many
 
 
 class Values:
-    """All values so far. An input chunk's number says which it is; a sum's is that of its two sides and its depth."""
+    """All values so far: input chunks have negative numbers, sums are numbered from 0 on, each with its two sides."""
 
     def __init__(self, input_chunks: int) -> None:
         self._input_chunks = input_chunks
@@ -50,15 +50,15 @@ class Values:
         return found
 
     def depth(self, value: int) -> int:
-        """How many additions, one upon another, made it."""
+        """The depth of the tree of additions that made it."""
         return self._depths[value] if value >= 0 else 0
 
     def size(self, value: int) -> int:
-        """How many input chunks were added, each as often as it was, up to more than anybody asks for."""
+        """The number of input chunks that were added, with repetitions, up to _MOST_LEAVES."""
         return self._sizes[value] if value >= 0 else 1
 
     def leaves(self, value: int) -> Counter[tuple[int, int]]:
-        """The input chunks of a value, each with how often it was added."""
+        """The input chunks of a value, each with the number of times that it was added."""
         inside = {value}
         stack = [value]
         while stack:
@@ -78,7 +78,7 @@ class Values:
         return result
 
     def describe(self, value: int) -> str:
-        """A value, for messages."""
+        """Describe a value for error messages."""
         if value == EMPTY:
             return "nothing"
         if self.size(value) == _MOST_LEAVES:
@@ -101,7 +101,7 @@ class SymbolicOutcome:
 
 
 def execute(graph: Graph, order: list[int], collective: Collective, errors: list[str]) -> SymbolicOutcome:
-    """Run the steps in this order on symbols, and compare what the outputs hold with the collective's conditions."""
+    """Execute the steps in this order on symbols, and compare the outputs with the collective's conditions."""
     values = Values(max(1, collective.input_chunks))
     memory = _start(graph, collective, values)
     messages: dict[int, list[int]] = {}
@@ -172,7 +172,7 @@ def _compare(
     memory: list[dict[Buffer, list[int]]],
     errors: list[str],
 ) -> SymbolicOutcome:
-    # By index: ranks mostly want the same there, and hashing what they want would take longer than all the rest.
+    # By index: most ranks expect the same there, and hashing what they expect would take longer than all the rest.
     wanted: dict[int, _Wanted] = {}
     wrong = differing = 0
     roundings = 0
@@ -216,7 +216,7 @@ def _compare(
 
 
 class _Wanted:
-    """What an output chunk must hold, and which values were found to be that or not."""
+    """What an output chunk must hold, and a cache of which values match it."""
 
     def __init__(self, expected: Expected, values: Values) -> None:
         self.expected = expected

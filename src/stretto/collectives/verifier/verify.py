@@ -1,4 +1,4 @@
-"""All checks of a schedule, on what will really run and never on the program that it came from."""
+"""Verifies a schedule: runs all checks on the steps that will run, never on the program that they came from."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ MAX_ERRORS = 100
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found out about a schedule. None stands for what could not be found out, because of other errors.
+    """The result of a verification. None: a property that other errors kept from being determined.
 
-    ok: all of it holds, but for what was waived; postcondition: the outputs hold what the collective promises;
+    ok: all of it holds, except for waived errors; postcondition: the outputs hold what the collective promises;
     deadlock_free: at `slots` FIFO slots a connection; min_slots: the smallest number at which it is; races: pairs of
-    steps that touch one chunk in no order; replica_consistent: all ranks add in the same order, so that their bits are
-    the same; roundings: the most additions, one upon another, in an output; writes_input: whether a call that is out
-    of place finds its input changed; errors: everything that is wrong, for people.
+    steps that touch one chunk in an undefined order; replica_consistent: all ranks add in the same order, so that their
+    bits are the same; roundings: the most additions, one upon another, in an output; writes_input: whether a call out
+    of place changes its input; errors: messages about everything that is wrong.
     """
 
     ok: bool
@@ -39,10 +39,10 @@ class Verification:
 
 
 def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[str] = ()) -> Verification:
-    """Verify a schedule, for calls in place, out of place or both, as it is meant for.
+    """Verify a schedule, for the calls that it is meant for: in place, out of place or both.
 
     slots: FIFO slots a connection, by default those of its protocol; waive: names of WAIVABLE whose errors are not
-    counted. ValueError for another name or for no slots.
+    counted. Raises ValueError for another name or for no slots.
     """
     slots = schedule.slots if slots is None else slots
     if slots < 1:
@@ -96,7 +96,7 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
 
 
 def _calls(schedule: Schedule) -> list[Collective]:
-    """The collective as it will be called."""
+    """The collective in each form in which it will be called."""
     calls = []
     if schedule.in_place:
         calls.append(schedule.collective.aliased())

@@ -1,4 +1,4 @@
-"""Collectives of one group on GPUs: for each call the choice that the table says, made at its first use."""
+"""Runs the collectives of one group on GPUs: looks up each call's choice in a table, and loads its kernel once."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -23,15 +23,15 @@ Kernel = FusedScheduleKernel | CopyEngineExecutor
 
 
 def machine_name(has_nvlink: bool) -> str:
-    """What a table was measured on: the GPU, its links and the versions whose speed is in it; no machine's name."""
+    """What a table is valid for: the GPU, its links, and the versions of torch and NCCL; without the machine's name."""
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
     links = "NVLink" if has_nvlink else "no NVLink"
     return machine_key(torch.device("cuda", torch.cuda.current_device()), links=links, versions=(f"NCCL {nccl}",))
 
 
 class ResolvedCall(NamedTuple):
-    """What calls of one kind run by: a kernel, called with (input, output), and its name, or None for what is left to
-    the library; and why, for people.
+    """How calls of one kind run: a kernel, called with (input, output), and its choice's name, or None for both if the
+    library runs them; why: the reason, for logs.
     """
 
     kernel: Kernel | None
@@ -42,11 +42,11 @@ class ResolvedCall(NamedTuple):
 class CudaCommunicator:
     """Runs collectives of one group by Stretto's kernels. Collective: all ranks make it, and call it alike.
 
-    The choice is rank 0's, sent to all: from `table`, a file that `stretto bench collectives --tune --table FILE` has
-    written (default: $STRETTO_COLLECTIVES_TABLE), or else what was measured on this machine, or else the default. A
-    Table is taken as it is, the same on all ranks.
-    timeout: seconds that a wait on the device may take, None for the group's own limit. ValueError, on all ranks, for a
-    file that is no table of this machine and number of ranks.
+    Rank 0's table is sent to all ranks: from `table`, a file that `stretto bench collectives --tune --table FILE` has
+    written (default: $STRETTO_COLLECTIVES_TABLE), or else the times measured on this machine, or else the defaults. A
+    Table is used as it is, and must be the same on all ranks.
+    timeout: seconds that a wait on the device may take, None for the group's own limit. Raises ValueError, on all
+    ranks, for a file that is no table of this machine and number of ranks.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class CudaCommunicator:
             raise
 
     def run(self, collective: str, input: Tensor, output: Tensor | None = None, reduction: str = "sum") -> str | None:
-        """Run it on the current stream, or return None where the library does it better or alone can.
+        """Run a collective on the current stream, or return None where the library is better or alone can run it.
 
-        input, output: flat or not, contiguous, of one dtype; output None: in place, where `input` holds both buffers.
-        Returns the name of the choice, and says it with its reason at debug level, once for calls that are alike.
-        ValueError for tensors of two dtypes, or that are not on this GPU.
+        input, output: of any shape, contiguous, of one dtype; output None: in place, where `input` holds both buffers.
+        Returns the name of the choice, and logs it with its reason at debug level, once for calls that are alike.
+        Raises ValueError for tensors of two dtypes, or that are not on this GPU.
         """
         kernel, name, why = self.find(collective, input, output, reduction)
         if kernel is not None:
@@ -85,9 +85,9 @@ class CudaCommunicator:
         return name
 
     def find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall:
-        """What such a call runs by, for callers that run it, and say why, themselves; arguments and errors as of `run`.
+        """Look up how such a call runs, without running it; arguments and errors as of `run`.
 
-        Collective: a kernel that calls of this kind have not needed yet is compiled.
+        Collective: the first call of a kind compiles its kernel.
         """
         for tensor in (input,) if output is None else (input, output):
             if tensor.dtype != input.dtype or tensor.device != self.workspace.device:
@@ -111,7 +111,7 @@ class CudaCommunicator:
         return ResolvedCall(None, None, "its tensors are not contiguous")
 
     def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall | None:
-        """What such calls run by, or None where it cannot be said for good."""
+        """How such calls run, or None if that is not settled: its kernel cannot be compiled now."""
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = _name(larger.dtype)
         if dtype not in ELEMENTS:
@@ -137,13 +137,13 @@ class CudaCommunicator:
         return ResolvedCall(kernel, choice.name, why)
 
     def kernel(self, choice: AlgorithmChoice, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
-        """The kernel of a choice. ValueError for one that does not exist for this group."""
+        """Load the kernel of a choice. Raises ValueError for one that does not exist for this group."""
         assert choice.algorithm is not None
         schedule = find(choice.algorithm).compile(ranks=self.world_size, in_place=in_place)
         return self.load(schedule, Variant(dtype, reduction, choice.protocol, choice.unroll), in_place=in_place)
 
     def load(self, schedule: Schedule, variant: Variant, *, in_place: bool, waive: Collection[str] = ()) -> Kernel:
-        """The kernel of any schedule, once it is verified; waive: as in `verify`. ValueError with what is wrong."""
+        """Verify a schedule and load its kernel; waive: as in `verify`. Raises ValueError with what is wrong."""
         found = verify(schedule, waive=waive)
         if not found.ok:
             raise ValueError(f"the schedule {schedule.name} is not safe to run: {found.errors[0]}")
@@ -151,13 +151,13 @@ class CudaCommunicator:
         return kind(schedule, self.workspace, variant, in_place=in_place)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kernels.clear()
         self._calls.clear()
         self.workspace.close()
 
     def _find_table(self, group: dist.ProcessGroup | None, path: Path | None) -> Table:
-        """Rank 0's table on all ranks. ValueError on all where it cannot read the one that was named."""
+        """Send rank 0's table to all ranks. Raises ValueError on all if it cannot read the file that was named."""
         has_nvlink = self.workspace.has_nvlink
 
         def read() -> Table:

@@ -1,4 +1,8 @@
-"""What the kernels of one group share on each GPU: mailboxes that peers write to, epochs, and a report of failures."""
+"""The memory that the kernels of one group share on each GPU: mailboxes that peers write to, epochs, failure reports.
+
+It also knows what links the GPUs: LL128 needs NVLink between all of them, since a warp's store of 128 bytes crosses
+NVLink in one piece, and may be split on PCIe.
+"""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,14 +25,14 @@ MAX_BLOCKS = 1024
 FLAGS = 32 << 10
 COUNTS = 768 << 10
 PAD = 1 << 20
-"""Bytes before a half's mailboxes: 64-bit tokens of up to 4096 ranks, from FLAGS on those [mailbox, block] of lane
-programs by Simple, from COUNTS on the interpreter's counts of its connections."""
+"""Bytes before a half's mailboxes: 64-bit tokens of up to 4096 ranks, from FLAGS on the flags [mailbox, block] of fused
+kernels by Simple, from COUNTS on the interpreter's counts of its connections."""
 MAX_SIMPLE_MAILBOXES = (COUNTS - FLAGS) // (8 * MAX_BLOCKS)
 MAX_COUNTS = (PAD - COUNTS) // 8
 STATE_WORDS = MAX_BLOCKS + 2 + 2 * MAX_BLOCKS + 2
 """Words of 4 bytes of the kernels' `State` (primitives.cu)."""
 DEFAULT_REGIONS = {"LL": 16 << 20, "LL128": 64 << 20, "Simple": 32 << 20}
-COPY_BYTES = 769 << 20  # of 1 GB what 4 ranks give each other, and flags; two-shot all-reduce: pieces of 32 MB
+COPY_BYTES = 769 << 20  # what 4 ranks send each other of 1 GB, and flags; two-shot all-reduce: pieces of 32 MB
 KEY_BITS = 24  # as in copy_engine/flags.cu
 _PAGE = 4096
 _TO_BEGIN = 0xFFFFFFFF
@@ -40,14 +44,14 @@ _REPORT_WORDS = 6
 
 @dataclass(frozen=True)
 class Region:
-    """Where a protocol's mailboxes begin in each half of every rank's memory, and how many bytes a call has there."""
+    """Where a protocol's mailboxes begin in each half of every rank's memory, and their bytes."""
 
     start: int
     size: int
 
 
 def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, Region], int]:
-    """The regions of each protocol's bytes a call, and the bytes of a half: calls take the two halves in turn."""
+    """Lay out each protocol's region; returns them, and the bytes of a half. Calls use the two halves in turn."""
     regions = {}
     start = PAD
     for protocol, size in sizes.items():
@@ -57,7 +61,7 @@ def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, Region], int]:
 
 
 def require_lines(protocol: str, name: str, *, has_nvlink: bool) -> None:
-    """ValueError for LL128 over links that may cut a line of it."""
+    """Raise ValueError for LL128 over links that may split one of its lines."""
     if protocol == "LL128" and not has_nvlink:
         raise ValueError(
             f"{name} by LL128 needs NVLink between all ranks' GPUs, which keeps lines of 128 bytes whole, and these "
@@ -82,21 +86,21 @@ def are_linked(own: str, gpus: list[str]) -> bool:
 
 
 class Waiting(Protocol):
-    """A kernel, for the words about a wait of its that was given up."""
+    """A kernel that can describe a wait of its own that timed out."""
 
     name: str
 
     def describe_wait(self, block: int, level: int, message: int) -> str:
-        """What a thread block waited for, from the two numbers that the kernel wrote down about it."""
+        """Describe what a thread block waited for, from the two numbers that the kernel recorded."""
 
 
 def words_of_broken_off(kernel: int) -> tuple[int, ...]:
-    """The failure record of a call of that kernel that was broken off, as if it had given up a wait."""
+    """The failure record of an aborted call of that kernel, as if one of its waits had timed out."""
     return _GAVE_UP, kernel, 0, 0, _BROKEN_OFF, 0
 
 
 def describe_report(words: Sequence[int], kernels: Mapping[int, Waiting], limit: int) -> str | None:
-    """What a failure record says about the wait that a kernel gave up; None where none was. limit: nanoseconds."""
+    """Describe the timed-out wait of a failure record; None if there is none. limit: nanoseconds."""
     kind, number, epoch, block, level, message = (int(word) & 0xFFFFFFFF for word in words[:_REPORT_WORDS])
     if not kind:
         return None
@@ -124,16 +128,16 @@ def _describe(rank: int, world: int, kernels: Mapping[int, Waiting], limit: int,
 
 
 class SymmetricView(NamedTuple):
-    """A part of a symmetric tensor: its address on every rank, and a number that tells it from others, not 0."""
+    """A part of a symmetric tensor: its address on every rank, and a number, not 0, that identifies it."""
 
     addresses: tuple[int, ...]
     key: int
 
 
 class CopyArea:
-    """Memory that copy engines push into, alike on all ranks: its size, and every rank's address.
+    """Memory that copy engines of peers write into, of one size on all ranks, and every rank's address of it.
 
-    On this GPU besides: base, how many pieces all calls have had, and the peers' addresses in a table.
+    base: in this GPU's memory, the number of pieces that all calls have had; table: there, too, the peers' addresses.
     """
 
     def __init__(self, size: int, addresses: list[int], device: torch.device) -> None:
@@ -154,10 +158,10 @@ class CopyArea:
 
 
 class CollectiveWorkspace:
-    """One group's, for one stream: its kernels run one after another, in the same order on all ranks.
+    """The memory of one group's kernels, on one stream: they run one after another, in the same order on all ranks.
 
-    regions: bytes of mailboxes for one call by protocol; timeout: seconds that a wait on the device may take (None: the
-    group's own limit); has_nvlink (of what is made): whether NVLink links all ranks' GPUs. Collective.
+    regions: by protocol, the bytes of mailboxes of one call; timeout: seconds that a wait on the device may take (None:
+    the group's own limit). The attribute has_nvlink says whether NVLink links all ranks' GPUs. Collective.
     """
 
     def __init__(
@@ -191,32 +195,32 @@ class CollectiveWorkspace:
 
     @property
     def multiprocessors(self) -> int:
-        """How many blocks run at once for certain, while the GPU has nothing else to run."""
+        """The number of blocks that are sure to run at once while the GPU runs nothing else."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @property
     def most_blocks(self) -> int:
-        """The most blocks of a kernel that waits for peers: see `bound_blocks`."""
+        """The most blocks of a kernel that waits for peers (`bound_blocks`)."""
         return bound_blocks(self.multiprocessors)
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a CUDA graph."""
+        """Whether the current stream is being captured in a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:
-        """The kernel `entry` of CUDA C++, compiled for this GPU. names: its parameters in order."""
+        """Compile CUDA C++ for this GPU and load its kernel `entry`. names: its parameters in order."""
         major, minor = torch.cuda.get_device_capability(self.device)
         return Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
 
     def copy_streams(self) -> CopyStreams:
-        """The streams of copies."""
+        """The streams of calls by copy engines, made at first use."""
         if self._queues is None:
             self._queues = CudaCopyStreams(self.device)
         return self._queues
 
     def copy_area(self) -> "CopyArea":
-        """The memory of copies; collective at its first use, for most groups never make large calls."""
+        """The memory for copies; collective at its first use, since most groups never make large calls."""
         if self._copy_area is None:
             memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, self._timeout)
             area = CopyArea(COPY_BYTES, memory.addresses, self.device)
@@ -225,7 +229,7 @@ class CollectiveWorkspace:
         return self._copy_area
 
     def find_symmetric(self, tensor: Tensor) -> SymmetricView | None:
-        """What peers know a tensor by, if it is one of this group's symmetric ones or a part of it."""
+        """The peers' addresses of a tensor, if it is one of this group's symmetric tensors or a part of one."""
         found = find_symmetric(tensor)
         if found is None or not isinstance(found.memory, CudaMemory) or found.memory.group != self.memory.group:
             return None
@@ -250,9 +254,9 @@ class CollectiveWorkspace:
         return self._record.failed
 
     def follow_stream(self) -> None:
-        """Put the next kernel after all before it, on whichever stream these are: they share the mailboxes.
+        """Order the next kernel after all earlier ones, on whichever stream these are: they share the mailboxes.
 
-        While a graph is captured nothing outside of it can be waited for: its replays are the caller's to order.
+        While a graph is captured, nothing outside of it can be waited for: the caller orders its replays.
         """
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
         if raw == self._raw_stream or self.is_capturing:
@@ -263,25 +267,25 @@ class CollectiveWorkspace:
         self._raw_stream, self._stream = raw, stream
 
     def register(self, kernel: Waiting) -> int:
-        """A number for this kernel, by which a report names it."""
+        """Give this kernel a number, by which a failure report names it."""
         self._registered += 1
         self._kernels[self._registered] = kernel
         return self._registered
 
     def require_lines_for(self, protocol: str, name: str) -> None:
-        """ValueError for LL128 over links that may cut a line of it."""
+        """Raise ValueError for LL128 over links that may split one of its lines."""
         require_lines(protocol, name, has_nvlink=self.has_nvlink)
 
     def check(self) -> None:
-        """Raise PeerError if a wait of this process on a device was given up, in whichever group."""
+        """Raise PeerError if a wait of this process on a device has timed out, in whichever group."""
         failures.check()
 
     def break_off(self, kernel: int) -> None:
-        """Have all further calls refused, after an error in the middle of one; kernel: of `register`."""
+        """Refuse all further calls, after an error in the middle of one; kernel: its number, of `register`."""
         self._record.mark(words_of_broken_off(kernel))
 
     def close(self) -> None:
-        """Give the memory back, and forget what has failed with it."""
+        """Free the memory, and forget its failures."""
         self._record.close()
         self.memory.close()
         if self._copy_memory is not None:
