@@ -48,7 +48,8 @@ def _list_triton(sources: dict[Path, str]) -> Iterator[str]:
                         known[alias.asname or alias.name] = source, alias.name
                     inner = _find_module(f"{node.module}.{alias.name}", trees)
                     if inner is not None:  # a module, whose kernels are its attributes
-                        known |= {f"{alias.name}.{name}": (inner, name) for name in jitted[inner]}
+                        module = alias.asname or alias.name
+                        known |= {f"{module}.{name}": (inner, name) for name in jitted[inner]}
         used |= {known[name] for name in _find_names_on_host(tree) if name in known}
     for path, name in used:
         yield f"{'.'.join(path.with_suffix('').parts)}.{name}"
@@ -88,7 +89,7 @@ def _find_names_on_host(tree: ast.AST) -> set[str]:
             case ast.Attribute(value=ast.Name(id=module), attr=name):
                 found.add(f"{module}.{name}")
             case ast.ImportFrom(names=aliases):
-                imported |= {alias.name for alias in aliases}
+                imported |= {alias.asname or alias.name for alias in aliases}
         left += ast.iter_child_nodes(node)
     return found - (own - imported if isinstance(tree, ast.FunctionDef) else set())
 
