@@ -8,6 +8,7 @@ collectives, weight gathering, gradient reduction. recsys: embedding tables.
 """
 
 from stretto.deprecated import alias
+from stretto.execution import Overlap
 from stretto.parallel.api import checkpoint_activations, parallelize, validate
 from stretto.parallel.capture import CapturedStep
 from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
@@ -17,7 +18,6 @@ from stretto.parallel.grid import AXES, Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.loss import mean_over_batch
 from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
-from stretto.parallel.options import Overlap
 from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
 from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
 from stretto.parallel.roles.plan import Role

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.axes import LOSS
+from stretto.execution import Overlap
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
@@ -26,7 +27,7 @@ from stretto.parallel.layers.loss import ParallelHead, ParallelLoss, is_mean_ove
 from stretto.parallel.layers.replicated import keep_whole
 from stretto.parallel.layers.sharded_module import refuse_copies
 from stretto.parallel.layers.token_shards import TokenShards
-from stretto.parallel.options import Overlap, Precision
+from stretto.parallel.precision import Precision
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from stretto.execution import Overlap
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
     CopyEngineGatherer,
@@ -26,7 +27,7 @@ from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of, shard_parameter
 from stretto.parallel.meta import MetaInitializer
-from stretto.parallel.options import Overlap, Precision
+from stretto.parallel.precision import Precision
 from stretto.parallel.roles.formulas import norm_kind
 from stretto.parallel.roles.plan import ParameterSharding, Role, ShardingPlan, linear_axes, sharding_of
 from stretto.parallel.roles.validation import is_conv1d

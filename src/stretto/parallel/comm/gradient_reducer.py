@@ -43,12 +43,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT
+from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, all_reduce
 from stretto.parallel.comm.gradient_buckets import GradientBucket, accumulate, local_gradient
 from stretto.parallel.grid import Grid
-from stretto.parallel.options import Overlap, Precision
+from stretto.parallel.precision import Precision
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing

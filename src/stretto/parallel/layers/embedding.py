@@ -15,7 +15,7 @@ from stretto.parallel.layers.sharded_module import ShardedModule, note_features
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import local
-from stretto.parallel.options import Precision
+from stretto.parallel.precision import Precision
 
 
 class _VocabularyLookup(torch.autograd.Function):

@@ -12,7 +12,7 @@ from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layout import local
-from stretto.parallel.options import Precision
+from stretto.parallel.precision import Precision
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:

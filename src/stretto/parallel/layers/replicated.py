@@ -13,7 +13,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import check_features, whole_as_shards
 from stretto.parallel.layout import layout_of, local, note_layout
-from stretto.parallel.options import Precision
+from stretto.parallel.precision import Precision
 from stretto.parallel.roles.plan import ParameterSharding, Replicated
 
 # Ranks along x have the same activations, and so the same gradients; ranks along data and z have other rows.

@@ -13,7 +13,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import GatheredWeight, WeightGatherer, WeightToGather
 from stretto.parallel.layout import Version, local
 from stretto.parallel.low_precision_weights import cast, keep_copy
-from stretto.parallel.options import Precision
+from stretto.parallel.precision import Precision
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing

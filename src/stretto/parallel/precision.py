@@ -1,13 +1,9 @@
-"""Options of `parallelize` that its parts share: which collectives overlap, and the dtypes."""
+"""The dtypes of a parallelized model's computation and communication."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from stretto.execution import Overlap
-
-__all__ = ["DTYPES", "Overlap", "Precision"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
