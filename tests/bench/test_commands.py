@@ -1,10 +1,15 @@
 """What the benches' commands refuse, and what needs no ranks."""
 
+import importlib
 import json
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from stretto.bench.settings import Option
 from stretto.cli import app
 
 
@@ -73,3 +78,34 @@ def test_predictions_for_a_preset_are_written_without_a_gpu(tmp_path):
     for grids in workloads.values():
         assert len(grids) == 10  # the factorizations of 4 into data, x, y and z
         assert all(row["predicted_milliseconds"] > 0 and row["predicted_gib"] > 0 for row in grids)
+
+
+@dataclass(frozen=True)
+class MadeUpSetting:
+    names: Annotated[tuple[str, ...], Option("Names.", "--only")] = ("one", "two")
+    sizes: Annotated[tuple[int, ...], Option("Sizes.")] = ()
+    fast: Annotated[bool, Option("Whether it is fast.", "--quick/--no-quick")] = False
+    seed: Annotated[int, Option("A seed.")] = field(default_factory=lambda: 17)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ([], MadeUpSetting()),
+        (["--only", "three, four", "--sizes", "8 16"], MadeUpSetting(("three", "four"), (8, 16))),
+        (["--quick", "--seed", "3"], MadeUpSetting(fast=True, seed=3)),
+    ],
+)
+def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, monkeypatch, tmp_path):
+    commands = importlib.import_module("stretto.cli.bench")
+    monkeypatch.setattr(commands, "app", made := typer.Typer())
+    given = []
+    commands._command("made-up", MadeUpSetting)(lambda setting, out: given.append((setting, out)) or [])
+    result = CliRunner().invoke(made, [*arguments, "--out", str(tmp_path), "--json"])
+    assert (result.exit_code, json.loads(result.output)) == (0, {"rows": []})
+    assert given == [(setting, tmp_path)]
+
+
+def test_an_empty_list_of_names_is_refused():
+    status, text = bench("ops", "--ranks", 2, "--only", "")
+    assert (status, "--only is empty" in text) == (2, True), text
