@@ -27,13 +27,13 @@ class Option:
     is_repeated: bool = False
 
 
-Ranks = Annotated[int | None, Option("Default: the machine's GPUs.")]
+Ranks = Annotated[int | None, Option("Processes (default: the machine's GPUs).")]
 WarmUp = Annotated[int, Option("Steps before timing.")]
-Repeats = Annotated[int, Option("Steps timed a round; their median counts.")]
+Repeats = Annotated[int, Option("Timed steps of a round; their median counts.")]
 Rounds = Annotated[int, Option("Rounds over all runs; a run's best median counts.")]
 Layers = Annotated[int | None, Option("How many of its layers (default: all).")]
 SeqLen = Annotated[int, Option("Tokens a sequence.")]
-Vocab = Annotated[int, Option("Vocabulary; GPT-2's 50,257 padded to 64, or an odd GEMM slows everything down.")]
+Vocab = Annotated[int, Option("Vocabulary; GPT-2's 50,257 padded to a multiple of 64, since an odd GEMM is slow.")]
 Modes = Annotated[tuple[str, ...], Option("graph, eager, with commas.")]
 LargestBytes = Annotated[int, Option("Bytes of the whole array.")]
 Step = Annotated[int, Option("A size is this many times the one before it.")]

@@ -13,22 +13,24 @@ FOUND = 1
 
 
 def stress(
-    ranks: Annotated[int, typer.Option(help="Processes; they share GPUs where there are fewer.")] = 2,
-    minutes: Annotated[float, typer.Option(help="After so many no batch of calls begins.")] = 5.0,
+    ranks: Annotated[int, typer.Option(help="Processes; they share GPUs if there are fewer.")] = 2,
+    minutes: Annotated[float, typer.Option(help="Start no batch of calls after so many minutes.")] = 5.0,
     only: Annotated[
         str | None, typer.Option(help="Names of configurations, patterns (*, ?) or parts of names, with commas.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of all that is random (default: a new one).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seeds all random choices (default: a new one).")] = None,
     results: Annotated[
-        int | None, typer.Option(help="End when each configuration has so many (default: when the time is over).")
+        int | None,
+        typer.Option(help="End when each configuration has so many results (default: when the time is over)."),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="JSON file: go on from its results, and keep the new ones there.")
+        Path | None, typer.Option(help="JSON file: continue from its results, and add the new ones.")
     ] = None,
-    lists: Annotated[bool, typer.Option("--list", help="Show all configurations, and run none.")] = False,
+    lists: Annotated[bool, typer.Option("--list", help="Show all configurations and run none.")] = False,
     stops: Annotated[bool, typer.Option("--stop-at-first", help="End at the first finding.")] = False,
     late_warps: Annotated[
-        bool, typer.Option("--late-warps", help="Change the kernels so that their warps are late at random; on GPUs.")
+        bool,
+        typer.Option("--late-warps", help="Insert random sleeps into the kernels, so that warps drift apart; on GPUs."),
     ] = False,
     limit: Annotated[
         float | None, typer.Option(hidden=True, help="Seconds that a batch may take before its ranks count as hung.")

@@ -30,16 +30,20 @@ class CheckoutsSetting:
     after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
         default_factory=lambda: Path(stretto.__file__).parents[1]
     )
-    ranks: Annotated[int, Option("Of each checkout; all share one GPU.")] = 4
-    rounds: Annotated[int, Option("Of every case.")] = 30
-    most_rounds: Annotated[int | None, Option("Of a case that 30 do not decide (default: ten times).")] = None
+    ranks: Annotated[int, Option("Processes of each checkout; all share one GPU.")] = 4
+    rounds: Annotated[int, Option("Rounds over all cases.")] = 30
+    most_rounds: Annotated[
+        int | None, Option("Rounds at most, of a case that --rounds do not decide (default: ten times --rounds).")
+    ] = None
     seconds: Annotated[float, Option("Time limit of the whole run.")] = 270.0
     only: Annotated[tuple[str, ...], Option("Parts of the names of cases, with commas.")] = ()
-    percentage: Annotated[int | None, Option("Of the GPU's multiprocessors for a rank (default: 100 / ranks).")] = None
-    seed: Annotated[int, Option("Of the order of measurements (default: random).")] = field(
+    percentage: Annotated[
+        int | None, Option("Share of the GPU's multiprocessors for a rank (default: 100 / ranks).")
+    ] = None
+    seed: Annotated[int, Option("Seed of the order of measurements (default: random).")] = field(
         default_factory=lambda: random.randrange(2**31)
     )
-    on_cpu: Annotated[bool, Option("Two cases by interpreted kernels, to try the command.", "--cpu")] = False
+    on_cpu: Annotated[bool, Option("Only two cases, with interpreted kernels, to try the command.", "--cpu")] = False
 
     def __post_init__(self) -> None:
         require_least(2, ranks=self.ranks, rounds=self.rounds)

@@ -28,12 +28,13 @@ class CollectivesSetting:
     step: Step = 4
     modes: Modes = MODES
     tunes: Annotated[
-        bool, Option("Measure every way first, and keep the times for runs on this machine.", "--tune/--no-tune")
+        bool,
+        Option("Time every algorithm and protocol first, and keep the times for this machine.", "--tune/--no-tune"),
     ] = False
     table: Annotated[
         Path | None,
         Option(
-            "Where --tune keeps the times, and whose times choose (default: the cache).",
+            "File in which --tune keeps the times, and whose times select (default: the cache).",
             metavar="FILE",
             envvar="STRETTO_COLLECTIVES_TABLE",
         ),
@@ -64,7 +65,7 @@ class AblationsSetting:
 
     ablations: Annotated[tuple[str, ...], Option("pipelining, composition, with commas.", "--only")] = ABLATIONS
     protocol: Annotated[str, Option("Simple, LL or LL128.")] = "LL128"
-    instances: Annotated[int, Option("Of the interpreted schedules; each has thread blocks of its own.")] = 16
+    instances: Annotated[int, Option("Instances of the interpreted schedules; each has its own thread blocks.")] = 16
     tiles: Annotated[tuple[int, ...], Option("Bytes of tiles, with commas.")] = (16 << 10, 64 << 10, 256 << 10)
     smallest: Annotated[int, Option("Bytes of the whole array; sizes are multiples of it.")] = 1 << 20
     largest: LargestBytes = 256 << 20
@@ -91,4 +92,4 @@ class AblationsSetting:
 class CompileSetting:
     """Which cases `stretto bench compile` measures."""
 
-    largest: Annotated[int | None, Option("Leave out what has more ranks.")] = None
+    largest: Annotated[int | None, Option("Leave out cases with more ranks.")] = None

@@ -68,11 +68,13 @@ class EmbeddingSetting:
         LookupShape.parse(MLPERF),
     )
     studies: Annotated[tuple[str, ...], Option("peers, orders, slices, occupancy, timeline, with commas.")] = ("peers",)
-    rows: Annotated[int, Option("Of each table; of MLPerf's, at most.")] = 100_000
+    rows: Annotated[int, Option("Rows of each table; of MLPerf's, at most.")] = 100_000
     dtype: Annotated[str, Option("float32, float16 or bfloat16.")] = "float32"
-    is_graph: Annotated[bool, Option("Time CUDA graphs, not calls.", "--graph/--no-graph")] = False
+    is_graph: Annotated[bool, Option("Time CUDA graphs, not eager calls.", "--graph/--no-graph")] = False
     has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True
-    is_jagged: Annotated[bool, Option("Bags of 0 to twice the pooling, not all of it.", "--jagged/--no-jagged")] = False
+    is_jagged: Annotated[
+        bool, Option("Bags of 0 to twice the pooling, not of exactly that.", "--jagged/--no-jagged")
+    ] = False
     skip: Annotated[tuple[str, ...], Option("Peers to leave out: bags, batched, chunked, with commas.")] = ()
     rounds: Rounds = 2
     replays: Annotated[int, Option("Timed rows of calls in a round.")] = 5

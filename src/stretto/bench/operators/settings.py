@@ -41,8 +41,8 @@ class OperatorsSetting:
     ] = ()
     ms: Annotated[tuple[int, ...], Option("Rows of the whole, with commas (default: each case's own).")] = ()
     modes: Modes = MODES
-    implementation: Annotated[str, Option("Of Stretto's calls: auto, kernel, library.")] = "auto"
-    dtype: Annotated[str, Option("Of operands: bf16, or fp8 with a scale a row.")] = "bf16"
+    implementation: Annotated[str, Option("Implementation of Stretto's calls: auto, kernel, library.")] = "auto"
+    dtype: Annotated[str, Option("Dtype of operands: bf16, or fp8 with a scale a row.")] = "bf16"
     tunes: Annotated[
         bool,
         Option("Measure each shape's plans first, and keep the times for runs on this machine.", "--tune/--no-tune"),

@@ -39,18 +39,18 @@ class PlanSetting:
     batches: Annotated[tuple[int, ...], Option("Global batches in sequences.")] = (8, 16)
     seq_len: SeqLen = 2048
     vocab: Vocab = PADDED_VOCAB
-    dtype: Annotated[str, Option("What is computed in: bf16 or fp32.")] = "bf16"
+    dtype: Annotated[str, Option("Dtype of the computation: bf16 or fp32.")] = "bf16"
     predict: Annotated[
-        Path | None, Option("Only predict, into this file: to be done before measuring.", metavar="FILE")
+        Path | None, Option("Only predict, and write this file; do it before measuring.", metavar="FILE")
     ] = None
-    cluster: Annotated[str | None, Option("To predict for: a cluster file (`stretto probe`) or a preset's name.")] = (
+    cluster: Annotated[str | None, Option("Cluster to predict for: a file (`stretto probe`) or a preset's name.")] = (
         None
     )
     predictions: Annotated[Path, Option("The file that --predict has written.")] = Path("results/plan/predictions.json")
     shards_sequence: Annotated[
-        bool, Option("With --predict: grids with x > 1 with sharded tokens too.", "--shard-sequence")
+        bool, Option("With --predict: grids with x > 1 also with sharded tokens.", "--shard-sequence")
     ] = False
-    again: Annotated[bool, Option("Measure also what plan.json has already.")] = False
+    again: Annotated[bool, Option("Measure again what plan.json already has.")] = False
     warm_up: WarmUp = 3
     repeats: Repeats = 5
     rounds: Rounds = 2

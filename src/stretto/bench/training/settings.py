@@ -135,7 +135,7 @@ class OverlapSetting:
     ranks: Ranks = None
     batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).")] = None
     seq_len: SeqLen = 2048
-    grids: Annotated[str, Option("Grids to switch overlaps on in.")] = "x=2 z=2, data=2 z=2"
+    grids: Annotated[str, Option("Grids to measure.")] = "x=2 z=2, data=2 z=2"
     warm_up: WarmUp = 3
     repeats: Repeats = 5
     rounds: Rounds = 3
@@ -179,7 +179,7 @@ class DlrmSetting:
     """What `stretto bench dlrm` trains and times."""
 
     model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
-    max_rows: Annotated[int | None, Option("Cuts longer tables down (default: as they are).")] = None
+    max_rows: Annotated[int | None, Option("Cut longer tables down to so many rows (default: none).")] = None
     tables: Annotated[int | None, Option("How many tables, for paper.")] = None
     ranks: Ranks = None
     batch: Annotated[int, Option("Global batch in samples.")] = 65536

@@ -41,10 +41,10 @@ class TwoLevelSetting:
 
     ranks_per_node: Annotated[int, Option("Ranks in each of the namespaces.")] = 2
     nodes: Annotated[int, Option("Network namespaces.")] = 4
-    bandwidth: Annotated[float, Option("Of a node's link, Mbit/s.")] = 50.0
-    loopback: Annotated[float, Option("Inside a node, Mbit/s.")] = 200.0
-    trunk: Annotated[float, Option("Of the link between the halves of the nodes, Mbit/s.")] = 50.0
-    delay: Annotated[float, Option("Of a message between nodes, ms.")] = 40.0
+    bandwidth: Annotated[float, Option("Bandwidth of a node's link, Mbit/s.")] = 50.0
+    loopback: Annotated[float, Option("Bandwidth inside a node, Mbit/s.")] = 200.0
+    trunk: Annotated[float, Option("Bandwidth of the link between the halves of the nodes, Mbit/s.")] = 50.0
+    delay: Annotated[float, Option("Delay of a message between nodes, ms.")] = 40.0
     smallest: Annotated[int, Option("Bytes a rank of the smallest collective.")] = 4096
     sizes: Annotated[int, Option("How many sizes, each twice the one before.")] = 8
     repeats: Annotated[int, Option("Runs of each; their median counts.")] = 7
