@@ -1,15 +1,16 @@
-"""One pool of worker processes for a whole test session, so that a test of several ranks costs milliseconds.
+"""One pool of worker processes for a whole test session, so that a test of several ranks takes milliseconds.
 
-The workers are forked from a server that has imported torch, and whatever of Stretto the session has imported: to start
-them, also anew after one has died, takes a fraction of a second. The server has the workers' variables, since
-Triton, for one, reads them when it is imported. Workers on GPUs are fresh processes.
+Workers are forked from a server that has imported torch and the modules of Stretto that the session has imported. They
+start in a fraction of a second, also again after one has died. The server has the workers' environment variables,
+since Triton, for one, reads them at its import. Workers on GPUs are fresh processes.
 
 A job sends every rank a function's name and arguments; each rank joins a fresh default process group (gloo), runs the
 function and leaves the group again. A rank that raises costs its own test only. A rank that dies or hangs takes the
 pool with it: the next job gets a new one.
 
-Who waits for whom: the parent waits for all ranks' outcomes, then tells those that returned to leave the group, so that
-no rank closes its sockets while another still needs them. A rank that raised leaves at once, which wakes its peers.
+Synchronization: the parent waits for all ranks' outcomes, then tells the ranks that returned to leave the group, so
+that no rank closes its sockets while another still needs them. A rank that raised leaves at once, which wakes its
+peers.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a rank's function ended: `pickled` is its result, or its exception (None: it cannot be pickled)."""
+    """The outcome of a rank's function. pickled: its result or its exception (None: it cannot be pickled)."""
 
     raised: bool
     pickled: bytes | None
@@ -80,7 +81,7 @@ class _Worker:
 
 
 class Pool:
-    """`size` processes that run jobs of up to `size` ranks; they start with the first job.
+    """A pool of `size` processes, which runs jobs of up to `size` ranks. They start with the first job.
 
     environment: variables of the workers, set before they import what reads them once. backend: of the process groups;
     where it names one for "cuda", rank r has GPU r modulo their number, and else none.
@@ -185,7 +186,7 @@ class Pool:
         return [pickle.loads(outcomes[rank].pickled) for rank in range(len(workers))]
 
     def _receive(self, workers: list[_Worker], ranks: list[int], deadline: float) -> list[tuple[int, Any]]:
-        """What the ranks have sent, as soon as one has; nothing once the deadline has passed."""
+        """Wait until a rank has sent something, and return all that has arrived; nothing after the deadline."""
         pipes = {workers[rank].pipe: rank for rank in ranks}
         messages = []
         for pipe in wait(list(pipes), max(0.0, deadline - time.monotonic())):
@@ -217,7 +218,7 @@ class Pool:
         return f"rank {rank} of {len(workers)} died ({cause}) before it returned"
 
     def _describe_hang(self, workers: list[_Worker], ranks: list[int], limit: float) -> str:
-        """Name the ranks that have not ended and show where each of them stands."""
+        """Name the ranks that have not ended, with the stack of each."""
         for rank in ranks:
             os.kill(workers[rank].process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # faulthandler writes from the signal's handler; nothing tells us when it has
@@ -228,7 +229,7 @@ class Pool:
         return f"rank {names} of {len(workers)} did not end within {limit:g} s:\n" + "\n".join(stacks)
 
     def _start(self) -> None:
-        """Start the workers if there are none."""
+        """Start the workers if none run."""
         if self._workers:
             return
         if self._folder is None:
@@ -253,7 +254,7 @@ class Pool:
 
     @contextlib.contextmanager
     def _forking(self) -> Iterator[None]:
-        """While processes are started: from which server they are forked."""
+        """A context in which processes are forked from this pool's server."""
         if _uses_gpus(self._backend):
             yield
             return
@@ -294,7 +295,7 @@ class _RankRaised(Exception):
 
 
 def _modules_to_preload() -> list[str]:
-    """What a server imports before it forks: what workers need, and what this session has imported that is slow."""
+    """The modules that a server imports before it forks: what workers need, and slow modules of this session."""
     needed = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.debug", "pytest"]
     return needed + [name for name in sys.modules if name.partition(".")[0] in ("stretto", "transformers")]
 
@@ -332,7 +333,7 @@ def _stack_file(folder: str | Path | None, pid: int) -> Path:
 
 
 def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: str) -> None:
-    """A worker's life: jobs, until the parent closes the pipe or goes away."""
+    """Run jobs in a worker until the parent closes the pipe or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, OMP_NUM_THREADS="1")
@@ -353,7 +354,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
 
 
 def _sleep_while_gpus_work() -> None:
-    """Have this process wait for its GPU asleep, not in a loop: tests have more ranks than the machine has cores."""
+    """Make CUDA block instead of spin while it waits: tests have more ranks than the machine has cores."""
     driver = ctypes.CDLL("libcuda.so.1")
     scheduling_by_blocking = 4  # CU_CTX_SCHED_BLOCKING_SYNC
     driver.cuInit(0)
@@ -362,13 +363,13 @@ def _sleep_while_gpus_work() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when pytest is gone, however it went and whatever this rank waits for."""
+    """End this process when pytest is gone, whatever this rank waits for."""
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
 
 def _find_caches() -> list[Callable[[], object]]:
-    """What empties torch's caches of meshes.
+    """Functions that empty torch's caches of meshes.
 
     They would keep each job's process groups, whose threads (gloo's poll a hundred times a second) add up until
     nothing else gets to run.
@@ -413,7 +414,7 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """The exception pickled, or None where its class does not survive the way there and back."""
+    """Pickle an exception; None if its class does not survive pickling and unpickling."""
     error.__traceback__ = None
     error.__cause__ = error.__context__ = None
     try:

@@ -1,13 +1,13 @@
-"""Python processes that are forked from one that has imported torch: an interpreter that starts in a tenth of the time.
+"""Forks Python processes from a server that has imported torch, so that they start in a tenth of the time.
 
-`PythonServer.python` is an executable in place of `sys.executable`. What it is asked to run (-m MODULE, -c CODE or a
-file), a process runs that the server forks, with the arguments, variables, folder and open files of the caller; there,
-`sys.executable` is this executable again, so a command's ranks are forked too. The executable stands for the process in
-front of whoever has started it: it passes signals on, ends as the process ends, and takes it along when it is killed
-(shortly after, which is all that tells it from Python).
+`PythonServer.python` is an executable that replaces `sys.executable`. The server forks a process for each of its runs
+(of -m MODULE, -c CODE or a file), with the caller's arguments, environment variables, folder and open files. In that
+process `sys.executable` is this executable again, so that a command's ranks are forked too. To its caller the
+executable behaves like the forked process: it passes signals on, ends with the process's status, and ends the process
+when it is killed (shortly after, which is the only difference from Python).
 
-Imported modules know variables as the server had them. So what is asked for with other values of FIXED is run by Python
-itself, as is what has other options.
+Imported modules have read environment variables as the server had them. A run with other values of FIXED, or with other
+options of Python, is therefore given to Python itself.
 """
 
 import atexit
@@ -86,7 +86,7 @@ os._exit(code)
 
 
 class PythonServer:
-    """Forks Python processes that have imported `modules`. variables: what the server has besides this process's own.
+    """Forks Python processes that have imported `modules`. variables: added to this process's environment.
 
     It starts with the first use of `python`. `close` ends it, and all that runs in its processes.
     """
@@ -109,7 +109,7 @@ class PythonServer:
         return self._process is not None
 
     def process_of(self, executable: int) -> int:
-        """The process id of what an `executable` of this id stands for."""
+        """The id of the forked process behind the `executable` with this process id."""
         file = Path(self._folder or "", str(executable))
         deadline = time.monotonic() + 10.0
         while not (file.exists() and file.read_text()):
@@ -147,7 +147,7 @@ class PythonServer:
 
 
 _SERVERS: dict[bool, PythonServer] = {}
-"""By whether kernels are interpreted."""
+"""The session's servers, by whether kernels are interpreted."""
 _MODULES = [
     "torch.distributed.tensor",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
@@ -164,7 +164,7 @@ def shared_server(interprets: bool = False) -> PythonServer:
 
 
 def forks_processes() -> bool:
-    """Whether `sys.executable` stands for a server's processes, which end shortly after it was killed."""
+    """Whether `sys.executable` is a server's, whose processes end only shortly after it was killed."""
     return any(server.is_started and sys.executable == server.python for server in _SERVERS.values())
 
 
@@ -179,7 +179,7 @@ def close_servers() -> None:
 
 
 class _Server:
-    """One connection for each client: it gets a request, then signals to pass on, and is sent how the process ended."""
+    """Serves a connection for each client: receives a request and signals, and sends the process's exit status."""
 
     def __init__(self, address: str, parent: int) -> None:
         self._parent = parent
@@ -202,7 +202,7 @@ class _Server:
         self._request: tuple[dict[str, Any], list[int]] | None = None
 
     def serve(self) -> tuple[dict[str, Any], list[int]]:
-        """Returns in the processes that are forked alone: what to run, and its open files."""
+        """Serve requests. Returns only in a forked process: what to run, and its open files."""
         while True:
             for key, _ in self._selector.select(1.0):
                 key.data()
@@ -243,7 +243,7 @@ class _Server:
             connection.close()
 
     def _forward_signals(self, pid: int, connection: socket.socket) -> None:
-        """Send the process the signals that its client has had; kill it with all its children if that is gone."""
+        """Pass the client's signals on to the process; kill it with all its children if the client is gone."""
         try:
             numbers = connection.recv(64)
         except OSError:
@@ -273,7 +273,7 @@ class _Server:
         os._exit(0)
 
     def _detach(self, connection: socket.socket) -> None:
-        """In a forked process: close what belongs to the server."""
+        """Close the server's files in a forked process."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -288,14 +288,14 @@ class _Server:
 
 
 def _kill(pid: int) -> None:
-    """Kill a forked process that was not waited for yet, with all that it has started."""
+    """Kill a forked process that was not waited for yet, and all processes that it has started."""
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):  # it had not begun its session yet
         os.killpg(pid, signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], descriptors: list[int], python: str, base_path: list[str]) -> None:
-    """Make this process what Python would be that was started so."""
+    """Give this process the arguments, environment, folder and files that Python would have had."""
     places = request["descriptors"]
     spare = max([*places, *descriptors]) + 1
     moved = [os.dup2(descriptor, spare + index) for index, descriptor in enumerate(descriptors)]
@@ -330,7 +330,7 @@ def _become(request: dict[str, Any], descriptors: list[int], python: str, base_p
 
 
 def _run(arguments: list[str]) -> NoReturn:
-    """Run the program, and end as Python would, but for taking down what it has imported, which takes a second."""
+    """Run the program and end as Python would, without tearing down its modules, which would take a second."""
     status = 0
     try:
         _call(arguments)

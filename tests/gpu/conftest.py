@@ -1,12 +1,12 @@
-"""Ranks on GPUs, from one pool of processes at a time: to start ranks takes longer than most tests.
+"""Fixtures for tests of ranks on GPUs. One pool of processes serves many tests, which take less time than its start.
 
-`world` is the number of a test's ranks. Where there are several GPUs, each rank has one, and a test runs once, with as
-many ranks as `ranks(..., own=...)` allows. Where there is one, ranks share it (tests.gpu.sharing), and a test runs with
-each number of `ranks(..., among=...)`, of which `make gpu-test` takes those that are named first. A test of NCCL, of
-NVLink or of times is `own_gpus(reason)`, and is skipped then.
+`world` is the number of a test's ranks. With several GPUs, each rank has one, and a test runs once, with as many ranks
+as `ranks(..., own=...)` allows. With a single GPU, ranks share it (tests.gpu.sharing), and a test runs with each number
+of `ranks(..., among=...)`; `make gpu-test` takes only those that are named first. A test of NCCL, NVLink or times is
+marked `own_gpus(reason)`, and is skipped if ranks share a GPU.
 
---shard K/N runs the K-th of N parts of what was chosen; --passed FILE leaves out what has passed before, as the file
-says, and notes what passes now.
+--shard K/N runs the K-th of N parts of the selected tests. --passed FILE leaves out the tests that have passed
+according to the file, and records those that pass now.
 """
 
 import signal
@@ -104,7 +104,7 @@ def run_ranks(gpu_pool: GpuRanks) -> Callable[..., list[Any]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what ranks that share a GPU cannot show, before any fixture runs for it."""
+    """Skip tests that cannot run on a shared GPU, before any of their fixtures."""
     if threading.current_thread() is threading.main_thread():
         # torch's launcher, which some tests call, has a handler of its own.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -117,7 +117,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def environment_of_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test starts by itself shares the GPU as the pool's ranks do."""
+    """Processes that a test starts by itself share the GPU as the pool's ranks do."""
     if "world" not in request.fixturenames:
         return
     count = request.getfixturevalue("world")

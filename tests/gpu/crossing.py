@@ -1,22 +1,21 @@
-"""Groups that cross on four ranks, beside a stand-in for NCCL, with launches in every order.
+"""Stresses two crossing groups on four ranks, beside a stand-in for NCCL, with launches in every order.
 
     python -m tests.gpu.crossing --rounds 10000 --seconds 120 --seed 7 --out crossing.json
 
-Ranks 0 to 3 stand in a square of 2 x 2, and each is in two groups, its row ({0, 1} or {2, 3}) and its column ({0, 2} or
+Ranks 0 to 3 form a grid of 2 x 2, and each is in two groups, its row ({0, 1} or {2, 3}) and its column ({0, 2} or
 {1, 3}). In a round each rank launches three kernels that wait for other ranks, on a stream each: one of its row, one of
-its column, and a stand-in for a collective of NCCL's among all four ranks. The stand-in has 32 programs that hold their
-places until all programs of every other rank have begun. Ranks that share a GPU have fewer multiprocessors, and the
-stand-in as many programs as there is room for beside a kernel of ours: 7 on 16 multiprocessors. If two kernels filled
-a rank's multiprocessors while the third had no place there, and other ranks had begun in other orders, each kernel
-might wait for one without a place.
+its column, and a stand-in for an NCCL collective of all four ranks. The stand-in has 32 programs, which stay resident
+until all programs of every other rank have begun. Ranks that share a GPU have fewer multiprocessors; the stand-in then
+has as many programs as fit beside a kernel of ours: 7 on 16 multiprocessors. If two kernels filled a rank's
+multiprocessors so that the third could not start, and other ranks had launched in other orders, each kernel might wait
+for one that cannot start: a deadlock.
 
-Whether the row's or the column's kernel comes first is another one of the 2^4 combinations over the ranks in each of 16
-rounds that follow each other; where the stand-in comes is drawn for each rank. A rank's streams first wait for each
-other, in three rounds of four, and then sleep for random times on the device, so that kernels really start in the order
-in which they were launched. The host looks at the results after a batch of rounds. Numbers are whole, so results are
-exact.
+Sixteen successive rounds take all 2^4 combinations of which kernel, the row's or the column's, each rank launches
+first; the place of the stand-in is random on each rank. In three rounds of four, a rank's streams first wait for each
+other and then sleep for random times on the device, so that kernels start in the order of their launches. The host
+reads the results after a batch of rounds. Numbers are whole, so results are exact.
 
-A lock ends with the groups' time limit, and is raised as PeerError with the round, the kinds of kernels and all orders.
+A deadlock ends at the groups' time limit, and raises PeerError with the round, the kinds of kernels and all orders.
 """
 
 import argparse
@@ -58,9 +57,9 @@ GROUPS = {"row": ((0, 1), (2, 3)), "column": ((0, 2), (1, 3))}
 STAND_IN = "stand-in"
 ORDERS_OF_GROUPS = 1 << RANKS
 STAND_IN_PROGRAMS = NCCL_BLOCKS
-"""The most programs that the stand-in has: as many as NCCL's kernels have blocks by default over NVLink."""
+"""The most programs of the stand-in: as many as NCCL's kernels have blocks by default over NVLink."""
 STAND_IN_WARPS = 16
-"""So that, as beside a block of NCCL's, a multiprocessor has no room for a program that takes all registers."""
+"""A multiprocessor then has no room for a program that takes all registers, as beside a block of NCCL's."""
 
 _BATCH = 2 * ORDERS_OF_GROUPS  # rounds between two looks by the host
 _MOST_GAP = 60_000  # cycles that a rank's GPU sleeps between two launches of a round: up to 30 microseconds
@@ -139,10 +138,10 @@ _KINDS: dict[str, Callable[[float, Team], StressCase]] = {
     "two-shot all-reduce by Simple": partial(AllReduceCase, "two-shot-all-reduce", "Simple"),
 }
 NOT_COVERED = ("rows by copies",)
-"""Of these two groups may lock each other out: docs/decisions/014-kernels-that-wait-leave-room.md."""
+"""Two groups of these may deadlock: docs/decisions/014-kernels-that-wait-leave-room.md."""
 KINDS = tuple(kind for kind in _KINDS if kind not in NOT_COVERED)
 SAMPLED_KINDS = ("two-shots", "pushed rows", "look-up", "two-shot all-reduce by LL")
-"""One of each family: to compile all takes longer than to run them."""
+"""One of each family, since compiling all takes longer than running them."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class Setting:
 
 
 def find_order(seed: int, number: int, rank: int) -> tuple[str, ...]:
-    """In which order a rank launches in a round: "row", "column" and "stand-in"."""
+    """The order in which a rank launches "row", "column" and "stand-in" in a round."""
     order = ["row", "column"] if (number >> rank) & 1 == 0 else ["column", "row"]
     order.insert(random.Random(mix(seed, "order", number, rank)).randrange(3), STAND_IN)
     return tuple(order)
@@ -191,7 +190,7 @@ def _read_clock(clock):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["number", "limit", "rank"])
 def stand_in(addresses, counters, clock, late, begun, failed, number, limit, rank, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Hold a place on the GPU until all programs of this launch have begun on every rank.
+    """Stay resident on the GPU until all programs of this launch have begun on every rank.
 
     addresses: int64 [WORLD], where each rank's counters lie. counters: int32 [WORLD], this rank's: how many programs of
     each peer have begun. number: of the launch, from 1 on. limit: nanoseconds, after which the program gives up, as it
@@ -262,7 +261,7 @@ class _State:
 
 
 def cross(setting: Setting) -> dict[str, Any]:
-    """The rounds, on one of the four ranks of a job; returns how many of each pair of kinds there were.
+    """Run the rounds on one of the four ranks of a job; returns the number of rounds of each pair of kinds.
 
     PeerError, on all ranks, where a wait has failed; AssertionError where a result is wrong. Both name seed, round,
     kinds and orders.
@@ -342,7 +341,7 @@ def _make_words(count: int, device: torch.device) -> Tensor:
 
 
 def _require_concurrency(state: _State) -> None:
-    """AssertionError where a stream's kernels wait for another stream's: all orders of launch would be one."""
+    """Raise AssertionError if a stream's kernels wait for another's: all launch orders would then be one."""
     for first, second in itertools.permutations(state.streams, 2):
         with torch.cuda.stream(state.streams[first]):
             torch.cuda._sleep(_LONG)
@@ -513,7 +512,7 @@ def _raise(setting: Setting, pair: tuple[str, str], problems: Sequence["tuple[in
 
 
 def _leave(state: _State) -> None:
-    """Give all memory back, and the groups with what has failed in them: later tests run in these processes."""
+    """Free all memory and groups, including failed ones: later tests run in these processes."""
     torch.cuda.synchronize(state.device)
     with contextlib.suppress(PeerError):
         failures.check()  # so that nobody is told again at the groups' end
@@ -529,7 +528,7 @@ def _leave(state: _State) -> None:
 
 
 def main() -> int:
-    """Run the rounds on ranks of its own, under MPS where they share a GPU; 1 where something was wrong or locked."""
+    """Start ranks and run the rounds, under MPS if they share a GPU. Returns 1 for a wrong result or a deadlock."""
     from tests.gpu import crossing  # by this name the ranks know the module
     from tests.gpu.sharing import GpuRanks
 

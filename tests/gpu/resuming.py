@@ -1,4 +1,4 @@
-"""Parts of a long test run that go on where they were cut off: pytest's options --shard K/N and --passed FILE.
+"""Splits a long test run into parts, and resumes interrupted ones: pytest's options --shard K/N and --passed FILE.
 
 The file has a line for the code that was tested, a hash of src/ and tests/, and one for each test that passed. With
 other code it begins anew.
@@ -38,7 +38,7 @@ _PASSED = pytest.StashKey[set[str]]()
 
 
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of the shard that have not passed."""
+    """Deselect tests of other shards, and tests that have passed."""
     part, parts = parse_shard(config.getoption("--shard"))
     shards = assign_shards({_group_of(item.nodeid) for item in items}, parts)
     passed = config.stash[_PASSED]
@@ -75,7 +75,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def hash_code(root: Path) -> str:
-    """Of all files of src/ and tests/ that are tracked or might be."""
+    """A digest of all files of src/ and tests/ that git tracks or does not ignore."""
     digest = hashlib.sha256()
     for folder in ("src", "tests"):
         for path in sorted((root / folder).rglob("*")):
@@ -90,7 +90,7 @@ def _group_of(name: str) -> Group:
 
 
 def _begin(path: Path) -> set[str]:
-    """The tests that have passed with this code, as the file says, which is begun where it says nothing of it."""
+    """The tests that have passed with this code according to the file, which is started anew for other code."""
     code = hash_code(ROOT)
     lines = path.read_text().splitlines() if path.exists() else []
     if lines[:1] == [code]:
@@ -101,7 +101,7 @@ def _begin(path: Path) -> set[str]:
 
 
 class _Recorder:
-    """Adds to the file what passes, test by test, so that a run may be cut off at any moment."""
+    """Records each test that passes at once, so that a run may be interrupted at any moment."""
 
     def __init__(self, path: Path | None, passed: list[str]) -> None:
         self._path, self._passed = path, passed

@@ -1,14 +1,14 @@
-"""Which MPS percentages give processes on one GPU multiprocessors of their own.
+"""Finds the MPS percentages with which processes on one GPU have multiprocessors of their own.
 
     python -m tests.gpu.shares --out shares.json
 
-For each number of processes and each percentage, every process launches a kernel of more blocks than the GPU has places
-for. A block takes most of a multiprocessor's shared memory, so that each multiprocessor holds one, and waits until the
-host lets it go. Once all processes have launched, the blocks that run are counted: where a process holds fewer than it
-sees multiprocessors, other processes hold some of them. `stretto.bench.mps.share_for` has percentages for which this
-command finds none.
+For each number of processes and each percentage, every process launches a kernel with more blocks than fit on the GPU.
+A block takes most of a multiprocessor's shared memory, so that each multiprocessor holds one, and waits until the host
+releases it. Once all processes have launched, the resident blocks are counted. If a process has fewer than it sees
+multiprocessors, other processes hold some of them. The percentages of `stretto.bench.mps.share_for` show no such
+overlap.
 
-The processes call CUDA's driver and nothing else: to import torch would take longer than all the rest.
+The processes call only CUDA's driver, since importing torch would take longer than everything else.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class _Driver:
 
 
 def hold(rank: int, percentage: int, cubin: bytes, barrier: Barrier, found: "SynchronizedArray[int]") -> None:
-    """A process: `found` gets the multiprocessors that it sees, and how many it holds while all others hold theirs."""
+    """One process. found: receives the multiprocessors that it sees, and those that it holds beside all others."""
     os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percentage)
     driver = _Driver()
     context, module, kernel, host = (ctypes.c_void_p() for _ in range(4))
@@ -101,7 +101,7 @@ def hold(rank: int, percentage: int, cubin: bytes, barrier: Barrier, found: "Syn
 
 
 def count_held(processes: int, percentage: int, cubin: bytes) -> list[tuple[int, int]]:
-    """(multiprocessors that it sees, that it holds), of each process. RuntimeError where one fails."""
+    """(multiprocessors that it sees, that it holds) of each process. Raises RuntimeError if one fails."""
     spawn = multiprocessing.get_context("fork")
     barrier, found = spawn.Barrier(processes, timeout=_LIMIT), spawn.Array("i", 2 * processes)
     ranks = [spawn.Process(target=hold, args=(rank, percentage, cubin, barrier, found)) for rank in range(processes)]
@@ -122,7 +122,7 @@ def count_held(processes: int, percentage: int, cubin: bytes) -> list[tuple[int,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sweep, print a line for each percentage, and return 1 where `share_for` has one whose processes overlap."""
+    """Sweep, print a line for each percentage, and return 1 if one of `share_for` makes processes overlap."""
     parser = argparse.ArgumentParser(description="Which MPS percentages give processes multiprocessors of their own.")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     given = parser.parse_args(arguments)

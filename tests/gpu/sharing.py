@@ -1,4 +1,4 @@
-"""Ranks on GPUs: each has one to itself where there are enough, else they share, under MPS where that is installed.
+"""Ranks on GPUs: one a GPU if there are enough, else several share a GPU, under MPS if it is installed.
 
 NVIDIA's MPS (multi-process service) runs the kernels of several processes on one GPU at the same time, and gives each
 process a share of the multiprocessors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, read when a process first uses CUDA: hence a
@@ -20,10 +20,10 @@ SHARED = (2, 3, 4, 5, 8)
 """How many ranks share one GPU."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 CONNECTIONS_OF_A_GPU = 32
-"""Queues to the GPU, of all ranks together: streams that share one wait for each other, as streams of a process that
-has a GPU to itself (8 queues) do not. MPS gives a process fewer unless it asks; with 32 each, ranks do not start."""
+"""Queues to the GPU, of all ranks together. Streams that share a queue wait for each other, which the streams of a
+process with a GPU to itself (8 queues) do not. MPS gives fewer by default; with 32 each, ranks do not start."""
 WITHOUT_MPS = (2,)
-"""And by time slices: a meeting of 4 ranks takes 7 ms then, in place of 0.1 ms."""
+"""Numbers of ranks without MPS, where a barrier of 4 ranks takes 7 ms instead of 0.1 ms."""
 
 
 def count_gpus() -> int:
@@ -48,7 +48,7 @@ def choose_worlds(sampled: Sequence[int], own: Sequence[int], among: Sequence[in
 
 
 class GpuRanks:
-    """A pool of `world` processes on GPUs, which they share where there are fewer: under MPS if that is installed.
+    """A pool of `world` processes on GPUs, which share them if there are fewer, under MPS if it is installed.
 
     `environment` has the variables of processes that share as these do. `close` it, whatever happens.
     """
@@ -67,7 +67,7 @@ class GpuRanks:
     def run(
         self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0, **kwargs: Any
     ) -> list[Any]:
-        """See `Pool.run`; ranks that share a GPU may take twice as long."""
+        """Run a function on ranks as `Pool.run` does; ranks that share a GPU may take twice as long."""
         try:
             return self._pool.run(ranks, function, *args, timeout=timeout * (2 if self.environment else 1), **kwargs)
         finally:

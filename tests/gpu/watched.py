@@ -1,4 +1,4 @@
-"""Ranks that end with every thread's traceback when they hang, so that a lost test says where."""
+"""Starts ranks that print every thread's traceback and end when they hang."""
 
 import faulthandler
 from collections.abc import Callable
@@ -10,7 +10,7 @@ SECONDS = 90
 
 
 def run_watched(ranks: int, entry: Callable[..., Any], *args: Any) -> Any:
-    """`run_ranks`, each of whose ranks may take 90 seconds."""
+    """Run `entry` on ranks as `run_ranks` does; each rank may take 90 seconds."""
     return run_ranks(ranks, _watched, entry, *args)
 
 
