@@ -1,4 +1,4 @@
-"""All-gather + GEMM in one kernel, written with the tile-centric primitives (docs/tiles.md goes through it).
+"""All-gather + GEMM in one kernel, written with the tile-centric primitives (docs/tiles.md explains it).
 
 On GPUs:       torchrun --nproc-per-node 2 examples/all_gather_gemm.py
 Without them:  TRITON_INTERPRET=1 torchrun --nproc-per-node 2 examples/all_gather_gemm.py
@@ -19,8 +19,8 @@ def all_gather_gemm(
 ):  # fmt: skip
     """out [m, n] = gathered @ weight.T. Programs below PUSHES push this rank's x to all ranks, the others multiply.
 
-    Signals: a pushed tile's channel, at all ranks. Waits: an output tile, for the channels that hold its rows.
-    Reuse: `gathered` is written over only when all ranks have begun the call, and so ended the one before.
+    Signals: a pushed tile signals its channel at all ranks. Waits: an output tile waits for the channels of its rows.
+    Reuse: `gathered` is overwritten only when all ranks have begun this call, and so have ended the previous one.
     """
     program = tl.program_id(0)
     if program < PUSHES:
@@ -37,7 +37,7 @@ def all_gather_gemm(
             tiles.producer_tile_notify(channel, producer, tile, "broadcast")
     else:
         for index in range(program - PUSHES, TILES, tl.num_programs(0) - PUSHES):
-            tile = (index + channel.rank * (TILES // channel.world)) % TILES  # own rows first: they come first
+            tile = (index + channel.rank * (TILES // channel.world)) % TILES  # own rows first: they arrive first
             low, high = tiles.tile_rows(consumer, tile)
             ready = tiles.consumer_tile_wait(channel, consumer, tile)
             rows = low + tl.arange(0, BM)[:, None]
@@ -54,7 +54,7 @@ def all_gather_gemm(
 
 
 def launch(block_channel, x, gathered, weight, out, *, pushes=2, multiplies=6, push_rows=16, bm=32, bn=32, bk=32):
-    """Gather the ranks' x [m / world, k] into `gathered` [m, k], symmetric, and multiply by weight [n, k]."""
+    """Gather the ranks' x [m / world, k] into the symmetric tensor `gathered` [m, k], and multiply by weight [n, k]."""
     world, (rows, k), n = block_channel.world_size, x.shape, weight.shape[0]
     producer = tiles.shard_tiles(rows, world, push_rows, channels=2)
     columns = triton.cdiv(n, bn)

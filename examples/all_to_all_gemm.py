@@ -1,6 +1,7 @@
 """All-to-all + GEMM in one kernel, written with the tile-centric primitives (docs/tiles.md, "An all-to-all").
 
-Each rank has rows for every rank, as a mixture of experts has tokens, and multiplies what it gets by its own weight.
+Each rank has rows for every rank, as a mixture of experts has tokens, and multiplies the rows that it receives by its
+own weight.
 
 On GPUs:       torchrun --nproc-per-node 2 examples/all_to_all_gemm.py
 Without them:  TRITON_INTERPRET=1 torchrun --nproc-per-node 2 examples/all_to_all_gemm.py
@@ -19,12 +20,12 @@ def all_to_all_gemm(
     channel, sent, x, received, weight, out, rows, n, k, half,
     PUSHES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out [world * rows, n] = received @ weight.T, where received[r] is what rank r has for this one.
+    """out [world * rows, n] = received @ weight.T, where received[r] are rank r's rows for this rank.
 
-    Programs below PUSHES push: x[r] to rank r, at place [this rank]. The others multiply, rows in
-    the order in which they come: those of the rank before this one first.
-    Signals: a pushed tile of rows, at the rank that gets it. Waits: an output tile, for its sender's rows.
-    Reuse: two slots, by the call's number; every rank waits for rows of every other one, so see `call_slot`.
+    Programs below PUSHES push x[r] to rank r, at index [this rank]. The others multiply rows in the order of their
+    arrival: those of the previous rank first.
+    Signals: a pushed tile of rows signals the rank that receives it. Waits: an output tile waits for its sender's rows.
+    Reuse: two slots alternate by the call's number; every rank waits for rows of every other one (see `call_slot`).
     """
     received += tiles.call_slot(channel).to(tl.int64) * half
     row_tiles = tiles.rank_tiles(sent)  # of the rows from one rank to another

@@ -1,4 +1,4 @@
-"""Programs in the chunk language, from docs/collectives.md. Compiles, verifies and draws each: no GPU needed.
+"""Collectives in the chunk language (docs/collectives.md). Compiles, verifies and plots each; needs no GPU.
 
 python examples/collectives.py [FOLDER]
 """
@@ -12,7 +12,7 @@ from stretto.report.schedule import plot_schedule
 
 @algorithm(lambda ranks: AllGather(ranks))
 def ring(ranks: int) -> None:
-    """Every chunk goes around."""
+    """Ring all-gather: every chunk is copied around the ring."""
     for rank in range(ranks):
         c = chunk(rank, "in", 0)
         for step in range(1, ranks):
@@ -21,7 +21,7 @@ def ring(ranks: int) -> None:
 
 @algorithm(lambda ranks: AllReduce(ranks, chunks=ranks))
 def sums(ranks: int) -> None:
-    """Every chunk goes around once to be summed, and once to be copied."""
+    """Ring all-reduce: every chunk goes around the ring once for the sum, and once to copy the result."""
     for index in range(ranks):
         c = chunk((index + 1) % ranks, "in", index)
         for step in range(2, ranks + 1):
@@ -32,7 +32,7 @@ def sums(ranks: int) -> None:
 
 @algorithm(lambda nodes, gpus: AllToAll(nodes * gpus))
 def two_steps(nodes: int, gpus: int) -> None:
-    """What goes to one GPU of another node is brought together first, and crosses in one message."""
+    """Two-step all-to-all: chunks for one GPU of another node are collected first and sent as one message."""
     for node in range(nodes):
         for source in range(node * gpus, (node + 1) * gpus):
             for target in range(nodes * gpus):
@@ -52,7 +52,7 @@ def two_steps(nodes: int, gpus: int) -> None:
 
 @algorithm(lambda ranks: AllGather(ranks))
 def wide_ring(ranks: int) -> None:
-    """The ring by two instances of every copy, each with half of the data, side by side."""
+    """The ring all-gather with two parallel instances of every copy, each with half of the data."""
     with parallelize(2):
         ring(ranks)
 

@@ -1,4 +1,4 @@
-"""Train a small GPT on a grid, in plain PyTorch plus five lines.
+"""Trains a small GPT on a grid, in plain PyTorch plus five lines.
 
 torchrun --nproc-per-node 4 examples/train_on_a_grid.py
 """

@@ -1,4 +1,4 @@
-"""Schedules for a group of any size, installed: what the scripts beside this one add to plain PyTorch."""
+"""Installs schedules for a group of any size: the only addition of the other scripts here to plain PyTorch."""
 
 import torch.distributed as dist
 

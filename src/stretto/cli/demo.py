@@ -75,8 +75,8 @@ def _train(config: "TrainConfig", heading: str, as_json: bool) -> None:
 def _write_sample(config: "TrainConfig") -> str:
     """A text from the trained model, whole in this process."""
     from stretto.models import GPT
+    from stretto.models.gpt import generate
     from stretto.train.checkpoint import load_checkpoint, newest_checkpoint
-    from stretto.train.gpt.generate import generate
     from stretto.train.gpt.preflight import build_model_config, open_data
 
     model = GPT(build_model_config(config, open_data(config)))

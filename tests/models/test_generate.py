@@ -5,7 +5,7 @@ import torch
 from tests.train import runs
 
 from stretto.models import GPT
-from stretto.train.gpt.generate import generate
+from stretto.models.gpt import generate
 
 
 @pytest.fixture
