@@ -1,4 +1,4 @@
-"""AdamW that clips as it goes: one kernel reads and writes each number once."""
+"""AdamW with gradient scaling in its step: one kernel clips and updates, and reads and writes each number once."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,10 +12,10 @@ from stretto.optim.guard import skipping_after_failure
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW whose `step` takes the factor that gradients are scaled by, so that clipping costs no pass.
+    """torch.optim.AdamW whose `step` takes a factor for the gradients, so that clipping needs no pass of its own.
 
-    The state has torch's names and shapes, and may be loaded from either. On a GPU, for contiguous fp32 parameters, it
-    is a Triton kernel: 28 bytes a parameter are moved, where scaling first moves 36. Anything else is scaled by
+    The state has torch's names and shapes, and each can load the other's. On a GPU, contiguous fp32 parameters are
+    updated by a Triton kernel, which moves 28 bytes a parameter, where scaling first moves 36. All others are scaled by
     `_foreach_mul_` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
     (`stretto.optim.guard`).
 
@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.writes_copies = writes_copies
-        # Counts of steps live where parameters do, as torch's fused kernels keep theirs (`load_state_dict` asks).
+        # Step counts are on the parameters' device, as with torch's fused kernels (`load_state_dict` reads "fused").
         is_cuda = all(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
         for group in self.param_groups:
             group["fused"] = is_cuda
@@ -52,7 +52,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:
         """Update the parameters by their gradients times `scale` (0-dim, on the parameters' device; None: 1).
 
-        Gradients may be left scaled or as they were: drop them afterwards. Returns what `closure` does.
+        Gradients may be left scaled or unscaled: drop them afterwards. Returns `closure`'s result.
         """
         if closure is not None and scale is not None:
             raise ValueError("a closure makes new gradients, for which no scale is known: give one of the two")
@@ -74,7 +74,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _update(self, group: dict[str, Any], scale: Tensor | None) -> None:
-        from stretto.optim.adamw_kernel import launch  # Triton is there where GPUs are
+        from stretto.optim.adamw_kernel import launch  # imported here, since Triton comes with GPUs
 
         parameters = [p for p in group["params"] if p.grad is not None]
         if not parameters:
@@ -85,19 +85,19 @@ class AdamW(torch.optim.AdamW):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            elif state["step"].device != parameter.device:  # counted on the host, by an optimizer that was not fused
+            elif state["step"].device != parameter.device:  # loaded from an optimizer that was not fused
                 state["step"] = state["step"].to(parameter.device, torch.float32)
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         failed = failures.find_flag(parameters[0].device)
         if failed is None:
             torch._foreach_add_(steps, 1)
-        else:  # a list: of one tensor torch would ask the GPU for the number, which no captured step may
+        else:  # a list, since for one tensor torch would read the number from the GPU, which captured steps must not
             torch._foreach_add_(steps, [(failed[0] == 0).float()] * len(steps))
         counts = torch.stack(steps).double()
         first_rest, second_rest = (1 - beta**counts for beta in group["betas"])
-        # By parameter: the step's size, what the root of the second moment is multiplied by, and what decay leaves. The
-        # learning rate may be a tensor on the GPU, as a captured step's is.
+        # For each parameter: step size, factor of the second moment's root, and 1 - decay. The learning rate may be a
+        # tensor on the GPU, as a captured step's is.
         left = torch.ones_like(counts) - group["lr"] * group["weight_decay"]
         corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt(), left), dim=1).float()
         for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
@@ -115,13 +115,13 @@ class AdamW(torch.optim.AdamW):
                 copied,
                 group,
             )
-            torch.autograd.graph.increment_version(parameter)  # as torch's own ways of writing do
+            torch.autograd.graph.increment_version(parameter)  # as torch's own writes do
             if copy is not None and copied is not None:
                 copy.close(parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
+    """Return this rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,8 +1,8 @@
-"""Optimizer steps that update nothing once a wait for another rank has failed.
+"""`guard`: optimizer steps that update nothing once a wait for another rank has failed.
 
-A kernel whose wait reaches its time limit runs to its end with wrong data, and the host learns of it at its next look
-(`stretto.memory.failures`). Gradients may be wrong by then, and the optimizer's step may have been launched already, or
-be part of a CUDA graph. So the step itself reads the failure flag, on the device: `stretto.optim.AdamW` in its kernel,
+A kernel whose wait reaches its time limit runs to its end with wrong data, and the host learns of it at its next check
+(`stretto.memory.failures`). By then gradients may be wrong, and the optimizer's step may have been launched already, or
+be part of a CUDA graph. So the step itself reads the failure flag on the device: `stretto.optim.AdamW` in its kernel,
 torch's fused optimizers through `found_inf`, the tensor by which gradient scalers make them skip a step.
 """
 
@@ -18,7 +18,7 @@ from stretto.memory import failures
 
 
 def guard(optimizer: Optimizer) -> Optimizer:
-    """Have `step` of a torch optimizer update nothing once a wait for another rank has failed; returns the optimizer.
+    """Make a torch optimizer's `step` update nothing once a wait for another rank has failed; returns the optimizer.
 
     optimizer: one of torch's with `fused=True` on CUDA parameters (Adam, AdamW, SGD, Adagrad), which skips the step on
     the device, in CUDA graphs too. `stretto.optim.AdamW` needs no guard. If the failure is known to the host by then,
@@ -31,7 +31,7 @@ def guard(optimizer: Optimizer) -> Optimizer:
             f"{type(optimizer).__name__} cannot skip a step on the device: make it with fused=True, or take "
             "stretto.optim.AdamW"
         )
-    given: Tensor | None = None  # what a gradient scaler has set
+    given: Tensor | None = None  # the found_inf that a gradient scaler has set
     ours: Tensor | None = None
 
     def restore(optimizer: Any) -> None:
@@ -42,7 +42,7 @@ def guard(optimizer: Optimizer) -> Optimizer:
 
     def before(optimizer: Any, arguments: Any, options: Any) -> None:
         nonlocal given, ours
-        restore(optimizer)  # after a step that has raised
+        restore(optimizer)  # in case the last step raised
         failures.check()
         given = getattr(optimizer, "found_inf", None)
         _set_found_inf(optimizer, given)
@@ -58,7 +58,7 @@ def guard(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def skipping_after_failure(optimizer: Any) -> Iterator[None]:
-    """Inside, a fused optimizer's step on CUDA parameters updates nothing once a wait has failed."""
+    """Inside, a fused optimizer's step on CUDA parameters updates nothing once a wait for another rank has failed."""
     before = getattr(optimizer, "found_inf", None)
     _set_found_inf(optimizer, before)
     try:
@@ -68,7 +68,7 @@ def skipping_after_failure(optimizer: Any) -> Iterator[None]:
 
 
 def _set_found_inf(optimizer: Any, before: Tensor | None) -> None:
-    """What fused kernels skip a step for: the failure flag, beside what a gradient scaler has found."""
+    """Set `found_inf`, for which fused kernels skip a step: the failure flag, combined with a gradient scaler's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters or not all(group.get("fused") for group in optimizer.param_groups):
         return

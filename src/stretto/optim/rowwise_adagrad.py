@@ -1,4 +1,4 @@
-"""Row-wise Adagrad: for embedding tables, with one number of state a row (Mudigere et al., 2022, as FBGEMM has it)."""
+"""Row-wise Adagrad for embedding tables: one number of state for each row (Mudigere et al., 2022, as in FBGEMM)."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,13 +10,13 @@ from stretto.memory import failures
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad whose sum of squares is a row's: the mean over its numbers, added up over the steps.
+    """Adagrad with one sum of squares for each row: the mean of its gradient's squares, added up over the steps.
 
         sum[row] += mean(grad[row]^2);   weight[row] -= lr * grad[row] / (sqrt(sum[row]) + eps)
 
-    For parameters [rows, dim] with sparse gradients, of which only the rows that were looked up are touched, or dense
-    ones. `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order.
-    Sums of fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end.
+    Parameters are [rows, dim], with dense gradients or sparse ones, which touch only the rows that were looked up.
+    `state[parameter]["sum"]` is [rows]. Repeated rows of a sparse gradient are added up first, in their order. Sums of
+    fp16 and bf16 tables are fp32, and so are their steps, which are rounded at the end.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the tables by their gradients. Returns what `closure` does."""
+        """Update the tables by their gradients. Returns `closure`'s result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -57,14 +57,14 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         table.index_copy_(0, rows, changed.to(table.dtype))
 
     def sums(self, table: Tensor) -> Tensor:
-        """A table's state, [rows]; made when it is asked for first."""
+        """Return a table's state, [rows]; the first call makes it."""
         state = self.state[table]
         if "sum" not in state:
             state["sum"] = table.new_zeros(len(table), dtype=torch.promote_types(table.dtype, torch.float32))
         return state["sum"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would give the sums their tables' dtype."""
+        """Load as torch does, but keep fp32 sums, which torch would cast to their tables' dtype."""
         super().load_state_dict(state_dict)
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -74,6 +74,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _drop_after_failure(gradient: Tensor) -> Tensor:
-    """The gradient; or, once a wait for another rank has failed, zeros, by which nothing changes (`optim.guard`)."""
+    """Return the gradient, or zeros once a wait for another rank has failed: nothing changes then (`optim.guard`)."""
     failed = failures.find_flag(gradient.device)
     return gradient if failed is None else torch.where(failed[0] == 0, gradient, 0.0)

@@ -1,8 +1,18 @@
-"""Tile-centric primitives: overlapped kernels as a page of Triton (TileLink).
+"""Tile-centric primitives for overlapped Triton kernels (TileLink). docs/tiles.md is the guide.
 
-A kernel stores tiles and notifies, another waits for tiles and loads them; a mapping says which rows, which rank and
-which signal a tile has. The same source is compiled for GPUs and, with TRITON_INTERPRET=1, interpreted by processes
-that share memory. docs/tiles.md goes through it all.
+A producer stores tiles and notifies; a consumer waits for tiles and loads them; a mapping gives each tile's rows, rank
+and signal. The same source is compiled for GPUs and, with TRITON_INTERPRET=1, interpreted by processes that share
+memory.
+
+    channel                          `BlockChannel`: signals and a buffer on every rank; begins calls
+    mapping                          from a tile to its rows, rank and channels
+    call_state, calls                on the device: a call's number and targets; how it begins and ends
+    signals, waits                   on the device: notify and wait; time limits and failure records
+    data, packets                    on the device: push and pull; data that is its own signal
+    host, streams                    copy engines and their signals, on side streams
+    launches, descriptors            cheap repeated launches
+    intrinsics                       inline assembly and what stands for it in interpreted kernels
+    interpreter, compile_only        kernels without a GPU: run by Triton's interpreter, or only compiled
 """
 
 from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish

@@ -1,4 +1,4 @@
-"""`BlockChannel`: what tiles of one group signal and move data through, on the host's side."""
+"""`BlockChannel`, on the host: the signals and the buffer through which a group's kernels exchange tiles."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -24,17 +24,17 @@ _MODES = ("local", "p2p", "broadcast")
 
 
 class Channel(NamedTuple):
-    """What a kernel is given of a `BlockChannel` for one call: one argument, made by `BlockChannel.begin`.
+    """Kernel argument: a `BlockChannel` in one call; made by `BlockChannel.begin`, `enter` and `describe`.
 
-    rank, world: this rank and how many there are. capacity: channels; peer_tiles: slots between peers. mode: whom
-    producers notify. operator: its number in the report. signals: this rank's counters, int32. addresses: int64
-    [2 * world], where each rank's counters lie, and how far each rank's buffer is from this rank's. state: int32, the
-    call's number, what its programs have claimed, the targets of all counters and what this rank will have sent. clock:
-    int64 [2], the latest time seen and the limit of a wait, in ns. report, failed: int32 [16] and [1], the channel's
-    failure record and the process's failure flag (`stretto.memory.failures`).
-    inside: whether the call's kernel begins and ends the call by itself (`BlockChannel.enter`).
+    rank, world: this rank and the number of ranks. capacity: of channels. peer_tiles: tiles between peers. mode: whom
+    producers notify. operator: its number in the failure record. signals: this rank's counters, int32. addresses: int64
+    [2 * world]: the address of each rank's counters, then the distance from this rank's buffer to each rank's, in
+    bytes. state: int32, see `call_state`. clock: int64 [2], the latest time seen and the limit of a wait, in ns.
+    report, failed: int32 [16] and [1], the channel's failure record and the process's failure flag
+    (`stretto.memory.failures`). inside: whether the call's kernel begins and ends the call by itself
+    (`BlockChannel.enter`).
 
-    The mappings are arguments of their own: Triton 3.6 forgets the constants of a tuple in a tuple.
+    Mappings are separate arguments, since Triton 3.6 loses the constants of a tuple within a tuple.
     """
 
     rank: Any
@@ -57,8 +57,8 @@ class BlockChannel:
 
     Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
 
-    distances: bytes from this rank's buffer to each rank's, as they are mapped here. open_lanes: the side streams that
-    the current call has used. launch: of its kernels.
+    distances: bytes from this rank's buffer to each rank's, as they are mapped here. launch: launches the channel's
+    kernels. open_lanes: the side streams that the current call has used.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -137,8 +137,8 @@ class BlockChannel:
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
         """A contiguous tensor in a rank's buffer (default: this rank's), `offset` bytes from its beginning.
 
-        offset is a multiple of 128. Whatever has the same offset on two ranks is at the same place to `tile_push_data`
-        and `tile_pull_data`. Asked again it is the same tensor. ValueError for what does not fit.
+        offset is a multiple of 128. `tile_push_data` and `tile_pull_data` reach the tensor with the same offset on the
+        other rank. The same arguments return the same tensor. ValueError for a tensor that does not fit.
         """
         key = tuple(shape), dtype, offset, rank
         found = self._tensors.get(key)
@@ -172,26 +172,25 @@ class BlockChannel:
         meets: bool = True,
         launches: bool = True,
     ) -> Channel:
-        """Begin a call: its number goes up by one, and so do the targets of all counters by what it will signal.
+        """Begin a call: on the device, advance the call's number, and all counters' targets by what it will signal.
 
-        All ranks begin the same calls, in the same order. operator: for the report of a wait that fails. mode: the
-        relation of producer and consumer, that is, whom producers notify of a tile: "local" (a rank's producer has all
-        ranks' tiles, for its own consumers: pull), "broadcast" (it has this rank's tiles, for all ranks' consumers:
-        push), "p2p" (it has all ranks' tiles, each for the consumers of the rank that the tile belongs to).
+        All ranks begin the same calls, in the same order. operator: a name for the failure record. mode: whom producers
+        notify of a tile: "local" (a rank's producer has all ranks' tiles, for its own consumers: pull), "broadcast" (it
+        has this rank's tiles, for all ranks' consumers: push), "p2p" (it has all ranks' tiles, each for the consumers
+        of the rank that the tile belongs to).
 
-        counts: None where the producer's mapping is static: it then has every tile notified once. Else int32
-        [2, world, channels], which may be filled on the device: [0, r, c] how often rank r will notify channel c here
-        in this call, [1, r, c] how often this rank will notify channel c of rank r.
-        meets: wait on the device until all ranks have begun, so that what the last call has put into buffers may be
-        written over; without it that is the kernels' own affair.
-        slot: 0 or 1, the same on all ranks, for a call whose buffers are one of two, in turn: a rank that is ahead by a
-        call then waits for nobody. Any order of slots is safe.
-        launches: False where the caller's next kernel, of one program, calls `begin_call` itself, for one launch less.
+        counts: None where the producer's mapping is static: it then has every tile notified once. Else int32 [2, world,
+        channels], which may be filled on the device: [0, r, c] how often rank r will notify channel c here in this
+        call, [1, r, c] how often this rank will notify channel c of rank r. meets: wait on the device until all ranks
+        have begun, so that the call may overwrite the previous call's buffers; without it the kernels must see to that
+        themselves. slot: 0 or 1, the same on all ranks, for calls that double-buffer: a rank that is one call ahead
+        then waits for nobody. Any order of slots is safe. launches: False if the caller's next kernel, of one program,
+        calls `begin_call` itself, which saves a launch.
 
-        Returns what the call's kernels are given, beside the mappings. PeerError if a wait has been given up before.
+        Returns the argument of the call's kernels, beside the mappings. PeerError if a wait has failed before.
         """
         self.check()
-        # The second time, what is known to fit is not looked at again.
+        # Arguments that were checked before are not checked again.
         described = self.describe(operator, mode)
         key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, meets)
         if key is None or not self.launch.knows(begin_call, key):
@@ -205,23 +204,23 @@ class BlockChannel:
         return channel
 
     def enter(self, operator: str, mode: str) -> Channel:
-        """As `begin`, for a call of one kernel that begins and ends it by itself: nothing is launched, nobody is met.
+        """Begin a call that is one kernel, which begins and ends it by itself: no launch, no wait for other ranks.
 
-        The kernel takes the call's number from `call_number`, gives its waits the producer's mapping, and has
-        `end_call` as the last thing that each of its programs does. Since no rank has met another, what it writes to
-        peers lies in one of two slots, by the call's number: see `call_slot`. PeerError as `begin`.
+        The kernel takes the call's number from `call_number`, passes the producer's mapping to its waits, and each of
+        its programs calls `end_call` last. Since the ranks have not met, the kernel writes to peers in one of two
+        slots, alternating by the call's number: see `call_slot`. PeerError if a wait has failed before.
         """
         self.check()
-        self._current = None  # its counters are counted by the kernel's end: the host cannot notify for it
+        self._current = None  # the kernel's end advances its targets, so the host cannot notify for it
         return self.describe(operator, mode, inside=True)
 
     def describe(self, operator: str, mode: str = "p2p", *, inside: bool = False) -> Channel:
-        """What kernels are given that begin no call: they count by themselves in the slots between peers.
+        """Make the argument of kernels that begin no call, and use peer tiles with numbers of their own.
 
-        inside: of a call that its kernel begins and ends; see `enter`.
+        inside: for a call that its kernel begins and ends; see `enter`.
         """
         known = self._described.get((operator, mode, inside))
-        if known is not None:  # also since Triton compares the constants of one object faster than those of equal ones
+        if known is not None:  # Triton also compares the constants of one object faster than those of equal objects
             return known
         self._require_open()
         if mode not in _MODES:
@@ -246,7 +245,7 @@ class BlockChannel:
         return made
 
     def require_own(self, address: int) -> None:
-        """ValueError for an address that is not in this rank's buffer: `tensor` makes those that are."""
+        """ValueError for an address outside of this rank's buffer; `tensor` makes tensors inside."""
         self._require_open()
         own = self._memory.buffer()
         if not 0 <= address - own.data_ptr() <= own.numel():
@@ -256,26 +255,26 @@ class BlockChannel:
             )
 
     def slot_word(self, rank: int, tile: int) -> Tensor:
-        """int32 [1]: where that rank has what this one has last said of a tile between peers."""
+        """Return this rank's slot of a peer tile at that rank: int32 [1]."""
         at = self.world_size * self.channels + tile * self.world_size + self.rank
         return self._signals[rank][at : at + 1]
 
     def check(self) -> None:
         """Raise PeerError if a wait of this process has failed, with its operator, call, tile and the awaited rank.
 
-        It reads memory that kernels write to, and waits for nothing: synchronize first to be sure of what has run.
+        It reads memory that kernels write to, and does not wait: synchronize first to see failures of launched kernels.
         """
         failures.check()
 
     @property
     def current(self) -> Channel:
-        """The call that was begun last. ValueError before the first, and in one that began by `enter`."""
+        """Return the call that `begin` began last. ValueError before the first, and in a call that `enter` began."""
         if self._current is None:
             raise ValueError("no call that began by begin is under way: call begin first (enter is for kernels alone)")
         return self._current
 
     def side_stream(self, lane: int = 0) -> SideStream | None:
-        """A stream of this channel's copies; None where the host copies."""
+        """Return one of the channel's side streams for copies; None on the host backend."""
         if self.device.type != "cuda":
             return None
         if lane not in self._sides:
@@ -283,7 +282,7 @@ class BlockChannel:
         return self._sides[lane]
 
     def notified_words(self, index: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Two int32 [1]: that rank's counter of what this rank signals for a channel, and what it will be: `sends`."""
+        """Return int32 [1] twice: this rank's counter of a channel at `rank`, and its value in `sends`."""
         found = self._notified.get((index, rank))
         if found is None:
             counter = self.rank * self.channels + index
@@ -292,16 +291,16 @@ class BlockChannel:
         return found
 
     def signal_words(self, rank: int) -> Tensor:
-        """That rank's counters, int32: [world, channels] of producers, then [peer_tiles + 1, world] of peers."""
+        """Return that rank's counters, int32: [world, channels] of producers, then [peer_tiles + 1, world] of peers."""
         return self._signals[rank]
 
     def sends(self) -> Tensor:
-        """int32 [world, channels]: what this rank's counters will be at each rank when the current call is through."""
+        """Return int32 [world, channels]: this rank's counters at each rank as the current call will leave them."""
         counters = self.world_size * self.channels
         return self._state[HEADER.value + counters :].view(self.world_size, self.channels)
 
     def close(self) -> None:
-        """Give the memory back; nothing of this channel may run any more."""
+        """Free the memory; no kernel of this channel may run any more."""
         self._signals = []
         self._current = None
         for known in (self._described, self.launch, self._tensors, self._notified):
@@ -367,7 +366,7 @@ class BlockChannel:
 
 
 def describe_failure(rank: int, world: int, timeout: float, operators: Sequence[str], words: Sequence[int]) -> str:
-    """What a channel's failure record says: which wait of which operator's call has failed."""
+    """Describe a channel's failure record: which wait of which operator's call has failed."""
     kind, operator, epoch, tile, index, peer, seen, target = words[:8]
     if kind == failures.FOLLOWED:
         return (
@@ -396,6 +395,6 @@ def _geometry(mapping: StaticMapping) -> tuple[int, int, int]:
 
 
 def _signal_bytes(world_size: int, channels: int, peer_tiles: int) -> int:
-    """The counters' bytes: of producers [world, channels], of peers [peer_tiles + 1, world], the last for `begin`."""
+    """Return the bytes of counters: producers' [world, channels], peers' [peer_tiles + 1, world] (last: `begin`'s)."""
     words = world_size * (channels + peer_tiles + 1)
     return -(-4 * words // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,7 @@
-"""Compile a kernel for a GPU that is not there, from the arguments of an ordinary launch.
+"""Compile a kernel without a GPU, from the arguments of an ordinary launch.
 
-It is how tests without a GPU see the machine code: whether a kernel compiles, and what stands before and after a
-signal. Triton has no public interface for it; the private ones (of 3.6 to 3.9) are used here and nowhere else.
+Tests without a GPU check machine code this way: whether a kernel compiles, and what stands before and after a signal.
+Triton has no public interface for it; its private ones (3.6 to 3.9) are used here and nowhere else.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], t
         raise ValueError("this process interprets its kernels: unset TRITON_INTERPRET to compile them")
     backend = make_backend(TARGETS[target])
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    # Without a GPU there is no driver whose defaults these would be.
+    # A driver would fill in these defaults; without a GPU there is none.
     named = {"debug": False, "sanitize_overflow": False, **options}
     bound, specialization, rest = bind(*arguments, **named)
     parsed, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, rest)

@@ -1,7 +1,7 @@
-"""Tiles to and from other ranks, on the device: TileLink's push and pull (section 3.2.2).
+"""Loads from and stores to other ranks' memory, on the device: TileLink's push and pull (section 3.2.2).
 
-They mirror `tl.store` and `tl.load`, with a rank. A push is followed by a notify, a pull by nothing and preceded by a
-wait. Neither orders anything by itself.
+They mirror `tl.store` and `tl.load`, with a rank. Neither orders anything by itself: notify after a push, and wait
+before a pull.
 """
 
 import triton
@@ -13,10 +13,10 @@ from stretto.tiles.signals import P2P
 
 @triton.jit
 def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
-    """The place in `rank`'s memory that `pointer`, a scalar into this rank's (`BlockChannel.tensor`), is in here.
+    """Translate `pointer`, a scalar into this rank's memory (`BlockChannel.tensor`), to the same place at `rank`.
 
-    Distances between ranks' memories are multiples of 16 bytes, so what Triton knows of the pointer's alignment holds
-    for the result too. An interpreted kernel refuses pointers into other memory, whose place at a peer nobody knows.
+    Distances between ranks' memories are multiples of 16 bytes, so the result keeps the alignment that Triton knows of
+    the pointer. Interpreted kernels refuse pointers into any other memory, which has no counterpart at a peer.
     """
     tl.device_assert((rank >= 0) & (rank < channel.world), "there is no such rank to push to or to pull from")
     require_own(channel.report, pointer)
@@ -26,9 +26,9 @@ def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def peer_rows(channel, pointer, width, rank):  # type: ignore[no-untyped-def]
-    """int32: how many rows of `width` numbers of the pointer's type `rank`'s memory is from this rank's.
+    """Return the distance from this rank's memory to `rank`'s, in rows of `width` numbers of the pointer's type: int32.
 
-    For a descriptor that holds all ranks' memory, where a tile is at another row for each.
+    It is for a descriptor over all ranks' memory, in which each rank's tile has a different row.
     """
     row_bytes = width * (pointer.dtype.element_ty.primitive_bitwidth // 8)
     return (tl.load(channel.addresses + channel.world + rank) // row_bytes).to(tl.int32)

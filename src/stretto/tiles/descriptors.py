@@ -1,8 +1,8 @@
-"""TMA descriptors that Triton has made once, so that it does not make them at every launch.
+"""Cache of encoded TMA descriptors, so that Triton does not encode them again at every launch.
 
-Triton encodes each descriptor of a launch anew, with a look at every argument to find them: of 15.8 us that a host took
-to launch a kernel with three, 3.5 (H200, Triton 3.6). What it encodes depends on the matrix's address, shape and
-strides, and on how the descriptor fills and rounds; all else is the compiled kernel's.
+Triton inspects every argument of a launch for descriptors and encodes each one anew: 3.5 us of the 15.8 us that a host
+took to launch a kernel with three (H200, Triton 3.6). The encoding depends on the matrix's address, shape and strides,
+and on how the descriptor pads and rounds; everything else belongs to the compiled kernel.
 """
 
 from collections.abc import Hashable
@@ -13,10 +13,10 @@ _NAMES = {"launcher", "tensordesc_indices", "tensordesc_meta"}
 
 
 def remember_descriptors(compiled: Any) -> None:
-    """Have a compiled kernel's launches from now on encode a descriptor once. Nothing for a kernel without descriptors.
+    """Make a compiled kernel's launches encode each descriptor once; kernels without descriptors stay as they are.
 
-    It takes the place of a function inside Triton, `wrap_handle_tensordesc`, whose argument this looks up; where a
-    version of Triton has it otherwise, as 3.8 does, everything stays as it was.
+    This replaces the closure that Triton's `wrap_handle_tensordesc` made, by means of the closure's own cells. Where a
+    version of Triton has another launcher, as 3.8 does, nothing changes.
     """
     run = getattr(compiled, "run", None)
     wrapped = getattr(run, "launch", None)
@@ -28,12 +28,12 @@ def remember_descriptors(compiled: Any) -> None:
     metas, positions = known["tensordesc_meta"], sorted(known["tensordesc_indices"])
     if make is None or len(metas) != len(positions):
         return
-    # Up to 3.6 a kernel's arguments follow so many others; later ones are a tuple after them.
+    # Up to 3.6, the kernel's arguments follow this many others; later versions pass them as one tuple at the end.
     before = wrapped.__globals__.get("_BASE_ARGS_FORMAT_LEN")
     places = [
         (position + (before or 0), _Descriptors(make, meta)) for position, meta in zip(positions, metas, strict=True)
     ]
-    places.reverse()  # what one becomes moves those after it
+    places.reverse()  # replacing one moves those after it
     launcher = known["launcher"]
 
     def spread(arguments: Any) -> list[Any]:
@@ -49,19 +49,19 @@ def remember_descriptors(compiled: Any) -> None:
 
 
 def knows_launcher(launch: Any) -> bool:
-    """Whether a compiled kernel's launch is what `remember_descriptors` takes the place of: up to Triton 3.7."""
+    """Return whether a kernel's launch is the closure that `remember_descriptors` replaces (up to Triton 3.7)."""
     return set(getattr(getattr(launch, "__code__", None), "co_freevars", ())) == _NAMES
 
 
 class _Descriptors:
-    """Those that one parameter of a kernel has had, as the launcher takes them."""
+    """The encoded descriptors of one kernel parameter, by what they encode."""
 
     def __init__(self, make: Any, meta: Any) -> None:
         self._make, self._meta = make, meta
         self._known: dict[Hashable, list[Any]] = {}
 
     def find(self, matrix: Any) -> list[Any]:
-        if self._meta is None:  # the launcher takes the tensor itself, whose address it may have only while it lives
+        if self._meta is None:  # the launcher takes the tensor itself and may use its address only while it is alive
             return list(self._make(matrix, None))
         rounds = getattr(matrix, "round_f32_to_tf32", False)  # since 3.7
         key = matrix.base.data_ptr(), tuple(matrix.shape), tuple(matrix.strides), matrix.padding, rounds

@@ -1,7 +1,7 @@
-"""Signals and copies by the host: TileLink's rank_notify, rank_wait and rank_copy_data (section 3.2).
+"""Copies and signals that the host enqueues: TileLink's rank_copy_data, rank_notify and rank_wait (section 3.2).
 
-On CUDA all three are enqueued, and run in stream order: copies on copy engines, a signal as a copy of 4 bytes from
-device memory (so that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are done at once.
+On CUDA all three run in stream order: a copy on a copy engine, a signal as a copy of 4 bytes from device memory (so
+that CUDA graphs replay), a wait as a kernel of one block. On the host backend they are done at once.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from stretto.tiles.streams import find_driver, find_handle
 
 
 def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` go to a side stream of the channel, beside the kernels.
+    """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream of the channel, beside the kernels.
 
-    They come after what the current stream had before; opens=False: after what it had when the lane was opened, earlier
-    in the call. lane: which side stream, where there are several. Leaving does not wait for them: launch the kernels
-    that they run beside, then call `join_copies`.
+    They come after what the current stream had before; with opens=False, after what it had when the side stream was
+    opened, earlier in the call. lane: which side stream, where there are several. Leaving the context does not wait:
+    launch the kernels that overlap with the copies, then call `join_copies`.
     """
     if opens:
         open_lane(channel, lane)
@@ -28,7 +28,7 @@ def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> 
 
 
 def open_lane(channel: BlockChannel, lane: int) -> None:
-    """Have what a side stream of the channel gets from now on come after what the current stream has so far."""
+    """Fork a side stream of the channel: what it gets from now on comes after what the current stream has so far."""
     side = channel.side_stream(lane)
     if side is not None:
         side.open()
@@ -36,7 +36,7 @@ def open_lane(channel: BlockChannel, lane: int) -> None:
 
 
 def join_copies(channel: BlockChannel) -> None:
-    """What the current stream gets from now on comes after all of the call's copies; each call does it once."""
+    """Make the current stream wait for all of the call's copies; each call does this once."""
     for lane in sorted(channel.open_lanes):
         side = channel.side_stream(lane)
         if side is not None:
@@ -47,9 +47,9 @@ def join_copies(channel: BlockChannel) -> None:
 def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:
     """Copy a tensor to another rank (push) or from it (pull): `BlockChannel.tensor` makes either end.
 
-    rows: only these of the source, to as many rows of the destination from row `to` on. Both are of one dtype and
-    device, and of one shape or, but for their number of rows, with `rows`; contiguous or, without `rows`, matrices
-    whose rows are, as copy engines take them. ValueError for others, and for rows that there are not.
+    rows: copy only these rows of the source, to as many rows of the destination from row `to` on. Both tensors have one
+    dtype, device and shape; with `rows`, their numbers of rows may differ. They are contiguous or, without `rows`,
+    matrices with contiguous rows, as copy engines take them. ValueError for others, and for rows out of range.
     """
     cut = 0 if rows is None else 1
     if (
@@ -99,41 +99,41 @@ def _copy_matrix(destination: Tensor, source: Tensor) -> None:
 
 
 def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
-    """Tell `rank` that all of this rank's tiles of channel `index` of the current call are there.
+    """Signal `rank` that all of this rank's tiles of channel `index` in the current call are there.
 
-    It stands for all notifies of `producer_tile_notify` for that channel, so nobody else gives one.
+    It replaces all of this rank's `producer_tile_notify` for that channel, so no kernel may notify for it too.
 
     Order: all copies before it on its stream, and on the host all stores of this thread, before the signal.
     """
     _require_inside(channel, index, rank)
     channel.current  # noqa: B018  (it raises)
-    # The counter takes the value that the call ends with, which the device knows: nothing of it is the host's.
+    # Copy the value that the counter has when the call ends (`sends`), which lies on the device, not on the host.
     _set_word(*channel.notified_words(index, rank))
 
 
 def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
-    """Wait until `rank` has signalled channel `index` here, as often as in the current call it will.
+    """Wait until `rank` has given all signals of the current call for channel `index` here.
 
-    Order: all copies and kernels after it on its stream, after the stores before those signals. It has the channel's
-    time limit; `BlockChannel.check` says if that has run out.
+    Order: all copies and kernels after it on its stream come after the stores before those signals. The wait has the
+    channel's time limit; `BlockChannel.check` raises if it has run out.
     """
     _require_inside(channel, index, rank)
     wait_for_channel[(1,)](channel.current, rank, index, num_warps=1)
 
 
 def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
-    """Wait for all other ranks at once: for rank r's signal of channel r * stride + index. See `rank_wait`."""
+    """Wait as `rank_wait` does, for all other ranks at once: for rank r's signals of channel r * stride + index."""
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
     wait_for_all[(1,)](channel.current, index, stride, num_warps=1)
 
 
 def rank_await_count(counters: Tensor, index: int, count: int) -> None:
-    """Have what comes after it on its stream wait until counters[index] (int32) has come to `count`; then set it to 0.
+    """Make the stream wait until counters[index] (int32) has reached `count`, then set it to 0.
 
-    For what `producer_tile_count` has counted on this GPU, in a kernel that waits for nobody: there is no time limit.
-    The GPU's front end waits, not a kernel, which could have no place beside the one that counts. Where the host copies
-    kernels are over, and a count that is missing is a RuntimeError.
+    It waits for `producer_tile_count` on this GPU, in a kernel that waits for nobody, so there is no time limit. The
+    GPU's front end waits, since a kernel could find no place beside the one that counts. On the host backend kernels
+    have ended by then, and a missing count is a RuntimeError.
     """
     if counters.device.type != "cpu":
         address = counters.data_ptr() + index * counters.element_size()
@@ -145,14 +145,14 @@ def rank_await_count(counters: Tensor, index: int, count: int) -> None:
 
 
 def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:
-    """Put `value` (int32 [1], on the device) into `rank`'s slot of a tile between peers. See `rank_notify`."""
+    """Write `value` (int32 [1], on the device) into `rank`'s slot of a peer tile; ordered as `rank_notify`."""
     if not 0 <= tile < channel.peer_tiles:
         raise ValueError(f"the channel has peer_tiles 0 to {channel.peer_tiles - 1}, not {tile}")
     _set_word(channel.slot_word(rank, tile), value)
 
 
 def _set_word(word: Tensor, value: Tensor) -> None:
-    """word [1] = value [1], both int32, after all stores before it."""
+    """Copy value [1] to word [1], both int32, ordered after all earlier stores."""
     if word.device.type == "cpu":
         fence = find_fence()
         if fence is not None:

@@ -1,22 +1,22 @@
-"""Triton's interpreter as a test bed of kernels that wait for each other: what it lacks, mended.
+"""Patches to Triton's interpreter, so that it runs kernels whose programs and processes wait for each other.
 
 With TRITON_INTERPRET=1, `@triton.jit` makes functions that Triton runs on NumPy arrays, with real atomics on real
-memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs four things
-for that, and `install` puts them in:
+memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs four changes
+for that, which `install` makes:
 
-- The programs of a launch run one after another, so that one that waits for a later one waits for ever. Here a program
-  that keeps looking at a word gives way to the others (`_InterpretedLaunch`).
-- bf16 is held as 16-bit integers, and sums, products and conversions take them for numbers. Here they are computed in
-  fp32 and rounded to the nearest, ties to even, after each operation.
-- Every call of a device function patches all of triton.language again. Here it is patched once a launch.
-- `range` over a scalar fails with Triton 3.6 and NumPy 2.4.
+- Stock Triton runs the programs of a launch one after another, so a program that waits for a later one never ends. Here
+  a program that polls a word yields to the others (`_InterpretedLaunch`).
+- Stock Triton holds bf16 as 16-bit integers, and computes sums, products and conversions of those integers. Here they
+  are computed in fp32 and rounded to the nearest, ties to even, after each operation.
+- Stock Triton patches all of triton.language at every call of a device function. Here it is patched once a launch.
+- `range` over a scalar fails with Triton 3.6 and NumPy 2.4. Here every scalar is an index.
 
-And integers wrap around, as in kernels that are compiled (the check for overflow took half of the time), while
-`tl.device_assert` does check.
+Integers wrap around, as in compiled kernels (the check for overflow took half of the time), and `tl.device_assert`
+checks.
 
-It changes classes of Triton's interpreter, for all kernels of the process: there is no other place where a kernel's
-own `tl.sum` could be told. It does so only where TRITON_INTERPRET is set, and nothing that is compiled is touched.
-Only private names of `triton.runtime.interpreter` are used here, and nowhere else.
+The patches change classes of Triton's interpreter for all kernels of the process, since nothing smaller reaches a
+kernel's own `tl.sum`. They apply only where TRITON_INTERPRET is set; compiled kernels are untouched. The private names
+of `triton.runtime.interpreter` are used here and nowhere else.
 """
 
 import inspect
@@ -34,12 +34,12 @@ from stretto.memory import Backoff, PeerError
 
 _Builder = interpreter.InterpreterBuilder
 _Handle = interpreter.TensorHandle
-_LOOKS = 64  # a program gives way at the latest after so many looks at words, even if at different ones
+_LOOKS = 64  # a program yields at the latest after this many reads of words, even of different ones
 _installed = False
 
 
 def install() -> None:
-    """Mend Triton's interpreter, for this process; nothing happens the second time."""
+    """Patch Triton's interpreter in this process; a second call does nothing."""
     global _installed
     if _installed:
         return
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 class _Abandoned(BaseException):
-    """Ends a program of a launch in which another one has failed."""
+    """Raised in a program of a launch in which another program has failed, to end it."""
 
 
 class _Program(threading.local):
@@ -69,11 +69,11 @@ _program = _Program()
 
 
 class _InterpretedLaunch:
-    """The programs of one launch. One of them runs at a time; one that waits passes the baton.
+    """The programs of one launch, as cooperative threads: one runs at a time, and a waiting one passes the baton.
 
-    So a kernel without waits runs in one thread, as fast as before, and only as many threads are made as programs wait
-    at once. A program waits when it looks at the same word again, or at two in turn: by a volatile load, an atomic
-    addition of 0, or a compare-and-swap that did not swap.
+    A kernel without waits runs in one thread, as fast as before; there are only as many threads as programs wait at
+    once. A program counts as waiting when it reads the same word again, or two words in turn: by a volatile load, an
+    atomic addition of 0, or a compare-and-swap that did not swap.
     """
 
     def __init__(self, function: Callable[..., None], arguments: dict[str, Any], grid: tuple[int, int, int]) -> None:
@@ -86,10 +86,10 @@ class _InterpretedLaunch:
         self._failed: tuple[int, int, int] = (0, 0, 0)
 
     def run(self) -> None:
-        """Run all programs; raises the first one's error."""
+        """Run all programs; raises the error of the first program that fails."""
         try:
             self._work()
-            for helper in self._helpers:  # grows while it is gone through: each helper may have called another
+            for helper in self._helpers:  # the list grows during the loop: each helper may have started another
                 helper.join()
         except BaseException as error:
             self._error = self._error or error
@@ -115,7 +115,7 @@ class _InterpretedLaunch:
                     _program.launch = None
 
     def look(self, address: int) -> None:
-        """The running program has looked at a word, perhaps in vain."""
+        """Note that the running program has read a word, perhaps in vain, and yield if it seems to wait."""
         last, before = _program.looked_at
         again = address in (last, before)
         _program.looks += 1
@@ -197,8 +197,8 @@ def _run_programs_concurrently() -> None:
 
 
 def _convert(value: Any) -> Any:
-    """An argument as the interpreter takes it. A tuple's constants become plain values: a constexpr, in Python, has no
-    difference to a tensor."""
+    """Convert an argument for the interpreter. Constants in a tuple become plain values, since Python code cannot
+    subtract a constexpr from a tensor."""
     if isinstance(value, tuple):
         values = [item.value if isinstance(item, tl.constexpr) else _convert(item) for item in value]
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
@@ -215,7 +215,7 @@ def _require_cpu_tensors(values: Iterable[Any]) -> None:
 
 
 class _Language:
-    """triton.language with the interpreter's functions in it, while at least one launch runs, in whichever thread."""
+    """Context in which triton.language has the interpreter's functions, while any thread runs a launch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -225,7 +225,7 @@ class _Language:
     def __enter__(self) -> None:
         with self._lock:
             if self._launches == 0:
-                # What is patched is found by a function's globals: these are the two modules that it may be.
+                # Triton finds the modules to patch in a function's globals: these are the two that it may be.
                 self._scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             self._launches += 1
 
@@ -261,14 +261,14 @@ def _is_bf16(handle: Any) -> bool:
 
 
 def _widen(handle: Any) -> Any:
-    """A bf16 handle as fp32, exactly: bf16 is the upper half of fp32. Others as they are."""
+    """Convert a bf16 handle to fp32, exactly: bf16 is the upper half of fp32. Return other handles as they are."""
     if not _is_bf16(handle):
         return handle
     return _Handle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _narrow(data: np.ndarray, *, truncate: bool = False) -> Any:
-    """Numbers as a bf16 handle, rounded to the nearest, ties to even."""
+    """Convert numbers to a bf16 handle, rounded to the nearest, ties to even."""
     numbers = np.ascontiguousarray(data, dtype=np.float32)
     bits = numbers.view(np.uint32)
     rounding = 0 if truncate else 0x7FFF + ((bits >> 16) & 1)
@@ -297,7 +297,7 @@ def _compute_bf16_in_fp32() -> None:
         wide = _widen(d)
         if wide.data.dtype != np.float32:
             return stock_dot(self, _widen(a), _widen(b), wide, *rest)
-        # Added up in fp64: in fp32 BLAS has a row's last bit depend on where in the block it lies, as no GPU does.
+        # Add in fp64: in fp32, BLAS makes a row's last bit depend on its place in the block, which no GPU does.
         zeros = _Handle(np.zeros(wide.data.shape), tl.float64)
         product = stock_dot(self, _widen(a), _widen(b), zeros, *rest).data.astype(np.float32) + wide.data
         return _narrow(product) if _is_bf16(d) else _Handle(product, d.dtype.scalar)

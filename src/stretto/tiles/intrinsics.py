@@ -1,8 +1,8 @@
-"""What the primitives need and Triton has no word for: a clock, fences for TMA, and a zero that compilers cannot see.
+"""Device intrinsics that Triton lacks: a clock, fences for TMA, and a zero that compilers cannot see through.
 
-Compiled kernels have them in inline assembly, interpreted ones in Python. Which a process has is decided when this
-module is imported, as Triton decides it for every kernel that is decorated afterwards. The assembly stands in jitted
-functions, whose text is part of the key under which Triton caches what it has compiled; a builtin's is not.
+Compiled kernels have them as inline assembly, interpreted ones as Python. A process is one or the other from the import
+of this module on, as Triton decides it for every kernel that is decorated afterwards. The assembly stands in jitted
+functions, whose text is part of the key of Triton's compilation cache; a builtin's text is not.
 """
 
 import time
@@ -41,37 +41,37 @@ def register_record(address: int, owner: RecordOwner) -> None:
 
 
 def _read_clock() -> int:
-    """Nanoseconds of this machine's clock, in an interpreted kernel."""
+    """Return nanoseconds of this machine's clock, in an interpreted kernel."""
     return time.monotonic_ns()
 
 
 def _raise_report(report: Any) -> None:
-    """End an interpreted launch with the error that the report, a pointer to it, tells of."""
+    """End an interpreted launch with the error that a failure record describes; report: the pointer to the record."""
     _record_owners[int(report.handle.data.item())].check()
     raise AssertionError("a wait was given up and nothing was reported")
 
 
 def _require_own(report: Any, pointer: Any) -> None:
-    """ValueError if a pointer of an interpreted kernel is into other memory than that of the report's channel."""
+    """ValueError if a pointer of an interpreted kernel is outside of the memory of the record's channel."""
     owner = _record_owners.get(int(report.handle.data.item()))
     if owner is not None:
         owner.require_own(int(pointer.handle.data.min()))
 
 
-# Compiled kernels name these, in branches that are not compiled; Triton lets them name nothing else but builtins.
+# Compiled kernels name these functions in branches that are not compiled; Triton lets kernels name only builtins.
 for _builtin in (_read_clock, _raise_report, _require_own):
     setattr(_builtin, "__triton_builtin__", True)  # noqa: B010  (a function has no such attribute, to mypy)
 
 
 @tl.core.builtin
 def _backend(_semantic: Any = None) -> tl.constexpr:
-    """What the kernel is compiled for: "cuda" or "hip"."""
+    """Return the backend that the kernel is compiled for: "cuda" or "hip"."""
     return tl.constexpr(_semantic.builder.options.backend_name)
 
 
 @tl.core.builtin
 def count_threads(_semantic: Any = None) -> tl.constexpr:
-    """How many threads a compiled program has."""
+    """Return the number of threads of a compiled program."""
     options = _semantic.builder.options
     return tl.constexpr(options.num_warps * getattr(options, "warp_size", 32))
 
@@ -86,7 +86,7 @@ def _require_tma(_semantic: Any = None) -> None:
 
 @triton.jit
 def now():  # type: ignore[no-untyped-def]
-    """int64: nanoseconds of a clock. On GPUs it differs from thread to thread: branch on nothing made of it."""
+    """Return nanoseconds of a clock, int64. On GPUs it differs from thread to thread: never branch on it."""
     if INTERPRETED:
         nanoseconds = _read_clock()
     elif _backend() == "hip":
@@ -103,10 +103,10 @@ def now():  # type: ignore[no-untyped-def]
 
 @triton.jit
 def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32: 0, made of `seen` (int32), which neither Triton nor LLVM knows.
+    """Return an int32 0 computed from `seen` (int32), by assembly that neither Triton nor LLVM can simplify.
 
-    What is loaded from an address that it was added to is loaded after `seen` is there. before_tma: TMA may load it
-    too; that goes through another proxy, which a fence makes wait.
+    A load from an address that includes the zero comes after `seen` was read. before_tma: loads by TMA, too, which go
+    through another proxy; a proxy fence orders them.
     """
     if INTERPRETED:
         zero = 0
@@ -124,11 +124,11 @@ def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def poll_before_tma(pointer, target, late, mark, limit):  # type: ignore[no-untyped-def]
-    """int32: 0, made of what `pointer` holds once it has reached `target`: see `opaque_zero`, before TMA.
+    """Spin until `pointer` has reached `target`; returns `opaque_zero` of the value, with the fence for TMA.
 
-    It gives up where the word `late` is not 0, and sets it to `mark` when it has looked for `limit` nanoseconds. Each
-    thread does all of this by itself, in one instruction that compilers may move, though not above what its operands
-    are made of: said to be pure, since a loop with others is not pipelined.
+    It gives up when the word `late` is not 0, and sets it to `mark` after `limit` nanoseconds. Each thread polls by
+    itself, in one block of assembly that compilers may move, though not above its operands. It is declared pure, since
+    Triton does not pipeline a loop with impure assembly.
     """
     _require_tma()
     return tl.inline_asm_elementwise(
@@ -170,9 +170,9 @@ def poll_before_tma(pointer, target, late, mark, limit):  # type: ignore[no-unty
 
 @triton.jit
 def finish_tma_stores():  # type: ignore[no-untyped-def]
-    """Wait until this thread's TMA stores are done, not only read, and put them before what it does next.
+    """Wait until this thread's TMA stores are complete, not only read, and order them before what follows.
 
-    An interpreted store is done when it returns.
+    In interpreted kernels a store is complete when it returns.
     """
     if not INTERPRETED:
         _require_tma()
@@ -188,11 +188,11 @@ def finish_tma_stores():  # type: ignore[no-untyped-def]
 
 @triton.jit
 def count_up_by_thread(counter, times, threads, after_tma: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each of a program's threads adds `times` to a counter, after its own stores (release at this GPU's scope).
+    """Add `times` to a counter from each of the program's threads, after its own stores (release at this GPU's scope).
 
-    All `threads` of them together so add times * threads: whoever sees less has not seen all threads, so that no
-    barrier is needed. after_tma: also after the thread's TMA stores, which it waits for, since none knows whose they
-    are. times 0: nothing happens.
+    All `threads` together add times * threads: a smaller sum shows that some thread has not arrived, so no barrier is
+    needed. after_tma: each thread first waits for its TMA stores, since it is not known which thread issued them.
+    times 0: nothing happens.
     """
     if INTERPRETED:
         tl.atomic_add(counter, times * threads, sem="release", scope="gpu")
@@ -238,14 +238,14 @@ def count_up_by_thread(counter, times, threads, after_tma: tl.constexpr):  # typ
 
 @triton.jit
 def give_up(report):  # type: ignore[no-untyped-def]
-    """End an interpreted launch; a compiled kernel goes on to its end, and the host finds the report."""
+    """End an interpreted launch with the recorded failure; a compiled kernel runs on, and the host finds the record."""
     if INTERPRETED:
         _raise_report(report)
 
 
 @triton.jit
 def require_own(report, pointer):  # type: ignore[no-untyped-def]
-    """End an interpreted launch whose pointer is not into this rank's memory of the channel; nothing when compiled."""
+    """In interpreted kernels, refuse a pointer outside of this rank's memory of the channel; nothing when compiled."""
     if INTERPRETED:
         _require_own(report, pointer)
 

@@ -1,4 +1,4 @@
-"""Launching a kernel again with arguments of the same kind, past Triton's look at each of them."""
+"""Launch cache: launch a known kernel again without Triton's inspection of every argument."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -14,10 +14,10 @@ _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 
 
 class Launches:
-    """Launches kernels on one device, and knows which it has launched.
+    """Launches kernels on one device and remembers the compiled kernel of each key.
 
-    Triton looks at every argument of every launch to find the kernel that was compiled for their kinds. With as many
-    arguments as here the host takes 10 to 30 microseconds for that; a known launch takes 1 or 2.
+    Triton inspects every argument of every launch to find the kernel that was compiled for their kinds. With the many
+    arguments of these kernels that costs the host 10 to 30 microseconds; a remembered launch costs 1 or 2.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Launches:
     ) -> None:
         """Launch a kernel on so many programs.
 
-        key: all that decides for what Triton compiles it, which is not looked at the second time: sizes, dtypes, what
-        is None, constants, and `kind_of` each pointer and number that changes. arguments: one for each parameter, in
-        order, constants as well. kept: the objects whose id is in the key. options: num_warps, num_stages.
+        key: everything that Triton compiles the kernel for, since it is not inspected the second time: sizes, dtypes,
+        what is None, constants, and `kind_of` each pointer and number that changes. arguments: one for each parameter,
+        in order, constants as well. kept: objects whose id is in the key. options: num_warps, num_stages.
         """
         known = self._known.get((id(kernel), key))
         if known is not None:
@@ -49,20 +49,20 @@ class Launches:
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()
             remember_descriptors(compiled)
-            # The kernel too: of what is freed the id may come again.
+            # Keep the kernel alive, too: another object could get the id of one that is freed.
             self._known[id(kernel), key] = compiled, (kernel, kept)
 
     def knows(self, kernel: Any, key: Hashable) -> bool:
-        """Whether it has launched the like before."""
+        """Return whether this kernel and key have been launched before."""
         return (id(kernel), key) in self._known
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all launches."""
         self._known.clear()
 
 
 def launch_compiled(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on the current stream, past what Triton gathers for hooks where there are none."""
+    """Launch a compiled kernel on the current stream; without hooks, skip what Triton gathers for them."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(before, "calls", before) or getattr(after, "calls", after):
         compiled[(programs, 1, 1)](*arguments)
@@ -74,8 +74,8 @@ def launch_compiled(compiled: Any, programs: int, arguments: tuple[Any, ...]) ->
 
 
 def kind_of(argument: Tensor | int | None) -> Hashable:
-    """What Triton compiles in of an argument that changes from call to call."""
-    if type(argument) is Tensor:  # most are: first, and past isinstance, which asks torch's own class
+    """Return the properties of an argument that Triton compiles a kernel for, as a part of a launch's key."""
+    if type(argument) is Tensor:  # most are, so test it first, and without isinstance, which calls into torch
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if argument is None or isinstance(argument, bool):
         return argument

@@ -1,11 +1,11 @@
-"""From a tile to its rows, its rank and its channels (TileLink, section 4.1).
+"""Tile mappings: from a tile to its rows, its rank and its channels (TileLink, section 4.1).
 
-A tensor's rows are sharded over the ranks; a tile is a block of rows, and perhaps one of several columns of tiles; a
-channel is a group of rows that is signalled as one. A mapping answers for a tile: which rows (f_S), whose (f_R), which
-channels (f_C). The same functions serve both kinds of mapping; which kind it is, is known when a kernel is compiled.
+A tensor's rows are sharded over the ranks. A tile is a block of rows, in one of perhaps several columns of tiles. A
+channel is a group of rows that share a signal. A mapping gives a tile's rows (f_S), rank (f_R) and channels (f_C).
 
-`StaticMapping` is arithmetic (equation 1), `DynamicMapping` is look-up tables that are filled at run time (equation 2).
-Both are tuples that kernels take as they are.
+`StaticMapping` computes them (equation 1); `DynamicMapping` reads them from tables that are filled at run time
+(equation 2). Both are named tuples that kernels take as arguments; the device functions below serve both, and their
+kind is known at compile time.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class StaticMapping(NamedTuple):
-    """Equal shards of rows, cut into tiles by arithmetic. Make one with `shard_tiles` or `whole_tiles`.
+    """Equal shards of rows, cut into tiles by arithmetic; made by `shard_tiles` or `whole_tiles`.
 
     is_static (True), tile_rows, channels (of a rank) and aligned (no tile has rows of two ranks) are compiled in; rows
     (of a rank), columns (of tiles) and channel_rows too, if made with fixed=True.
@@ -34,11 +34,11 @@ class StaticMapping(NamedTuple):
 
 
 class DynamicMapping(NamedTuple):
-    """Look-up tables, int32 [tiles] each, that may be filled by a kernel, such as a router's, before they are used.
+    """Tables, int32 [tiles] each, which a kernel such as a router may fill before use; made by `look_up_tiles`.
 
-    Tile t has rows row_low[t] to row_high[t] - 1. Its rank is rank[t]; as a consumer's tile it waits for that rank, or,
-    where rank[t] is the number of ranks, for all. It waits for channels channel_low[t] to channel_high[t] - 1; as a
-    producer's tile it signals channel_low[t]. Make one with `look_up_tiles`.
+    Tile t has rows row_low[t] to row_high[t] - 1. Its rank is rank[t]; a consumer's tile waits for that rank, or for
+    all ranks if rank[t] is the number of ranks. It waits for channels channel_low[t] to channel_high[t] - 1; a
+    producer's tile signals channel_low[t].
     """
 
     is_static: Any
@@ -63,11 +63,11 @@ def shard_tiles(
     channel_rows: int | None = None,
     fixed: bool = False,
 ) -> StaticMapping:
-    """Tiles of `tile_rows` rows that are cut from each rank's `rows` rows; the last of a rank may be smaller.
+    """Cut each rank's `rows` rows into tiles of `tile_rows` rows; the last tile of a rank may be smaller.
 
     Tile t is in row of tiles t // columns, and tiles of rank r come before those of r + 1. channels: of each rank;
-    rank r's are r * channels to (r + 1) * channels - 1. channel_rows: rows of a channel, by default so that `channels`
-    of them have all rows and none ends within a tile; a consumer gives its producer's. fixed: compile the sizes in.
+    rank r's are r * channels to (r + 1) * channels - 1. channel_rows: rows of a channel; by default `channels` of them
+    cover all rows and none ends within a tile; a consumer passes its producer's. fixed: compile the sizes in.
     """
     return _static(rows, world, tile_rows, columns, channels, channel_rows, fixed, aligned=True)
 
@@ -82,7 +82,7 @@ def whole_tiles(
     channel_rows: int,
     fixed: bool = False,
 ) -> StaticMapping:
-    """Tiles cut from all world * rows rows as one, for consumers: a tile may have rows of several ranks.
+    """Cut all world * rows rows into tiles as one tensor, for consumers: a tile may have rows of several ranks.
 
     The arguments are those of `shard_tiles`; channels and channel_rows are the producer's.
     """
@@ -92,7 +92,7 @@ def whole_tiles(
 def look_up_tiles(
     row_low: Tensor, row_high: Tensor, rank: Tensor, channel_low: Tensor, channel_high: Tensor, *, columns: int = 1
 ) -> DynamicMapping:
-    """A mapping by tables; see `DynamicMapping`. ValueError for tables of other dtypes, sizes or devices."""
+    """Make a `DynamicMapping` of tables. ValueError for tables of other dtypes, sizes or devices."""
     tables = {
         "row_low": row_low,
         "row_high": row_high,
@@ -147,7 +147,7 @@ def _require_number(name: str, value: int, least: int) -> None:
 
 
 def count_tiles(mapping: Mapping) -> int:
-    """How many tiles there are, over all ranks: they are 0 to this - 1."""
+    """Return the number of tiles over all ranks."""
     columns = _value(mapping.columns)
     if isinstance(mapping, DynamicMapping):
         return mapping.row_low.numel() * columns
@@ -163,7 +163,7 @@ def _value(number: Any) -> int:
 
 @triton.jit
 def tile_rows(mapping, tile):  # type: ignore[no-untyped-def]
-    """f_S: the tile's first row, and the one after its last, in the whole tensor."""
+    """f_S: return the tile's first row, and the one after its last, in the whole tensor."""
     row_tile = tile // mapping.columns
     if not mapping.is_static:
         low = tl.load(mapping.row_low + row_tile)
@@ -182,13 +182,13 @@ def tile_rows(mapping, tile):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_column(mapping, tile):  # type: ignore[no-untyped-def]
-    """Which column of tiles the tile is in."""
+    """Return the tile's column of tiles."""
     return tile % mapping.columns
 
 
 @triton.jit
 def tile_rank(mapping, tile):  # type: ignore[no-untyped-def]
-    """f_R: the rank that the tile's (first) row belongs to."""
+    """f_R: return the rank that the tile's first row belongs to."""
     row_tile = tile // mapping.columns
     if not mapping.is_static:
         rank = tl.load(mapping.rank + row_tile)
@@ -201,13 +201,13 @@ def tile_rank(mapping, tile):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rank_tiles(mapping):  # type: ignore[no-untyped-def]
-    """How many tiles each rank has in a mapping made by `shard_tiles`: rank r's are r times this and on."""
+    """Return each rank's number of tiles in a mapping made by `shard_tiles`; rank r's begin at r times this."""
     return (mapping.rows + mapping.tile_rows - 1) // mapping.tile_rows * mapping.columns
 
 
 @triton.jit
 def tile_channels(mapping, tile):  # type: ignore[no-untyped-def]
-    """f_C: the first channel that holds rows of the tile, and the one after the last."""
+    """f_C: return the first channel that holds rows of the tile, and the one after the last."""
     if not mapping.is_static:
         row_tile = tile // mapping.columns
         first = tl.load(mapping.channel_low + row_tile)

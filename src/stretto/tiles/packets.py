@@ -1,16 +1,17 @@
-"""Data that is its own signal: small messages that travel in the time of one store.
+"""Packets: data that is its own signal, for small messages that travel in the time of one store.
 
-A packet is 32 bits of data, which are never 0, in memory that holds 0 where no packet is. It is stored whole, so who
-finds something has all of it: no barrier, no fence, no second message, and nothing travels beside the data. (NCCL's LL
-protocol sends as many bits of flags as of data.) Data of 0 travels as the bits of a negative zero, in its last number.
+A packet is 32 bits of data, never 0, in memory that holds 0 where there is no packet. It is stored whole, so a reader
+that sees a nonzero word has all of it: there is no barrier, no fence, no second message and no flag beside the data.
+(NCCL's LL protocol sends as many bits of flags as of data.) Data of 0 is sent as the bits of a negative zero, in its
+last number.
 
-Who takes a packet puts 0 back, so memory is left as it was found: it holds packets and nothing else, each is taken by
-one program, and calls of two numbers in a row use two slots (`call_slot`).
+Reuse: the reader of a packet writes 0 back, so the memory is left as it was. It holds packets and nothing else, one
+program takes each packet, and consecutive calls alternate between two slots (`call_slot`).
 
-Each packet is loaded by one thread alone. A block of fewer elements than the program has threads is held several times,
-and each copy is loaded by itself: one may see a packet that another does not see yet, the check may look at one and
-what is stored afterwards may be the other. Triton may even load such a block again, in another layout, after the check.
-So blocks of packets have at least as many elements as the program has threads (`_require_one_load`).
+Exactly one thread loads each packet. Triton holds a block that has fewer elements than the program has threads several
+times, and loads each copy separately: one copy may see a packet that another does not see yet, so that the check looks
+at one copy and the result is stored from the other. Triton may even load such a block again after the check, in another
+layout. So blocks of packets have at least as many elements as the program has threads (`_require_one_load`).
 """
 
 import triton
@@ -21,19 +22,19 @@ from stretto.tiles.data import peer_pointer
 from stretto.tiles.intrinsics import INTERPRETED, count_threads, require_own
 from stretto.tiles.waits import LOOKS_A_TIME, OF_PACKETS, watch_clock
 
-_ZERO = tl.constexpr(-(1 << 31))  # what 0 travels as
+_ZERO = tl.constexpr(-(1 << 31))  # data of 0 is sent as this
 
 
 @triton.jit
 def push_packets(  # type: ignore[no-untyped-def]
     channel, pointer, offsets, data, mask, rank=None, ranks=None, in_fours: tl.constexpr = False, publishes=None
 ):
-    """Put 32-bit `data`, as `pack` makes it, as packets at `pointer` + `offsets` in the memory of `rank`.
+    """Store 32-bit `data`, as `pack` makes it, as packets at `pointer` + `offsets` in the memory of `rank`.
 
-    pointer: a scalar into this rank's memory, of int32. ranks: instead of a rank, one for each packet. in_fours: every
-    four packets along the last dim are neighbours that go together, by one store: the first one's place is a multiple
-    of 16 bytes, and they have one rank and one mask. publishes: what `may_publish` gave, if the caller has asked
-    already: data that was made after a wait has failed is not sent.
+    pointer: a scalar into this rank's memory, of int32. ranks: a rank for each packet, instead of `rank`. in_fours:
+    store every four neighbours along the last dim at once; their first place is a multiple of 16 bytes, and they share
+    one rank and one mask. publishes: the result of `may_publish`, if the caller has it already: data that was made
+    after a failed wait is not sent.
     """
     tl.static_assert(
         pointer.dtype.element_ty == tl.int32 and data.dtype == tl.int32, "packets are int32: pack makes them of numbers"
@@ -45,7 +46,7 @@ def push_packets(  # type: ignore[no-untyped-def]
     if ranks is None:
         places = peer_pointer(channel, pointer, rank) + offsets
     else:
-        # Chosen, not loaded one by one: a load for each packet would take longer than the stores.
+        # Select distances, since a load for each packet would take longer than the stores.
         known = (ranks >= 0) & (ranks < channel.world)
         tl.device_assert(known | (mask == 0), "there is no such rank to push to")
         require_own(channel.report, pointer)
@@ -53,8 +54,8 @@ def push_packets(  # type: ignore[no-untyped-def]
         for peer in tl.static_range(channel.world):
             distances = tl.where(ranks == peer, tl.load(channel.addresses + channel.world + peer), distances)
         places = ((pointer + offsets).to(tl.int64) + distances).to(tl.pointer_type(tl.int32))
-    # By tl.store, which stores each element once: inline assembly would have every thread store that has a copy of it,
-    # and who comes second puts a packet where another was taken already.
+    # tl.store stores each element once. With inline assembly every thread that holds a copy would store, and a late one
+    # would put a packet where the reader has already taken it.
     if in_fours:
         place, _ = _split_pairs(places.to(tl.int64))
         inside, _ = _split_pairs(mask.to(tl.int32))
@@ -69,7 +70,7 @@ def push_packets(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _split_pairs(x):  # type: ignore[no-untyped-def]
-    """The elements at even and those at odd places of the last dim."""
+    """Split a block into the elements at even and at odd places of the last dim."""
     if len(x.shape) == 1:
         first, second = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
     else:
@@ -79,9 +80,9 @@ def _split_pairs(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untyped-def]
-    """int32: the data of packets in this rank's memory, once all are there; their places are empty then.
+    """Wait for packets in this rank's memory, return their data (int32), and empty their places.
 
-    part, peer: for the report of a wait that fails: which packets, and which rank sends them.
+    part, peer: for the failure record: which packets, and the rank that sends them.
     """
     _require_one_load(pointers)
     packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True)
@@ -100,7 +101,7 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
 
 @triton.jit
 def _require_one_load(block):  # type: ignore[no-untyped-def]
-    """Refuse a block of packets that several threads would load for themselves."""
+    """Refuse, at compile time, a block of packets that several threads would load for themselves."""
     if not INTERPRETED:
         tl.static_assert(
             block.numel >= count_threads(),
@@ -110,26 +111,27 @@ def _require_one_load(block):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _misses(packets):  # type: ignore[no-untyped-def]
-    """Whether one of them is not there yet; all threads know, and have looked."""
+    """Return whether a packet is missing; all threads of the block get the same answer."""
     return _greatest((packets == 0).to(tl.int32)) > 0
 
 
 @triton.jit
 def _greatest(x):  # type: ignore[no-untyped-def]
-    """Of all elements, in however many dims."""
+    """Return the maximum of all elements, for any number of dims."""
     return tl.max(x, axis=0) if len(x.shape) == 1 else tl.max(x)
 
 
 @triton.jit
 def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(low, high, are_there): fp32 sums over all ranks, in their order, of the numbers in packets that are taken here;
-    and whether all packets came before the time limit. If not, the sums are wrong, and must not be sent on.
+    """Wait for all ranks' packets, empty their places, and sum their numbers in fp32, in rank order.
 
-    Rank r's are at pointer + r * stride + offsets. dtype: of the numbers; those of 16 bits come in twos, and of one of
-    32 bits both results are the same. All ranks' packets are looked at in one go, until all are there.
+    Returns (low, high, have_arrived): the sums, and whether all packets came before the time limit. If not, the sums
+    are wrong and must not be sent on. Rank r's packets are at pointer + r * stride + offsets. dtype: of the numbers; a
+    packet holds two of 16 bits, or one of 32 bits, and then low and high are the same. Each read covers all ranks'
+    packets.
     """
     _require_one_load(offsets)
-    stride = tl.cast(stride, tl.int64)  # of all ranks' packets there may be 2^31 and more
+    stride = tl.cast(stride, tl.int64)  # all ranks' packets may be 2^31 or more
     low, high, late = _look_at_all(channel, pointer, stride, offsets, mask, dtype)
     began = tl.cast(0, tl.int64)
     looks = 0
@@ -147,7 +149,7 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
 
 @triton.jit
 def _look_at_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(low, high, late): the sums, and the last rank that a packet is missing of, or -1."""
+    """Return (low, high, late): the sums, and the last rank with a missing packet, or -1."""
     low = tl.zeros(offsets.shape, tl.float32)
     high = tl.zeros(offsets.shape, tl.float32)
     late = tl.full(offsets.shape, -1, tl.int32)
@@ -162,7 +164,7 @@ def _look_at_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr): 
 
 @triton.jit
 def pack(low, high, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32: two numbers of 16 bits, or `low` alone, of 32. Zeros that a packet cannot tell apart are one: +0."""
+    """Pack two numbers of 16 bits, or `low` alone of 32 bits, into int32. The zeros that share a packet become +0."""
     if dtype.primitive_bitwidth == 32:
         data = low.to(dtype).to(tl.int32, bitcast=True)
     else:
@@ -174,7 +176,7 @@ def pack(low, high, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unpack(data, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 (low, high): what `pack` has packed."""
+    """Unpack what `pack` has packed: returns fp32 (low, high)."""
     if dtype.primitive_bitwidth == 32:
         low = data.to(tl.float32, bitcast=True)
         high = low

@@ -1,6 +1,6 @@
-"""CUDA's streams and driver, by handles: what torch has no word for, and what its words take the host long for.
+"""CUDA streams and driver calls by handles: functions that torch lacks, or whose torch versions cost the host too much.
 
-Copies and signals of one operator are dozens of calls, and there are hosts on which each costs torch ten microseconds.
+One operator makes dozens of copies and signals, and on some hosts each costs ten microseconds through torch.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ _kept: dict[int, torch.cuda.Stream] = {}
 
 
 def find_handle(device: torch.device) -> int:
-    """The current stream's handle."""
+    """Return the current stream's handle."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def find_current(device: torch.device) -> torch.cuda.Stream:
-    """The current stream, as an object that is kept: torch makes one anew each time."""
+    """Return the current stream as a cached object; torch makes a new one each time."""
     handle = find_handle(device)
     stream = _kept.get(handle)
     if stream is None or stream.device_index != device.index:  # the default stream's handle is 0 on every device
@@ -32,7 +32,7 @@ def find_current(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A stream of copies, which is opened and joined by whichever stream is the current one."""
+    """A side stream for copies, which forks from and joins whichever stream is current."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,17 +41,17 @@ class SideStream:
         self._before: list[tuple[int, int, int]] = []
 
     def open(self) -> None:
-        """Have what it gets from now on come after what the current stream has so far."""
+        """Fork: order what this stream gets from now on after what the current stream has so far."""
         self._opened.record(find_current(self.device))
         self.stream.wait_event(self._opened)
 
     def join(self) -> None:
-        """Have what the current stream gets from now on come after what it has so far."""
+        """Join: order what the current stream gets from now on after what this stream has so far."""
         self._joined.record(self.stream)
         find_current(self.device).wait_event(self._joined)
 
     def __enter__(self) -> None:
-        """Inside, it is the current stream."""
+        """Make this the current stream until exit."""
         self._before.append(torch._C._cuda_getCurrentStream(self.device.index))
         stream = self.stream
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
@@ -61,7 +61,7 @@ class SideStream:
 
 
 class _Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D: a copy of rows that lie `pitch` bytes apart, each from a column on."""
+    """CUDA_MEMCPY2D: a copy of rows that are `pitch` bytes apart, each starting at a column."""
 
     _fields_ = [
         field
@@ -79,7 +79,7 @@ class _Memcpy2D(ctypes.Structure):
 
 
 class Driver:
-    """CUDA's driver. RuntimeError for what it refuses."""
+    """CUDA's driver functions by raw addresses and stream handles. RuntimeError if a call fails."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -105,7 +105,7 @@ class Driver:
             raise RuntimeError(f"CUDA error {failed} of a copy of {count} rows of {size} bytes")
 
     def await_count(self, address: int, count: int, stream: int) -> None:
-        """Have the stream wait until an int32 has come to `count`, then set it to 0."""
+        """Make the stream wait until an int32 has reached `count`, then set it to 0."""
         failed = self._await(stream, address, count, _AT_LEAST) or self._write(stream, address, 0, 0)
         if failed:
             raise RuntimeError(
@@ -116,7 +116,7 @@ class Driver:
 
 @functools.cache
 def find_driver() -> Driver:
-    """This machine's."""
+    """Return this machine's driver, loaded once."""
     return Driver()
 
 

@@ -1,4 +1,4 @@
-"""Ways that were measured on this machine, kept by `stretto.tuning` for later runs."""
+"""Autotuning of the look-up's launch configs; `stretto.tuning` keeps the times on this machine for later runs."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from stretto.tuning import Autotuner, TimeKeys, machine_key, median_seconds, slo
 
 
 def find_tuned_config(shape: LookupSize, device: torch.device) -> LaunchConfig | None:
-    """The fastest config that was measured for look-ups of about this shape; None where none was."""
+    """Return the fastest config that was measured for look-ups of about this size; None if none was."""
     return _load(device).get(_name_shape(shape))
 
 
@@ -25,9 +25,9 @@ def measure_launch_configs(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> LaunchConfig:
-    """Time this rank's configs, of which all ranks have as many; keep the times, and return its fastest.
+    """Time this rank's configs, keep the times, and return the fastest; all ranks have equally many configs.
 
-    run: a call with a config. A call's time is that of the slowest rank, so all ranks find the same one fastest.
+    run: makes a call with a config. A call's time is the slowest rank's, so the same number is fastest on all ranks.
     """
     repeats, warmups = (7, 2) if device.type == "cuda" else (1, 0)
     times = [
@@ -42,7 +42,7 @@ def measure_launch_configs(
         for config in configs
     ]
     seconds = slowest_times([median_seconds(row) for row in times], device, group)
-    for rank in range(group.size()):  # ranks may have other shapes, and one file
+    for rank in range(group.size()):  # ranks may have different sizes, but write one file
         if rank == group.rank():
             _autotuner(device).keep(_name_shape(shape), dict(zip(configs, seconds, strict=True)))
         dist.barrier(group=group)
@@ -52,7 +52,7 @@ def measure_launch_configs(
 
 @functools.lru_cache
 def _load(device: torch.device) -> dict[str, LaunchConfig]:
-    """The fastest config of each shape that is known."""
+    """Return the fastest config of each size that was measured."""
     return {shape: min(times, key=times.__getitem__) for shape, times in _autotuner(device).read().items()}
 
 
@@ -62,7 +62,7 @@ def _autotuner(device: torch.device) -> Autotuner[str, LaunchConfig]:
 
 
 def _name_shape(shape: LookupSize) -> str:
-    """Equal for shapes that are looked up alike: average bags are told apart by factors of two."""
+    """Name a size for the store; sizes whose average bags differ by less than a factor of two share a name."""
     pooling = round(math.log2(max(shape.pooling, 1.0)))
     return f"embedding {shape.world} ranks {shape.block_bytes} bytes {shape.tables}x{shape.batch} pooling 2^{pooling}"
 
@@ -72,7 +72,7 @@ def _name_config(config: LaunchConfig) -> str:
 
 
 def _parse_key(key: str) -> tuple[str, LaunchConfig]:
-    """The shape's name and the config; ValueError for any other key, since files may be anyone's."""
+    """Return the size's name and the config. ValueError for any other key, since anyone may have written the file."""
     shape, _, name = key.rpartition(", ")
     parts = name.split("/")
     if not shape.startswith("embedding") or len(parts) != 6 or not all(part.isdecimal() for part in parts[:5]):

@@ -1,4 +1,4 @@
-"""`EmbeddingAllToAll`: this rank's tables as a module, which a torch optimizer trains or its own backward pass does."""
+"""`EmbeddingAllToAll`: this rank's tables as a module, trained by a torch optimizer or by a fused one in backward."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from stretto.ops.workspace import find_kept
 class EmbeddingAllToAll(nn.Module):
     """This rank's tables, looked up for the global batch by `embedding_all_to_all`.
 
-    shapes: (rows, dim) of each; a rank may have none. optimizer: None, and `tables` are parameters with gradients
-    (sparse ones with sparse=True); or "sgd" or "adagrad" (row-wise; see `embedding_all_to_all_update`), and the
-    backward pass itself changes the rows that were looked up: then `tables` need no gradients, and no optimizer should
-    have them. All ranks of the group make their modules in one order. learning_rate, epsilon: that optimizer's;
-    `set_learning_rate` changes the first one, also of a CUDA graph that was captured. mode, checks: as in
-    `embedding_all_to_all`. Rows begin with numbers of uniform distribution, at most 1 / sqrt(rows) large
-    (`reset_parameters`, which a module that was made on the meta device calls after `to_empty`).
+    shapes: (rows, dim) of each table; a rank may have none. All ranks of the group make their modules in one order.
+    optimizer: with None, `tables` are parameters with gradients (sparse ones with sparse=True). With "sgd" or "adagrad"
+    (row-wise; see `embedding_all_to_all_update`), the backward pass itself updates the rows that were looked up: then
+    `tables` need no gradients, and no other optimizer should have them. learning_rate, epsilon: the fused optimizer's;
+    `set_learning_rate` changes the learning rate, also for a captured CUDA graph. mode, checks: as in
+    `embedding_all_to_all`.
 
-    dtype is the tables': settings and states are fp32, and stay so when the module is moved to another dtype.
-    ValueError for what no table or optimizer can be.
+    Rows start uniformly distributed within +-1 / sqrt(rows) (`reset_parameters`; call it after `to_empty` if the module
+    was made on the meta device). dtype is the tables': settings and states are fp32, and stay so when the module is
+    moved to another dtype. ValueError for invalid tables or optimizers.
     """
 
     settings: Tensor
@@ -71,7 +71,7 @@ class EmbeddingAllToAll(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin anew: other rows, states of zeros, and the learning rate that the module was made with."""
+        """Draw new rows, zero the states, and restore the learning rate that the module was made with."""
         for table in self.tables:
             nn.init.uniform_(table, -(len(table) ** -0.5), len(table) ** -0.5)
         for state in self.states:
@@ -81,18 +81,18 @@ class EmbeddingAllToAll(nn.Module):
 
     @property
     def states(self) -> list[Tensor]:
-        """The row-wise states of adagrad, fp32 [rows] each."""
+        """Return adagrad's row-wise states, fp32 [rows] each."""
         count = len(self.tables) if self.optimizer == "adagrad" else 0
         return [getattr(self, f"state_{place}") for place in range(count)]
 
     def set_learning_rate(self, rate: float) -> None:
-        """Change the learning rate of the next backward passes."""
+        """Set the fused optimizer's learning rate, for the backward passes from now on."""
         self.settings[0] = rate
 
     def forward(
         self, indices: Tensor, offsets: Tensor, *, weights: Tensor | None = None, batch: int | None = None
     ) -> Tensor:
-        """[global batch / world, sum of all ranks' dims]; the arguments are those of `embedding_all_to_all`."""
+        """Look up; returns [global batch / world, sum of all ranks' dims]. Arguments as in `embedding_all_to_all`."""
         options: dict[str, Any] = {
             "weights": weights,
             "mode": self.mode,
@@ -100,7 +100,7 @@ class EmbeddingAllToAll(nn.Module):
             "name": self.name,
             "checks": self.checks,
         }
-        # As list(self.tables), which takes microseconds a table.
+        # The same as list(self.tables), which takes microseconds for each table.
         tables = [table for table in self.tables._parameters.values() if table is not None]
         if self.optimizer is None or not torch.is_grad_enabled():
             return embedding_all_to_all(indices, offsets, tables, self.group, sparse=self.sparse, **options)
@@ -108,7 +108,7 @@ class EmbeddingAllToAll(nn.Module):
         return embedding_all_to_all_updating(indices, offsets, tables, self.group, update, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `half` and their like do; settings and states stay fp32, which updates take."""
+        """Move as `nn.Module` does (`to`, `half`, ...), but keep settings and states in fp32, which updates take."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -118,10 +118,10 @@ class EmbeddingAllToAll(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What was given."""
+        """Return the mode and the optimizer."""
         return f"mode={self.mode!r}, optimizer={self.optimizer!r}"
 
 
 def _find_new_name(group: dist.ProcessGroup | None) -> str:
-    """One that no other module of the group has, the same on all ranks, which make them in one order."""
+    """Return a name that no other module of the group has; equal on all ranks, which make modules in one order."""
     return f"module {next(find_kept(find_name(group), torch.device('cpu'), 'embedding modules', itertools.count))}"

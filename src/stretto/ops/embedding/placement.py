@@ -1,4 +1,4 @@
-"""Which rank has which tables: agreed by all ranks at the first call, and kept; and what is refused before a launch."""
+"""Table placement (which rank has which tables, agreed on at the first call), and checks of a call's input."""
 
 import functools
 import math
@@ -21,9 +21,10 @@ _TIMEOUT = 60.0
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingPlacement:
-    """All ranks' tables as one rank sees them. What follows from them is computed once; there may be hundreds.
+    """All ranks' tables as one rank sees them. There may be hundreds, so properties are computed once.
 
-    rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global. needs_grad: whether backward runs.
+    rank: this one. dims: of each rank's tables. dtype: of all tables. batch: global. needs_grad: whether the tables
+    need gradients.
     """
 
     rank: int
@@ -34,39 +35,39 @@ class EmbeddingPlacement:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.dims)
 
     @property
     def local_batch(self) -> int:
-        """Samples of each rank."""
+        """Return the samples of each rank."""
         return self.batch // len(self.dims)
 
     @functools.cached_property
     def width(self) -> int:
-        """Columns of the output: of all tables of all ranks."""
+        """Return the columns of the output: of all tables of all ranks."""
         return sum(self.widths)
 
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
-        """Columns of each rank's tables."""
+        """Return the columns of each rank's tables."""
         return tuple(sum(dims) for dims in self.dims)
 
     @functools.cached_property
     def longest(self) -> int:
-        """The longest row's elements in this rank's tables."""
+        """Return the largest dim of this rank's tables."""
         return max(self.dims[self.rank], default=4)
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number that ranks which see the same tables have in common, and others, most likely, do not.
+        """Return a hash of all ranks' tables: equal on ranks that see the same tables, most likely unequal otherwise.
 
-        It is odd and has 31 bits, so that Triton compiles one kernel for all.
+        It is odd and has 31 bits, so that Triton compiles one kernel for all values.
         """
         return zlib.crc32(repr((self.dims, self.dtype, self.batch)).encode()) & 0x7FFFFFFF | 1
 
     def first_column(self, rank: int) -> int:
-        """Where the columns of a rank's tables begin."""
+        """Return the first column of a rank's tables in the output."""
         return sum(self.widths[:rank])
 
 
@@ -79,7 +80,7 @@ def require_input(
     batch: int | None,
     world: int,
 ) -> int:
-    """The global batch. ValueError for what cannot be looked up in so many tables; no element is read."""
+    """Check a call's input and return the global batch. ValueError for invalid input; no element is read."""
     name = "embedding_all_to_all"
     require_mode(mode)
     for what, tensor in (("indices", indices), ("offsets", offsets)):
@@ -145,8 +146,8 @@ def _require_device(name: str, offsets: Tensor) -> None:
         )
 
 
-class _Told(NamedTuple):
-    """What a rank tells the others of its tables. dtype, needs_grad: None where it has none."""
+class _RankTables(NamedTuple):
+    """What a rank tells the others about its tables. dtype, needs_grad: None if it has no tables."""
 
     dims: tuple[int, ...]
     dtype: str | None
@@ -163,22 +164,22 @@ def find_placement(
     batch: int,
     needs_grad: bool,
 ) -> EmbeddingPlacement:
-    """All ranks' tables. The first call with these, on this rank, meets all ranks, which must call it too.
+    """Find the placement of this rank's tables. The first call with these arguments is collective: all ranks make it.
 
-    dtype: None where this rank has no tables. needs_grad counts at that first call. ValueError where ranks differ in
-    what must be the same.
+    dtype: None if this rank has no tables. needs_grad: only the first call's counts. ValueError if ranks differ in
+    dtype, batch or needs_grad.
     """
 
     def make() -> EmbeddingPlacement:
         named = None if dtype is None else str(dtype).removeprefix("torch.")
-        return _agree(group, device, _Told(dims, named, batch, needs_grad if dims else None))
+        return _agree(group, device, _RankTables(dims, named, batch, needs_grad if dims else None))
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
 
 
-def _agree(group: str, device: torch.device, told: _Told) -> EmbeddingPlacement:
+def _agree(group: str, device: torch.device, told: _RankTables) -> EmbeddingPlacement:
     process_group = find_group(group)
-    every: list[_Told]
+    every: list[_RankTables]
     if device.type == "cpu":
         every = exchange(told, process_group, _TIMEOUT)
     else:  # NCCL has no barrier with a time limit; the group's own counts
@@ -204,5 +205,5 @@ def _agree(group: str, device: torch.device, told: _Told) -> EmbeddingPlacement:
 
 @functools.lru_cache(maxsize=256)
 def common_multiple(numbers: tuple[int, ...], itemsize: int) -> int:
-    """The largest number of elements, up to 16 bytes of them, that divides all numbers of elements."""
+    """Return the largest number of elements, up to 16 bytes of them, that divides all the given numbers of elements."""
     return math.gcd(16 // itemsize, *numbers)

@@ -1,4 +1,4 @@
-"""This rank's tables as calls know them: what is refused, and what follows from how they look, found once."""
+"""This rank's tables: checked once, and remembered by their addresses and shapes, since a call may have hundreds."""
 
 import functools
 import itertools
@@ -18,9 +18,9 @@ _OPERATOR = "embedding_all_to_all"
 
 @dataclass(frozen=True, eq=False)
 class TableSet:
-    """Tables that kernels take. Hundreds are read quickly, but not hashed: two of these are equal if they are one.
+    """Checked tables. Hashing hundreds of them takes too long, so two sets are equal only if they are one object.
 
-    addresses: of each table's first element; none where there is none, since torch traces. dtype: None without tables.
+    addresses: of each table's first element; empty while torch traces. dtype: None without tables.
     """
 
     device: torch.device
@@ -31,7 +31,7 @@ class TableSet:
     have_gradients: tuple[bool, ...]
 
     def needs_grad(self) -> bool:
-        """Whether the tables need gradients. ValueError where some do and others do not."""
+        """Return whether the tables need gradients. ValueError if some do and others do not."""
         if len(set(self.have_gradients)) > 1:
             place = self.have_gradients.index(not self.have_gradients[0])
             raise ValueError(
@@ -41,9 +41,9 @@ class TableSet:
 
     @functools.cached_property
     def firsts(self) -> tuple[int, ...]:
-        """The first table that is the same memory as each: itself, unless a table is there several times.
+        """Return, for each table, the first table with the same memory: itself, unless a table is given several times.
 
-        ValueError for tables that have only a part of their memory in common: nothing can change them together.
+        ValueError for tables that share only a part of their memory: no update can be right for both.
         """
         itemsize = self.dtype.itemsize if self.dtype else 0
         first_of: dict[tuple[int, int, int], int] = {}
@@ -63,9 +63,10 @@ _found: dict[tuple[object, ...], TableSet] = {}
 
 
 def find_tables(tables: Sequence[Tensor], device: torch.device) -> TableSet:
-    """The set of these tables. ValueError for what no kernel takes; device: of the offsets, and so of all.
+    """Return the set of these tables, checked. ValueError for tables that no kernel takes.
 
-    Tables that look as others did are not looked at one by one: that would take longer than a look-up.
+    device: the offsets', which all tables must be on. Tables with known addresses and shapes are not checked again one
+    by one, which would take longer than a look-up.
     """
     addresses = tuple(map(Tensor.data_ptr, tables))
     looks = (device, addresses, tuple(map(_looks_of, tables)), tuple(map(Tensor.is_contiguous, tables)))
@@ -79,7 +80,7 @@ def find_tables(tables: Sequence[Tensor], device: torch.device) -> TableSet:
 
 
 def accept_tables(tables: Sequence[Tensor], device: torch.device, addresses: tuple[int, ...] = ()) -> TableSet:
-    """As `find_tables`, looking at one after another; no address is read."""
+    """Check the tables one by one and return their set; reads no address, so that traced tables may be checked."""
     for place, table in enumerate(tables):
         _require_table(place, table, tables[0], device)
     return TableSet(
@@ -122,5 +123,5 @@ def require_shape(place: int, rows: int, dim: int, dtype: torch.dtype) -> None:
 
 
 def name_dtypes() -> str:
-    """What tables and weights may be of."""
+    """Return the names of the dtypes that tables and weights may have."""
     return ", ".join(str(dtype) for dtype in DTYPES)

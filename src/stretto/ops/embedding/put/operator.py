@@ -1,4 +1,4 @@
-"""`embedding_all_to_all_put`: look-ups for ranks whose memory this GPU cannot map too, by NVSHMEM's puts."""
+"""`embedding_all_to_all_put`: the look-up for ranks whose memory this GPU cannot map, by NVSHMEM's puts."""
 
 import ctypes
 import functools
@@ -28,7 +28,7 @@ from stretto.tiles.waits import OF_BEGIN
 
 NAME = "embedding_all_to_all_put"
 STAGING_BYTES = 16 << 20
-"""For tiles on their config: a tile a program, and as many programs as it holds. A tile has up to 64 KB."""
+"""Bytes of staging memory. Each program has a tile in it, of up to 64 KB, so it bounds the number of programs."""
 
 _ALIGNMENT = 128
 
@@ -46,20 +46,21 @@ def embedding_all_to_all_put(
     checks: bool = True,
     reach: Sequence[bool] | None = None,
 ) -> Tensor:
-    """`embedding_all_to_all`, forward alone, on GPUs that need not reach each other's memory by loads and stores.
+    """Look up as `embedding_all_to_all` does, forward only, on GPUs that need not map each other's memory.
 
-    Arguments, result and its bits are that operator's, and so is what it raises. Vectors for a rank in reach are stored
-    into its memory; for another one they are staged in this rank's, and put from there through NVSHMEM. reach: for each
-    rank, whether it is stored to; default: what NVSHMEM could map. A rank that is in reach may be put to all the same.
+    Arguments, result, bits and errors are those of `embedding_all_to_all`. Vectors for a rank in reach are stored into
+    its memory; vectors for another rank are staged in this rank's memory, and put from there through NVSHMEM. reach:
+    for each rank, whether to store to it; default: whether NVSHMEM could map its memory. A rank in reach may be put to,
+    too.
 
     NVSHMEM is chosen for the whole process, before torch's symmetric memory is first used:
-    torch.distributed._symmetric_memory.set_backend("NVSHMEM"). Stretto's other kernels on GPUs take the backend "CUDA"
-    and refuse that one. The group is of all ranks. The first call of a size allocates memory for two outputs, which is
-    never given back; the result is a copy. It is no torch.library operator: torch.compile breaks its graph here.
+    torch.distributed._symmetric_memory.set_backend("NVSHMEM"). Stretto's other kernels on GPUs need the backend "CUDA"
+    and refuse that one. The group has all ranks. The first call of a size allocates memory for two outputs, which is
+    never freed; the result is a copy. This is no torch.library operator: torch.compile breaks its graph here.
 
-    RuntimeError where NVSHMEM is missing; ValueError for tensors that are not on GPUs, for another backend, a group of
-    some ranks only, a rank that is said to be in reach and is not, tables that need gradients, and in a CUDA graph.
-    Punniyamurthy et al., section 3.
+    RuntimeError without NVSHMEM. ValueError for tensors that are not on GPUs, another backend, a group of some ranks
+    only, a rank in `reach` that cannot be mapped, tables that need gradients, and in a CUDA graph. Punniyamurthy et
+    al., section 3.
     """
     group_name = find_name(group)
     world = dist.get_world_size(group)
@@ -133,10 +134,10 @@ def _launch(
 
 
 class PutSlots:
-    """Two outputs, places for staging and signals, in NVSHMEM's symmetric memory on all ranks; made by `find`.
+    """Two outputs, staging and signals, in NVSHMEM's symmetric memory on all ranks; made by `find`.
 
-    channel: what kernels wait and report by; its counters are not used, since NVSHMEM's signals have 64 bits. Its
-    addresses are the distances to other ranks' memory, 0 for those out of reach.
+    channel: holds the time limit, failure record and addresses for the kernels; its counters are not used, since
+    NVSHMEM's signals have 64 bits. Its addresses are the distances to other ranks' memory, 0 for ranks out of reach.
     """
 
     def __init__(self, storage: Tensor, addresses: Sequence[int], rank: int, slot_bytes: int, timeout: float) -> None:
@@ -175,7 +176,7 @@ class PutSlots:
 
     @classmethod
     def find(cls, group: str, device: torch.device, size: int) -> "PutSlots":
-        """The group's, for outputs of `size` bytes or a few more; all ranks call it with the same size."""
+        """Find or make the group's, for outputs of `size` bytes; all ranks call it with the same size."""
         slot_bytes = round_size(size)
         return find_kept(
             group, device, ("embedding puts", slot_bytes), lambda: cls._allocate(group, device, slot_bytes)
@@ -188,7 +189,7 @@ class PutSlots:
         process_group = find_group(group)
         total = _head_bytes(process_group.size()) + 2 * slot_bytes + STAGING_BYTES
         storage = symmetric._SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
-        # All ranks free it together, or wait for those that do not: so none does, not even at Python's end.
+        # Freeing is collective and waits for all ranks, so no rank ever frees it, not even when Python ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage))
         storage.zero_()
         torch.cuda.synchronize(device)
@@ -198,7 +199,7 @@ class PutSlots:
         return cls(storage, addresses, process_group.rank(), slot_bytes, group_timeout(process_group))
 
     def find_reach(self, asked: Sequence[bool] | None) -> tuple[bool, ...]:
-        """Whether each rank is stored to: what was asked for, or all that can be. ValueError for one that cannot be."""
+        """Return whether to store to each rank: as asked, else wherever it can. ValueError for one that cannot be."""
         if asked is None:
             return self.mapped
         for peer, (wanted, can) in enumerate(zip(asked, self.mapped, strict=True)):
@@ -209,26 +210,26 @@ class PutSlots:
         return tuple(peer == self.rank or bool(wanted) for peer, wanted in enumerate(asked))
 
     def describe(self, dtype: torch.dtype, reach: tuple[bool, ...]) -> Any:
-        """What kernels are given, for tables of a dtype."""
+        """Make the kernel argument, for tables of a dtype."""
         from stretto.ops.embedding.put.kernel import PutExchange
 
         words = cache_on_device((tuple(int(is_near) for is_near in reach),), self.device).view(-1)
         return PutExchange(words, self._signals, self._begun, self._staging.view(dtype), self._targets, self._tickets)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The next call's output. It is written over two calls later, so it is copied in stream order."""
+        """Return the next call's output, which is overwritten two calls later: copy it in stream order."""
         self._calls += 1
         memory = self._slots[self._calls % 2]
         return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def check(self) -> None:
-        """Raise what kernels have found wrong, or waited for in vain; synchronize first to be sure of what has run."""
+        """Raise errors that kernels have recorded; synchronize first to see those of all launched kernels."""
         self.index_errors.check()
         failures.check()
 
 
 def _describe_failure(rank: int, world: int, timeout: float, words: Sequence[int]) -> str:
-    """What the failure record says: which wait has failed."""
+    """Describe the failure record: which wait has failed."""
     kind, _, call, _, channel, peer, seen, target = words[:8]
     if kind == failures.FOLLOWED:
         return (
@@ -243,12 +244,12 @@ def _describe_failure(rank: int, world: int, timeout: float, words: Sequence[int
 
 
 def find_put_slots(group: str) -> list[PutSlots]:
-    """All slots of a group."""
+    """Return all slots of a group."""
     return [kept for kept in list_kept(group) if isinstance(kept, PutSlots)]
 
 
 def require_nvshmem(device: torch.device) -> None:
-    """RuntimeError or ValueError, which say what is missing, unless this process can put through NVSHMEM."""
+    """Raise a RuntimeError or ValueError that says what is missing, unless this process can put through NVSHMEM."""
     import torch.distributed._symmetric_memory as symmetric
 
     if device.type != "cuda" or INTERPRETED.value:
@@ -272,7 +273,7 @@ def require_nvshmem(device: torch.device) -> None:
 
 @functools.cache
 def _load_kernels() -> tuple[Any, Any]:
-    """`begin_putting` and `pool_and_put`, with NVSHMEM's device library. RuntimeError where it is not found."""
+    """Return `begin_putting` and `pool_and_put`, linked with NVSHMEM's device library. RuntimeError without it."""
     from torch.distributed._symmetric_memory import _nvshmem_triton as nvshmem
 
     if not hasattr(nvshmem, "putmem_signal_block"):
@@ -297,7 +298,7 @@ def _require_call(group: str, tables: TableSet, reach: Sequence[bool] | None, wo
 
 
 def _count(placement: EmbeddingPlacement, device: torch.device) -> Tensor:
-    """int64 [world x CHANNELS]: the vectors that each source sends to this rank in a call, channel by channel."""
+    """Return int64 [world x CHANNELS]: how many vectors each source sends here in a call, for each channel."""
     counts = torch.zeros(placement.world_size, CHANNELS, dtype=torch.int64)
     for source, dims in enumerate(placement.dims):
         if source != placement.rank:
@@ -307,5 +308,5 @@ def _count(placement: EmbeddingPlacement, device: torch.device) -> Tensor:
 
 
 def _head_bytes(world: int) -> int:
-    """Of signals and `begun`."""
+    """Return the bytes of signals and `begun`, before the slots."""
     return -(-8 * world * (CHANNELS + 2) // _ALIGNMENT) * _ALIGNMENT
