@@ -1,4 +1,4 @@
-"""The command `stretto`: a file for each command, a folder for `stretto bench`.
+"""The command `stretto`: a file for each command, or group of commands.
 
 A command imports what it needs when it runs, so that `stretto --help` does not wait for torch.
 """

@@ -40,10 +40,10 @@ def _command(
     out: str | None = None,
     count: Callable[[int | None], int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a command of a function that takes the settings and the folder, and returns what `--json` prints.
+    """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
 
-    out: the default folder (results/NAME). count: the command has `--ranks`, and the function takes as its first
-    argument what this makes of it. A ValueError ends the command with status 2, as everywhere.
+    out: the default folder (None: results/NAME). count: adds an option `--ranks`; the function gets the number of ranks
+    that `count` makes of it as its first argument. A ValueError ends the command with status 2.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +87,7 @@ def _make_ranks() -> inspect.Parameter:
 
 
 def _make_parameter(field: "Field[Any]") -> inspect.Parameter:
-    """The option of a field. A tuple is text; what has no default value of its own is None where it is not given."""
+    """The parameter (option) of a field. Tuples are given as text; a default that a factory makes is shown as None."""
     type_, option = get_args(field.type)
     default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
     if get_origin(type_) is tuple and option.is_repeated:
@@ -103,7 +103,7 @@ def _make_parameter(field: "Field[Any]") -> inspect.Parameter:
 
 
 def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields' values, from what the command line has given. ValueError for text that is none of their items."""
+    """Convert the command line's values into the fields' values. Raises ValueError for text that cannot be parsed."""
     values = {}
     for name, value in given.items():
         type_, option = get_args(options[name].type)
@@ -128,7 +128,7 @@ def _read_items(words: list[str], kind: Any, flag: str) -> Iterator[Any]:
 
 
 def _count_ranks(ranks: int | None) -> int:
-    """How many ranks to start."""
+    """The number of ranks to start: as given, else the machine's GPUs. Raises ValueError if there are none."""
     import torch
 
     if ranks is not None and ranks < 1:
@@ -140,7 +140,7 @@ def _count_ranks(ranks: int | None) -> int:
 
 
 def _count_gpus(ranks: int | None) -> int:
-    """The ranks of a bench that takes a GPU each. ValueError for more than there are."""
+    """The number of ranks of a bench that needs a GPU a rank. Raises ValueError for more ranks than GPUs."""
     import torch
 
     from stretto.memory import shared_gpus
@@ -213,7 +213,7 @@ def peers(setting: PeersSetting, out: Path) -> Any:
 
 @_command("overlap", OverlapSetting)
 def overlap(setting: OverlapSetting, out: Path) -> Any:
-    """What each is worth: no overlap, then all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
+    """Step time without overlap, then with all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
     from stretto.bench.training.overlap import bench_overlap
 
     ranks = _count_ranks(setting.ranks)

@@ -1,4 +1,4 @@
-"""`stretto cluster`: what machines are like."""
+"""`stretto cluster`: lists and shows machines, with their links and figures."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""`stretto collective`: write a collective, prove it right, look at it, run it."""
+"""`stretto collective`: compiles, verifies, draws, simulates and runs collectives."""
 
 import json
 import re
@@ -22,7 +22,7 @@ NOT_VERIFIED = 1
 SHOWN_ERRORS = 20
 SHOWN_LETTERS = 100
 FIXED = ("protocol", "instances", "slots", "min_bytes", "max_bytes")
-"""What every algorithm is compiled with, so that none has a parameter of the name."""
+"""Compile options of every algorithm; no algorithm has a parameter of such a name."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -278,7 +278,7 @@ def run(
 
 @contextmanager
 def _cleaning_up_when_ended() -> Iterator[None]:
-    """SIGTERM ends what runs inside as Ctrl-C does: what it has started and made is taken away."""
+    """Make SIGTERM unwind the program as Ctrl-C does, so that its processes and files are removed."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -291,7 +291,7 @@ def _cleaning_up_when_ended() -> Iterator[None]:
 
 
 def _script_arguments(args: list[str], output: Path | None) -> tuple[list[str], Path | None]:
-    """The script's arguments, and where to write: a last `-o F.xml` is ours, all that follows a `--` the script's."""
+    """Split the arguments: a last `-o F.xml` is this command's, all that follows a `--` is the script's."""
     if args[:1] == ["--"]:
         return args[1:], output
     if output is None and len(args) >= 2 and args[-2] in ("-o", "--output"):
@@ -316,7 +316,7 @@ def _read(file: Path, max_bytes: int) -> "Schedule":
 
 
 def _compile(name: str, protocol: str, instances: int, slots: int | None, parameters: dict[str, Any]) -> "Schedule":
-    """The schedule of an algorithm. What the user's own program prints goes to standard error: it is no XML.
+    """Compile an algorithm's schedule. Output of the user's own program goes to stderr, since stdout is for XML.
 
     ValueError for whatever goes wrong in it, with its line.
     """
@@ -324,15 +324,15 @@ def _compile(name: str, protocol: str, instances: int, slots: int | None, parame
         try:
             return _find(name).compile(protocol=protocol, instances=instances, slots=slots, **parameters)
         except (Exception, SystemExit) as error:
-            said = _one_line(error)
-            if isinstance(error, ValueError) and said:
-                raise ValueError(said) from error
+            text = _one_line(error)
+            if isinstance(error, ValueError) and text:
+                raise ValueError(text) from error
             kind = type(error).__name__
-            raise ValueError(f"{name} does not run: {_place(error, name)}: {kind}: {said}") from error
+            raise ValueError(f"{name} does not run: {_place(error, name)}: {kind}: {text}") from error
 
 
 def _place(error: BaseException, name: str) -> str:
-    """The innermost line of the user's own file, or else of all."""
+    """The innermost traceback line of the user's own file, or of any file if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     file = Path(name.rpartition(":")[0]).absolute()
     place = ([frame for frame in frames if Path(frame.filename) == file] or frames)[-1]
@@ -344,7 +344,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _find(name: str) -> "Algorithm":
-    """An algorithm by its name, or by the file and function that define it."""
+    """Find an algorithm by its name, or by the file and function that define it."""
     from stretto.collectives.algorithms import find, load
 
     file, colon, function = name.rpartition(":")
@@ -398,7 +398,7 @@ def _rank_range(text: str | None) -> range | None:
 
 
 def _describe(schedule: "Schedule", found: "Verification") -> str:
-    """What a schedule is and what was found out about it, for people."""
+    """Describe a schedule and its verification, for people."""
     collective = schedule.collective
     blocks = max((len(program.thread_blocks) for program in schedule.ranks), default=0)
     lines = [
@@ -424,7 +424,7 @@ def _describe(schedule: "Schedule", found: "Verification") -> str:
 
 
 def _shown(name: str) -> str:
-    """A name out of a file: what would steer a terminal, or begin a line of its own, as an escape."""
+    """Escape control characters and line breaks of a name that was read from a file."""
     letters = (letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name[:SHOWN_LETTERS])
     return "".join(letters) + ("..." if len(name) > SHOWN_LETTERS else "")
 

@@ -1,4 +1,4 @@
-"""How commands speak: text for people on stdout, one line of JSON for machines, errors on stderr."""
+"""Output of all commands: text for people on stdout, one line of JSON for machines, errors on stderr."""
 
 import io
 import json
@@ -16,20 +16,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for 
 
 
 def print_json(values: Mapping[str, Any]) -> None:
-    """Print one line of JSON. What has no number in JSON, NaN, is null."""
+    """Print one line of JSON, with null for NaN, which JSON lacks."""
     print(
         json.dumps({key: None if value != value else value for key, value in values.items()}, default=str), flush=True
     )
 
 
 def print_any_text() -> None:
-    """Let stdout show what its encoding does not have (a folder's name, say) as escapes, as stderr does."""
+    """Make stdout escape characters that its encoding lacks (of a folder's name, say), as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
-    """Print an error, and return what a command raises to end with `status`."""
+    """Print an error, and return the exception that ends the command with `status`."""
     with suppress(OSError):  # nobody may read it any more
         print(f"stretto: {message}", file=sys.stderr, flush=True)
     if as_json:
@@ -39,7 +39,7 @@ def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
 
 @contextmanager
 def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
-    """Turn a ValueError, which is written for users, or a file that cannot be written, into exit status 2."""
+    """End the command with status 2 for a ValueError, whose message is for users, or an OSError."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Send what this process and those it starts write on stdout to stderr: stdout is kept for JSON."""
+    """Redirect stdout of this process and its children to stderr, since stdout is for JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""`stretto demo`: the main job, small."""
+"""`stretto demo`: trains a small GPT on a grid and on one rank, and compares the losses."""
 
 import signal
 from importlib.resources import as_file, files
@@ -49,7 +49,7 @@ def demo(
 
 
 def _configure(out: Path, overrides: list[str] | None = None) -> "TrainConfig":
-    """The demo's configuration, on as many GPUs as are there and of use."""
+    """The demo's configuration, for as many of the machine's GPUs as it can use."""
     import torch
 
     from stretto.train.config import TrainConfig, load_config
@@ -73,7 +73,7 @@ def _train(config: "TrainConfig", heading: str, as_json: bool) -> None:
 
 
 def _write_sample(config: "TrainConfig") -> str:
-    """A text from the trained model, whole in this process."""
+    """Generate a text with the trained model, loaded whole into this process."""
     from stretto.models import GPT
     from stretto.models.gpt import generate
     from stretto.train.checkpoint import load_checkpoint, newest_checkpoint

@@ -1,4 +1,4 @@
-"""`stretto doctor`: what works on this machine, and what falls back to what where something is missing."""
+"""`stretto doctor`: reports what works on this machine, and what falls back because something is missing."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ MINIMUMS = {"torch": (2, 11), "triton": (3, 6)}
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at. state: "ok", or "missing", and then `so` says what is done without it."""
+    """One finding. state: "ok" or "missing"; if missing, `so` says what is used in its place."""
 
     what: str
     state: str

@@ -1,4 +1,4 @@
-"""`stretto export`: a checkpoint's weights as safetensors."""
+"""`stretto export`: writes a checkpoint's weights as safetensors."""
 
 import math
 from pathlib import Path

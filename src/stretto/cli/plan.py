@@ -1,4 +1,4 @@
-"""`stretto plan`: which grid is fastest and fits, before there is a machine."""
+"""`stretto plan`: predicts which grid is fastest and fits into memory, without the machine."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def plan(
 
 
 def _from_config(path: Path) -> dict[str, Any]:
-    """What a training configuration says that a plan asks for. The data is not opened: it may not be there yet."""
+    """The planner's inputs from a training configuration. The data is not opened: it may not exist yet."""
     from stretto.train.config import TrainConfig, load_config
 
     config = load_config(path)

@@ -1,4 +1,4 @@
-"""`stretto probe`: measure this machine into a cluster file."""
+"""`stretto probe`: measures this machine into a cluster file."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training run from its checked configuration to its report: what `train` and `demo` share."""
+"""Runs training from a checked configuration to the report, for `stretto train` and `stretto demo`."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def run_training(config: JobConfig, *, as_json: bool) -> signal.Signals | None:
 
 
 def _begin_folder(config: JobConfig) -> None:
-    """Leave the configuration in the run's folder, and nothing there that tells of an earlier run as if of this one."""
+    """Write the configuration into the run's folder, and remove reports and traces of an earlier run."""
     try:
         write_atomically(config.out / "config.toml", lambda file: file.write(config_to_toml(config).encode()))
         remove_report(config.out)
@@ -45,15 +45,15 @@ def _begin_folder(config: JobConfig) -> None:
 
 
 def train_silently(config: JobConfig) -> None:
-    """`train` without anything on the screen."""
+    """Train without printing anything."""
     train(config, display="none")
 
 
 def is_first() -> bool:
-    """Whether this process speaks for the job: the launcher, or the first of torchrun's ranks."""
+    """Whether this process is the launcher, or the first of torchrun's ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def exit_by(signal_number: signal.Signals) -> typer.Exit:
-    """The exit of a command that a signal has stopped, as shells count it."""
+    """The exit of a command that a signal has stopped: status 128 + the signal's number."""
     return typer.Exit(128 + signal_number)

@@ -1,4 +1,4 @@
-"""`stretto train`: train a model as a configuration file says."""
+"""`stretto train`: trains a model from a configuration file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

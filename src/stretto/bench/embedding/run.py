@@ -71,8 +71,8 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
             for row in measure(case, batch, setting):
                 rows.append({"case": str(case), "study": study} | row)
                 if dist.get_rank() == 0:
-                    said = {key: value for key, value in rows[-1].items() if key != "timeline"}
-                    print(" ".join(f"{key}={value}" for key, value in said.items() if value is not None), flush=True)
+                    shown = {key: value for key, value in rows[-1].items() if key != "timeline"}
+                    print(" ".join(f"{key}={value}" for key, value in shown.items() if value is not None), flush=True)
                     path = write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
                     plot_embedding(path, path.with_suffix(".png"))
         ops.check_indices()

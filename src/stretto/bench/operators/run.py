@@ -77,7 +77,7 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
                     row = {"operator": name, "case": case, "m": m, "n": shape[1], "k": shape[2], "mode": mode}
                     measured.append(row | _measure(operands, m, mode, setting.implementation))
                     if dist.get_rank() == 0:
-                        _say(measured[-1])
+                        _report(measured[-1])
                         rows = _merge(out / f"{setting.file_name}.json", measured)
                         about = {"ranks": dist.get_world_size(), "dtype": setting.dtype}
                         write_result(out, setting.file_name, COLUMNS, rows, **about)
@@ -143,6 +143,6 @@ def _compare(operands: RotatingOperands, one: Callable[[], Tensor], other: Calla
     return float((results[0] - results[1]).norm() / results[1].norm())
 
 
-def _say(row: Mapping[str, Any]) -> None:
+def _report(row: Mapping[str, Any]) -> None:
     shown = {column.key: column.form.format(row[column.key]) for column in COLUMNS if row.get(column.key) is not None}
     print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)

@@ -88,7 +88,8 @@ def write_predictions(
                 "workload": one.key,
                 "model": asdict(one.workload.model),
                 "grids": [
-                    _predict(one, way, cluster) for way in list_variants(one.ranks, shards_sequence=shards_sequence)
+                    _predict(one, variant, cluster)
+                    for variant in list_variants(one.ranks, shards_sequence=shards_sequence)
                 ],
             }
             for one in planned
@@ -99,12 +100,12 @@ def write_predictions(
     return written
 
 
-def _predict(planned: Planned, way: GridVariant, cluster: Cluster) -> dict[str, Any]:
+def _predict(planned: Planned, variant: GridVariant, cluster: Cluster) -> dict[str, Any]:
     work = planned.workload
-    row: dict[str, Any] = {"grid": way.name}
-    options = ASSUMED | {"dtype": work.dtype, "shard_sequence": way.shards_sequence}
+    row: dict[str, Any] = {"grid": variant.name}
+    options = ASSUMED | {"dtype": work.dtype, "shard_sequence": variant.shards_sequence}
     try:
-        plan = predict(work.model, cluster, grid=way.sizes, batch=work.batch, seq_len=work.seq_len, **options)
+        plan = predict(work.model, cluster, grid=variant.sizes, batch=work.batch, seq_len=work.seq_len, **options)
     except ValueError as error:
         return row | {"predicted_milliseconds": None, "predicted_gib": None, "reason": str(error)}
     return row | {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / 2**30}
@@ -177,9 +178,9 @@ def measure_grids(workload: TrainingWorkload, ranks: int, predicted: list[dict[s
     world = Grid(data=ranks)  # joins the job
     reasons = {row["grid"]: _why_not(row, world.device) for row in predicted}
     runs = [
-        stretto_run(workload, make_grid(way.sizes), way.name, shards_sequence=way.shards_sequence)
-        for way in list_variants(ranks)
-        if reasons.get(way.name, "not predicted") is None
+        stretto_run(workload, make_grid(variant.sizes), variant.name, shards_sequence=variant.shards_sequence)
+        for variant in list_variants(ranks)
+        if reasons.get(variant.name, "not predicted") is None
     ]
     rows = [{"grid": grid, "reason": reason} for grid, reason in reasons.items() if reason is not None]
     for row in measure(runs, workload, world.device):

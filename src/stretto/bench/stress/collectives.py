@@ -235,13 +235,13 @@ def _suits(algorithm: str, ranks: int) -> bool:
 
 def list_configurations() -> list[Configuration]:
     """All configurations of the collectives."""
-    ways: list[tuple[str, str, str]] = []
+    forms: list[tuple[str, str, str]] = []
     for index, algorithm in enumerate(ALGORITHMS):
-        ways += [(algorithm, "fused", protocol) for protocol in PROTOCOLS]
-        ways.append((algorithm, "interpreted", PROTOCOLS[index % len(PROTOCOLS)]))
-    ways += [("two-shot-all-reduce", "interpreted", protocol) for protocol in PROTOCOLS]
-    ways += [(algorithm, "copy", "Copy") for algorithm in BY_COPIES]
-    return [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(ways))]
+        forms += [(algorithm, "fused", protocol) for protocol in PROTOCOLS]
+        forms.append((algorithm, "interpreted", PROTOCOLS[index % len(PROTOCOLS)]))
+    forms += [("two-shot-all-reduce", "interpreted", protocol) for protocol in PROTOCOLS]
+    forms += [(algorithm, "copy", "Copy") for algorithm in BY_COPIES]
+    return [_configure(number, *variant) for number, variant in enumerate(dict.fromkeys(forms))]
 
 
 def _configure(number: int, algorithm: str, executor: str, protocol: str) -> Configuration:

@@ -84,7 +84,7 @@ def measure_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str
                     rows[name] = {"name": name, "error": in_one_line(error)}
             _compare(rows)
             if grid.coordinate("world") == 0:
-                print(_said(rows[name]), flush=True)
+                print(_describe(rows[name]), flush=True)
                 _write(workload, ranks, out, list(rows.values()))
     return list(rows.values())
 
@@ -183,7 +183,7 @@ def _write(workload: DlrmWorkload, ranks: int, out: Path, rows: list[dict[str, A
     return write_result(out, "dlrm", _columns(rows), rows, ranks=ranks, setting=asdict(workload))
 
 
-def _said(row: Mapping[str, Any]) -> str:
+def _describe(row: Mapping[str, Any]) -> str:
     return f"{row['name']}: " + (row["error"] if "error" in row else f"{row['seconds'][-1] * 1e3:,.2f} ms a step")
 
 

@@ -126,11 +126,11 @@ def _stretto_runs(
         if grids is None and workload.batch % (sizes["data"] * sizes["z"]):
             continue
         grid = make_grid(sizes)
-        ways = [{}, {"shards_sequence": True}] if sizes["x"] > 1 else [{}]
-        for way, is_compiled in itertools.product(ways, (False, True)):
-            name = f"Stretto {name_grid(sizes)}" + (", sequence sharded" if way else "")
+        shardings = [{}, {"shards_sequence": True}] if sizes["x"] > 1 else [{}]
+        for sharding, is_compiled in itertools.product(shardings, (False, True)):
+            name = f"Stretto {name_grid(sizes)}" + (", sequence sharded" if sharding else "")
             name += ", compiled" if is_compiled else ""
-            options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls} | way
+            options = {"make_model": make_model, "is_compiled": is_compiled, "tunes_matmuls": tunes_matmuls} | sharding
             run = stretto_run(workload, grid, name, writes_copies=True, **options)
             runs += [run, captured(run)] if is_compiled and device.type == "cuda" else [run]
     return runs

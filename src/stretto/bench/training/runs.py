@@ -1,7 +1,7 @@
 """Builds training steps of Stretto and measures runs in turn, for all benches of whole training steps.
 
 Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute (by default) and gradients
-clipped at norm 1. Torch's ways take torch's fused AdamW, Stretto's its own, which clips as it goes.
+clipped at norm 1. Torch's runs use torch's fused AdamW, Stretto's use its own AdamW, which clips in the same kernel.
 """
 
 import itertools
@@ -123,7 +123,7 @@ def measure(
             rows[run.name] = {"name": run.name, "is_peer": run.is_peer, "error": in_one_line(error)}
         finally:
             _forget(run)
-        _say(rows[run.name])
+        _report(rows[run.name])
     return list(rows.values())
 
 
@@ -159,10 +159,10 @@ def _forget(run: TrainingRun) -> None:
         torch.compiler.reset()
 
 
-def _say(row: Mapping[str, Any]) -> None:
+def _report(row: Mapping[str, Any]) -> None:
     if dist.get_rank() == 0:
-        said = f"{row['seconds'][-1] * 1e3:,.1f} ms" if "seconds" in row else row["error"]
-        print(f"{row['name']}: {said}", flush=True)
+        text = f"{row['seconds'][-1] * 1e3:,.1f} ms" if "seconds" in row else row["error"]
+        print(f"{row['name']}: {text}", flush=True)
 
 
 def _mean_over_ranks(loss: Tensor, device: torch.device) -> float:
