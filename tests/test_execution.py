@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from torch import nn
 
 from stretto import parallel
 from stretto.execution import ExecutionOptions, Overlap
+from stretto.train.config import make_config
 
 
 def test_options_are_changed_by_name_and_overlap_may_be_a_bool():
@@ -28,3 +30,29 @@ def test_neither_options_nor_planner_import_torch():
     program = "import sys, stretto.execution, stretto.planner, stretto.axes; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_a_run_file_says_how_its_steps_execute():
+    content = {
+        "out": "runs/one",
+        "model": {"layers": 1, "hidden": 8, "heads": 1},
+        "data": {"path": "python-docs"},
+        "train": {"steps": 1, "batch": 1, "seq_len": 8, "keep_gathered": False, "checkpoint_activations": True},
+        "overlap": {"data": False},
+    }
+    expected = ExecutionOptions(Overlap(data=False), keep_gathered=False, checkpoint_activations=True)
+    assert make_config(content).execution == expected
+
+
+def test_unknown_options_and_a_model_without_blocks_are_refused_before_anything_changes(ranks):
+    assert ranks(1).run(refusals) == [True]
+
+
+def refusals() -> bool:
+    model = nn.Sequential(nn.Linear(4, 4))
+    roles = {"0": "colwise"}
+    with pytest.raises(TypeError, match="keep_gatherd"):
+        parallel.parallelize(model, parallel.Grid(), roles=roles, keep_gatherd=True)
+    with pytest.raises(ValueError, match=r"has no nn\.ModuleList"):
+        parallel.parallelize(model, parallel.Grid(), roles=roles, options=ExecutionOptions(checkpoint_activations=True))
+    return type(model[0]) is nn.Linear

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stretto.axes import LOSS
-from stretto.execution import Overlap
+from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
@@ -41,12 +41,10 @@ def parallelize(
     local_attributes: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    keep_gathered: bool = True,
     sharded_loss: bool = True,
-    overlap: Overlap | bool = True,
-    tune_matmuls: bool = False,
-    shard_sequence: bool = False,
     seed: int = 0,
+    options: ExecutionOptions | None = None,
+    **changes: Unpack[ExecutionKeywords],
 ) -> nn.Module:
     """Shard `model` over `grid` in place, and return it (Singh, Algorithm 3).
 
@@ -62,8 +60,11 @@ def parallelize(
     dtype: of activations, and of weights and partial sums as they are sent (None: the parameters'). Parameters keep
         theirs: fp32 parameters with dtype=torch.bfloat16 are master weights.
     reduce_dtype: of weight gradients as they are sent (None: as computed, in `dtype`).
-    keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
     sharded_loss: False if the model changes logits between head and loss: whole logits are made then.
+    seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
+    options: how a step executes, also given one by one, as `changes`:
+    keep_gathered: keep weights gathered over z from the forward to the backward pass (default); False frees and gathers
+        again.
     overlap: which collectives overlap with computation (True: all, False: none); results are the same.
     tune_matmuls: time every linear's products in each layout of the operands at the end of the first backward pass,
         and use the fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or
@@ -72,7 +73,7 @@ def parallelize(
         before colwise linears and reduce-scatters after rowwise ones, which on GPUs run within the products
         (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. For models that say that they take it
         (`takes_sharded_sequence`: inside attention, shapes come from what linears return), as `stretto.models.GPT`.
-    seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
+    checkpoint_activations: checkpoint every block of the model, as the function of this name does.
 
     Raises ValueError when nothing says what a submodule is, when an axis does not divide what it must, and when ranks
     hold different weights; the model is then as it was.
@@ -82,15 +83,17 @@ def parallelize(
     precision = Precision(dtype, reduce_dtype)
     plan = read_plan(model, roles, local_attributes)
     validate_plan(model, plan, grid.sizes)
-    if shard_sequence:
+    options = (options or ExecutionOptions()).replace(**changes)
+    if options.checkpoint_activations:
+        _find_blocks(model)
+    if options.shard_sequence:
         check_takes_sharded_sequence(model)
         if plan.replicated:
             raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
     _check_ranks_agree(model, plan, grid)
-    overlap = Overlap.parse(overlap)
-    matmuls = MatmulTuner(tune_matmuls, grid.device, grid.group("world"))
-    tokens = TokenShards(grid.group("x")) if shard_sequence and grid.size("x") > 1 else None
-    builder = Builder(model, grid, precision, overlap, matmuls, keep_gathered, tokens, seed)
+    matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.group("world"))
+    tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
+    builder = Builder(model, grid, precision, options.overlap, matmuls, options.keep_gathered, tokens, seed)
     # First comes everything that can fail, so that a failure leaves the model as it was.
     built = builder.build_all(plan)
     replicated = builder.build_replicated(plan)
@@ -115,6 +118,8 @@ def parallelize(
     model.register_forward_hook(lambda *_: _end_forward(gatherer), always_call=True)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(_explain_sizes, always_call=True)
+    if options.checkpoint_activations:
+        checkpoint_activations(model)
     return model
 
 
@@ -141,11 +146,16 @@ def checkpoint_activations(model: nn.Module) -> None:
     if huggingface.is_pretrained_model(model) and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return
+    for block in _find_blocks(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The longest nn.ModuleList of a model. ValueError if it has none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no nn.ModuleList, so its blocks are not known")
-    for block in max(lists, key=len):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return max(lists, key=len)
 
 
 _TARGETS = ("targets", "labels")  # what a model's forward calls them

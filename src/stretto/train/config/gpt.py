@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationInfo, model_validator
 
 from stretto.axes import OUTER_TO_INNER, GridSizes
+from stretto.execution import ExecutionOptions, Overlap
 from stretto.planner.grids import divisors, every_grid
 from stretto.train.config.options import (
     MAX_LAYERS,
@@ -186,6 +187,17 @@ class TrainConfig(JobConfig):
     data: DataConfig
     train: RunConfig
     overlap: OverlapConfig = OverlapConfig()
+
+    @property
+    def execution(self) -> ExecutionOptions:
+        """How a step executes, as the planner predicts it and `parallelize` takes it."""
+        return ExecutionOptions(
+            overlap=Overlap(**dict(self.overlap)),
+            keep_gathered=self.train.keep_gathered,
+            checkpoint_activations=self.train.checkpoint_activations,
+            shard_sequence=self.train.shard_sequence,
+            tune_matmuls=self.train.tune_matmuls,
+        )
 
     @property
     def items_a_step(self) -> int:

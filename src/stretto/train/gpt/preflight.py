@@ -74,13 +74,9 @@ def predict_run(config: TrainConfig, model: GPTConfig) -> dict[str, Any] | None:
         batch=run.batch,
         seq_len=run.seq_len,
         micro_batch=run.micro_batch,
-        checkpoint_activations=run.checkpoint_activations,
-        keep_gathered=run.keep_gathered,
-        shard_sequence=run.shard_sequence,
         dtype=run.dtype,
         optimizer=run.optimizer,
-        overlaps=any(is_on for name, is_on in config.overlap if name != "copy_engines"),
-        copy_engines=config.overlap.copy_engines,
+        options=config.execution,
     )
     return {"step_time": plan.step_time, "exposed": dict(plan.exposed), "peak_memory": plan.peak_memory}
 

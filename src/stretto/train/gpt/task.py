@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.axes import BATCH
 from stretto.models import GPT
-from stretto.parallel import Grid, Overlap, checkpoint_activations, clip_scale, gradient_norm, parallelize
+from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, rank_rows
@@ -39,14 +39,9 @@ class GPTTask(TrainTask):
             model.double() if dtype == torch.float64 else model,
             grid,
             dtype=dtype,
-            keep_gathered=options.keep_gathered,
-            overlap=Overlap(**dict(config.overlap)),
-            tune_matmuls=options.tune_matmuls,
-            shard_sequence=options.shard_sequence,
             seed=options.seed,
+            options=config.execution,
         )
-        if options.checkpoint_activations:
-            checkpoint_activations(self.model)
         self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
         self._executor = build_executor(
             StepFunctions(self.model, self._compute_loss, self._update),
