@@ -1,4 +1,4 @@
-"""What a planner has to know of a transformer: the numbers, whether or not there is a model."""
+"""The sizes of a decoder-only transformer, from which the planner computes everything else."""
 
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property

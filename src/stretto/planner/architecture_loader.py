@@ -1,4 +1,4 @@
-"""From what `stretto.plan` is given to an architecture: a name, a TOML file, a config.json, or a model that is there.
+"""Loads the architecture of a model from its name, a TOML file, a config.json, or the model itself.
 
 No torch, no transformers: a configuration is read as data.
 """

@@ -1,4 +1,4 @@
-"""How long a rank computes: matrix products from a measured table or a roofline, the rest by FLOPs or by bytes."""
+"""Predicts computation time: matrix products from a measured table or a roofline, the rest by FLOPs or by bytes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,10 @@ ELEMENT_WISE_EFFICIENCY = 0.8
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds that a rank computes in a step, nothing waited for: all micro-batches and all blocks together.
+    """Seconds that a rank computes in a step, without waits: all micro-batches and all blocks together.
 
-    `outputs`, `input_gradients` and `weight_gradients`, one for each of a block's linears, are in `forward` and
-    `backward` too: what sums hide under.
+    `outputs`, `input_gradients` and `weight_gradients` have one entry for each linear of a block, and are part of
+    `forward` and `backward`: they are the products that collectives overlap with.
     """
 
     forward: float
@@ -43,7 +43,7 @@ class Compute:
 
 
 class Device:
-    """What one GPU of a cluster computes in how much time. Raises ValueError for a figure that is not there."""
+    """Computation times on one GPU of a cluster. Raises ValueError for a figure that the cluster does not have."""
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
         self.cluster = cluster

@@ -1,4 +1,4 @@
-"""How long a step takes, by one of two models.
+"""Predicts the time of a step by one of two cost models.
 
 `paper`: the assumptions of Singh's dissertation. Only the linears' collectives count, at the bandwidths of section
 5.1.2, with no start-up, nothing hidden and no computation: good for ranking grids, not for telling the time.

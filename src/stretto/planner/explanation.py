@@ -1,4 +1,4 @@
-"""Why a plan is where it is in the ranking, in a sentence for people."""
+"""Explains in a sentence why a plan has its place in the ranking."""
 
 from collections.abc import Mapping
 

@@ -1,5 +1,6 @@
-"""A Hugging Face configuration as an architecture: the families whose blocks are known, their heads, and what
-`parallelize` has against them. A configuration is read as data: no torch, no transformers.
+"""Converts a Hugging Face configuration to an architecture: known families and heads, and what `parallelize` refuses.
+
+A configuration is read as data: no torch, no transformers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How much memory a rank needs, by component, at the moment when it needs most.
+"""Predicts the memory that a rank needs, by component, at its peak.
 
 Moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes its
 slice of logits. At the end of the backward pass the activations are gone and all gradients are there. With activation
@@ -143,7 +143,7 @@ def peak(components: Mapping[str, float]) -> float:
 def largest_micro_batch(
     workload: StepWorkload, config: StepConfig, limit: float, *, has_nvlink: bool = False
 ) -> int | None:
-    """The largest micro-batch at which the config stays within `limit` bytes; None if none does. See `memory`."""
+    """The largest micro-batch at which the config stays within `limit` bytes (by `memory`); None if none does."""
     candidates = [
         size
         for size in divisors(workload.batch // config.grid.batch_parts)

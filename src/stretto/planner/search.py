@@ -1,4 +1,4 @@
-"""`plan`: every grid, with the micro-batch and checkpointing that suit it best, ranked and explained. Needs no GPU."""
+"""Searches for the fastest grid: `plan` ranks and explains every grid with its best options. Needs no GPU."""
 
 import math
 from collections.abc import Mapping, Sequence

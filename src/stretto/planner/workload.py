@@ -1,4 +1,4 @@
-"""What is to be trained and how: the questions that a plan answers, and one answer."""
+"""The workload that a plan is made for, and one configuration of its step."""
 
 from dataclasses import dataclass, field
 from typing import Literal
