@@ -83,7 +83,10 @@ class EmulatedFunction:
         kinds = _spread(signature)
         arguments = ", ".join(f"({kind})a[{index}]" for index, kind in enumerate(kinds))
         assert len(kinds) == len(names)
-        own = (source[: source.index("// What has no words")], source[source.index("// What kernels of") :])
+        own = (
+            source[: source.index("// Instructions that C++ lacks")],
+            source[source.index("// Building blocks of") :],
+        )
         text = own[0] + '#include "emulation.h"\n' + own[1] + LAUNCH % (entry, arguments)
         text = text.replace('extern "C" __global__ void', "static void")
         text, count = re.subn(r"((?:Pack load|void store)\(.*\) \{)", r"\1 part();", text)

@@ -1,14 +1,14 @@
 // The interpreter of schedules (MSCCLang, section 6.2): one launch, a CUDA block for each thread block of the
 // schedule, all resident at once (cooperative), tile after tile, step after step.
 //
-// Who waits for whom: a receive for its message; a send for a free slot of its connection, which the receiver counts at
-// the sender; a step that depends on another thread block's for that block's count of ended steps, on this GPU. All
-// counts carry the call's epoch in their upper half, so they go on from call to call. Why memory may be used again:
-// FIFOs and counts take two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a
-// lane program's messages): a rank that has begun call n has ended n - 1, so all have begun n - 1 and ended n - 2.
+// Waits: a receive waits for its message; a send for a free slot of its connection, which the receiver counts at the
+// sender; a step that depends on another thread block's step for that block's count of ended steps, on this GPU. All
+// counts carry the call's epoch in their upper half, so they need no reset. Why memory may be used again: FIFOs and
+// counts use two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a fused
+// kernel's messages): a rank that has begun call n has ended n - 1, so all have begun n - 1 and ended n - 2.
 //
-// After a wait that was given up: the barrier after a step tells all of its block, which publishes nothing from then on,
-// neither messages nor counts, to other ranks or thread blocks. Within a step a lane that never came is not passed on.
+// After a timed-out wait: the barrier after a step informs the whole block, which publishes nothing from then on, neither
+// messages nor counts, to other ranks or thread blocks. Within a step, a vector that never arrived is not sent on.
 
 #define SENDS 1
 #define RECEIVES 2
@@ -30,7 +30,7 @@ struct Call {
   u64 block_bytes, chunk_bytes, tile_bytes, lanes, tiles;
   u64 block_chunks, slots;
 
-  // Where a chunk begins and how much of it is there: the last of a block may be short. Scratch has whole chunks.
+  // Where a chunk begins and how long it is: the last one of a block may be short. Scratch has whole chunks.
   __device__ __forceinline__ char* chunk(int place, u64& length) const {
     u32 buffer = (u32)place >> 28, index = place & 0x0fffffff;
     if (buffer == SCRATCH) {
@@ -43,13 +43,13 @@ struct Call {
   }
 };
 
-// One step on one tile of its chunks. A lane that was received is the left operand, and what was there before the right.
+// One step on one tile of its chunks. The received vector is the left operand, and the local one the right.
 __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u64 tile, const char* incoming, char* outgoing,
                                         u64 in_flag, u64 out_flag, Wait& wait, bool is_lost, u32 at_step) {
 #if PROTOCOL != SIMPLE
-  // By the verifier's rules a message that was passed on shows that its first sender has read all of it. Lanes of LL and
-  // LL128 go on one by one, so the relay of several chunks waits for all of them: otherwise the first chunk could be
-  // back, and overwrite what the sender has yet to read of the next. (Of one chunk each lane overwrites only itself.)
+  // By the verifier's rules a forwarded message shows that its first sender has read all of it. LL and LL128 forward
+  // vector by vector, so the relay of several chunks waits for all of them: otherwise the first chunk could return and
+  // overwrite the next one before the sender has read it. (Within one chunk each vector overwrites only itself.)
   if (step.size > 1 && step.kind & RECEIVES && step.kind & SENDS) {
     for (int c = 0; c < step.size; ++c)
       for (u64 slot = threadIdx.x; slot < call.lanes; slot += blockDim.x) {
@@ -108,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(512)
   u64* ended = state->ended;
   char* own = peers[RANK] + side;
   Wait wait(state, report, failed, limit, kernel, epoch);
-  // Another thread block is late because a peer is: the wait for that peer gives up first, and is what is written down.
+  // Another thread block is late because a peer is: the wait for that peer times out first, and is the one recorded.
   Wait local_wait(state, report, failed, 2 * limit, kernel, epoch);
   if (blockIdx.x == 0)
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
       if (peer != RANK) raise_flag((u64*)(peers[peer] + side) + RANK, call_flag);
-  // Counts of messages that have come to this rank, and of slots that are free again for it, by connection.
+  // Counts of messages that this rank has received, and of slots that are free again for it, by connection.
   u64* came = (u64*)(own + counts) + block.receive_number;
   u64* freed = (u64*)(own + counts) + connections + block.send_number;
   char* receiver = block.send_peer < 0 ? 0 : peers[block.send_peer] + side;

@@ -1,25 +1,26 @@
-// What kernels of collectives are made of. Before it stand, as macros: ELEMENT (the C++ type), OPERATION (SUM, MAX, MIN,
-// PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE), WORLD, UNROLL.
+// Building blocks of collectives' kernels: how messages are written, published, awaited and read. Macros that must be
+// defined before it: ELEMENT (the C++ type), OPERATION (SUM, MAX, MIN, PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE),
+// WORLD, UNROLL.
 //
-// A lane is PACK_BYTES of a chunk, and has a place of 16 bytes (`slot`) in a message.
+// A thread handles PACK_BYTES of a chunk at once (a vector), which take 16 bytes (`slot`) of a message.
 //
 // How data is published: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes
 // lines of 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole
-// (one store: the warp must have met again after any branch, `converge`, and so before it reads a line);
-// Simple writes data, then a barrier of the block, and one thread raises a flag (fence and release, system). The reader
-// of LL and LL128 reads data and flag together until the flag is right; that of Simple waits for the flag (acquire,
-// system), then a barrier of the block.
+// (one store: the warp must have reconverged after any branch, `converge`, and also before it reads a line); Simple writes
+// data, then a barrier of the block, and one thread raises a flag (fence and release, system). A reader of LL and LL128
+// reads data and flag together until the flag is right; a reader of Simple waits for the flag (acquire, system), then a
+// barrier of the block.
 //
-// Every flag carries its call's number (`epoch`) in its upper half, and has come when that is this call's: what is left
-// of earlier calls is never taken for it, by which a flag needs no reset. Numbers have 32 bits and come round; before
-// they do, memory that no call has written to for long is cleaned (`end_call`), and 0 is nobody's number. A call uses
-// one of two halves of each rank's memory, by the parity of its number.
+// Every flag carries its call's number (`epoch`) in its upper half, and counts only if that is the current call's: flags
+// of earlier calls never match, so no flag needs a reset. Numbers have 32 bits and wrap around; before they do, memory
+// that no call has written to for long is cleared (`end_call`), and 0 is no call's number. A call uses one of two halves
+// of each rank's memory, by the parity of its number.
 //
-// After a wait of this process was given up, in whichever group, nothing is published: a thread that has given up, or
+// After a wait of this process has timed out, in whichever group, nothing is published: a thread that has given up, or
 // begins when the process has failed (`Wait`), puts no message of LL, its warp no line of LL128 (`anywhere`), and its
-// block raises no flag of Simple. Its own messages cannot hold what never came, so its peers wait in vain, too, and
-// fail by themselves. Nor does it store to memory whose reuse it has not awaited. Tokens, by which ranks say that they
-// have begun a call, vouch for no data and are sent always.
+// block raises no flag of Simple. Its own messages cannot hold data that never arrived, so its peers' waits time out, too,
+// and fail by themselves. Nor does it store to memory whose reuse it has not awaited. Tokens, by which ranks signal that
+// they have begun a call, carry no data and are always sent.
 
 #define SUM 0
 #define MAX 1
@@ -84,7 +85,7 @@ __device__ __forceinline__ Pack narrow(const Wide& wide) {
   return lane.pack;
 }
 
-// NaN goes through, as in torch.maximum.
+// NaN propagates, as in torch.maximum.
 template <typename T> __device__ __forceinline__ T combine(T a, T b) {
 #if OPERATION == SUM
   return a + b;
@@ -112,7 +113,7 @@ __device__ __forceinline__ Wide complete(Wide sum) {
   return sum;
 }
 
-// The user's tensors begin anywhere and end anywhere: whole, aligned lanes in one access, others element by element.
+// The user's tensors begin and end anywhere: whole, aligned vectors take one access, others one for each element.
 __device__ __noinline__ Pack load_slowly(const char* from, int bytes) {
   Lane lane;
 #pragma unroll
@@ -141,7 +142,7 @@ __device__ __forceinline__ void store(char* to, const Pack& pack, int bytes) {
   else store_slowly(to, pack, bytes);
 }
 
-// How much of a chunk is the user's: the last of a block is shorter where the elements do not divide evenly.
+// The length of a chunk: the last one of a block is shorter where the elements do not divide evenly.
 __device__ __forceinline__ u64 chunk_length(u64 block_bytes, u64 start, u64 chunk_bytes) {
   u64 left = block_bytes > start ? block_bytes - start : 0;
   return left < chunk_bytes ? left : chunk_bytes;
@@ -152,9 +153,9 @@ __device__ __forceinline__ int valid(u64 length, u64 at, int width) {
   return left < width ? (int)left : width;
 }
 
-// What waits have in common: how long one may take, and where a failure is written down. `State` lies on this GPU (its
+// The state of waits: how long one may take, and where a failure is recorded. `State` is in this GPU's memory (its
 // `ended` counts the steps of the interpreter's thread blocks; `is_broken` is set by the first wait of this workspace
-// that is given up, `has_followed` by the first kernel that ends early since another workspace's was). `Report` is the
+// that times out, `has_followed` by the first kernel that ends early because another workspace's did). `Report` is the
 // workspace's failure record in pinned host memory, and `failed` the process's failure flag on this GPU
 // (stretto.memory.failures).
 struct State { u32 epochs[MAX_BLOCKS]; u32 is_broken, blocks_done; u64 ended[MAX_BLOCKS]; u32 has_followed, unused; };
@@ -179,7 +180,7 @@ __device__ void write_report(Report* report, u32 kind, u32 kernel, u32 epoch, u3
 __device__ __noinline__ void record_failure(State* state, Report* report, u32* failed, u32 kernel, u32 epoch, u32 level,
                                             u32 message) {
   bool is_first = atomicExch(&state->is_broken, 1) == 0;
-  __threadfence();  // who sees the flag, and follows, sees `is_broken` too
+  __threadfence();  // a kernel that sees the flag, and follows, sees `is_broken` too
   *(volatile u32*)failed = 1;
   if (is_first) write_report(report, GAVE_UP, kernel, epoch, level, message);
 }
@@ -190,7 +191,7 @@ __device__ __noinline__ void record_following(State* state, Report* report, u32 
   write_report(report, FOLLOWED, kernel, epoch, 0, 0);
 }
 
-// Since when a wait looks in vain, in nanoseconds; 0 if it is to be given up.
+// The time since which a wait polls in vain, in nanoseconds; 0 if it must give up.
 __device__ __noinline__ u64 look_around(State* state, Report* report, u32* failed, u64 limit, u32 kernel, u32 epoch,
                                         u64 began, u32 level, u32 message) {
   u64 now = nanoseconds();
@@ -201,7 +202,7 @@ __device__ __noinline__ u64 look_around(State* state, Report* report, u32* faile
   return 0;
 }
 
-// Its slow paths are functions of their own that get values, so that a wait itself stays in registers.
+// Its slow paths are separate functions that take values, so that a wait itself stays in registers.
 struct Wait {
   State* state;
   Report* report;
@@ -212,12 +213,12 @@ struct Wait {
   u64 began = 0;
   bool is_given_up;
 
-  // A kernel of a process that has failed gives up at once: a graph is replayed without a look by the host.
+  // A kernel of a process that has failed gives up at once: the host checks nothing when a graph is replayed.
   __device__ __forceinline__ Wait(State* state, Report* report, u32* failed, u64 limit, u64 kernel, u32 epoch)
       : state(state), report(report), failed(failed), limit(limit), kernel((u32)kernel), epoch(epoch),
         is_given_up(has_failed(failed)) {}
 
-  // Whether to look again, after a look in vain. Once one wait of the process was given up, all others are.
+  // Whether to poll again, after a poll in vain. Once one wait of the process has timed out, all others give up.
   __device__ __forceinline__ bool again(u32 level, u32 message) {
     if (is_given_up) return false;
     if (++polls % POLLS_BETWEEN_LOOKS) return true;
@@ -231,13 +232,13 @@ struct Wait {
     record_failure(state, report, failed, kernel, epoch, level, message);
   }
 
-  // At a kernel's end: this workspace's results are void, too, where another's failure has ended its waits.
+  // At a kernel's end: this workspace's results are void, too, if another's failure has ended its waits.
   __device__ __forceinline__ void conclude() {
     if (is_given_up) record_following(state, report, kernel, epoch);
   }
 };
 
-// `flag` is the call's epoch in its upper half; the lower half tells messages apart that share a place.
+// `flag` is the call's epoch in its upper half; the lower half distinguishes messages that share a place.
 __device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u64 flag) {
 #if PROTOCOL == LL
   store_relaxed(message + slot * 16, (pack.words[0] & 0xffffffff) | (flag & 0xffffffff00000000),
@@ -249,7 +250,7 @@ __device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u
 #endif
 }
 
-// Reads a lane of a message; returns whether it has come (Simple: it has, or nobody would be here).
+// Reads a vector of a message; returns whether it has arrived (Simple: it has, since its flag was awaited before).
 __device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, u64 flag) {
   u64 first, second;
   load_relaxed(message + slot * 16, first, second);
@@ -263,7 +264,7 @@ __device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, 
 #endif
 }
 
-// A line comes to eight threads, and its flag to one of them: what that one knows all must know.
+// Eight threads read a line, and one of them its flag: it must share what it knows.
 __device__ __forceinline__ bool everywhere(bool here) {
 #if PROTOCOL == LL128
   return __all_sync(0xffffffffu, here);
@@ -272,7 +273,7 @@ __device__ __forceinline__ bool everywhere(bool here) {
 #endif
 }
 
-// Whether what is about to be put may not be: a thread's message of LL by itself, a line of LL128 if one of the warp's
+// Whether a message must not be put: a thread's message of LL by itself, a line of LL128 if one of the warp's
 // threads has given up. (Simple asks all of its block, at a barrier.)
 __device__ __forceinline__ bool anywhere(bool here) {
 #if PROTOCOL == LL128
@@ -282,15 +283,15 @@ __device__ __forceinline__ bool anywhere(bool here) {
 #endif
 }
 
-// Before lines are put or taken. The flag's thread has fewer bytes of the user's than the others and takes other
-// branches: by itself it could read a flag after the others have read what was there before the line.
+// Before lines are put or taken. The flag's thread has fewer bytes of the user's data than the others and takes other
+// branches: by itself it could read a flag after the others have read memory from before the line.
 __device__ __forceinline__ void converge() {
 #if PROTOCOL == LL128
   __syncwarp();
 #endif
 }
 
-// Whether a flag that counts within a call (its lower half) has got there. It never shows a later call: that one's flags
+// Whether a flag that counts within a call (its lower half) has reached its target. It never shows a later call: its flags
 // are in the other half of the memory, or on this GPU, where calls do not overlap.
 __device__ __forceinline__ bool has_reached(u64 seen, u64 value) { return seen >> 32 == value >> 32 && (u32)seen >= (u32)value; }
 
@@ -299,21 +300,21 @@ __device__ __forceinline__ void await_flag(const u64* flag, u64 value, Wait& wai
   }
 }
 
-// The same for numbers of 64 bits, which never come round.
+// The same for numbers of 64 bits, which never wrap around.
 __device__ __forceinline__ void await_tick(const u64* flag, u64 tick, Wait& wait, u32 level, u32 message) {
   while (see_flag(flag) < tick && wait.again(level, message)) {
   }
 }
 
-// This call's number. After 2^32 - 1, which is odd, comes 2: parities take turns, and 0 is what cleaned memory shows.
+// This call's number. After 2^32 - 1, which is odd, comes 2: parities alternate, and cleared memory shows 0.
 __device__ __forceinline__ u32 next_epoch(const State* state) {
   u32 next = state->epochs[blockIdx.x] + 1;
   return next ? next : 2;
 }
 
-// The last block of a call clears the half that the call used. Nobody writes to it then: what peers send in this call has
-// been received, and they send into this half again only after this rank has begun its next call. (The interpreter's
-// counts of free slots may come later; they show this call, as they should.)
+// The last block of a call clears the half that the call used. No peer writes to it then: its messages of this call have
+// been received, and it sends into this half again only after this rank has begun its next call. (The interpreter's
+// counts of free slots may arrive later; they show this call, as they should.)
 __device__ __noinline__ void clean(State* state, char* memory, u64 bytes) {
   bool is_last = false;
   if (threadIdx.x == 0) {

@@ -1,4 +1,4 @@
-// What has no words in C++: how memory is read and written in order, and how numbers of 16 bits are rounded.
+// Instructions that C++ lacks: ordered reads and writes of memory, and the rounding of 16-bit numbers.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -29,8 +29,8 @@ __device__ __forceinline__ u64 nanoseconds() {
   return now;
 }
 
-// 16 bytes at once, never torn: what LL and LL128 rely on. PTX promises that of 128 bits, and not of two of 64 (which
-// are the same instructions on GPUs of today).
+// 16 bytes at once, never torn: LL and LL128 rely on it. PTX promises that for one access of 128 bits, and not for two of
+// 64 (which are the same instructions on today's GPUs).
 __device__ __forceinline__ void store_relaxed(char* to, u64 first, u64 second) {
   asm volatile(
       "{.reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both;}" ::"l"(to), "l"(first), "l"(second)
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_weak(char* to, u64 first, u64 second) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
 }
 
-// After a barrier of the block: all that its threads have written is seen by whoever sees the flag.
+// After a barrier of the block: a reader that sees the flag sees all that the block's threads have written.
 __device__ __forceinline__ void raise_flag(u64* flag, u64 value) {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
