@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stretto import ops
 from stretto.memory import PeerError, shared_gpus
 from stretto.ops import workspace
-from stretto.ops.gemm.tile import FP8
+from stretto.ops.gemm.config import FP8
 from stretto.parallel import Grid
 
 Run = Callable[..., list[Any]]

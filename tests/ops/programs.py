@@ -484,7 +484,7 @@ def fall_behind(name, plan, calls):
     """Rank 1 launches its kernels late, when others are in their next call; the calls whose product is wrong."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     module, kernel = {
-        "gather": (gather_module, "all_gather_gemm"),
+        "gather": (gather_module, f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"),
         "scatter": (copies_module, "add_tiles") if plan == "copies" else (scatter_module, "gemm_reduce_scatter"),
     }[name]
     launch = getattr(module, kernel)
@@ -522,8 +522,8 @@ class _Unlaunchable:
 def call_after_a_failed_launch(operator, plan):
     """Whether a call is what it was after one whose kernel could be launched on no rank."""
     module, kernel = {
-        ("all_gather_matmul", "copies"): (gather_module, "all_gather_gemm"),
-        ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm"),
+        ("all_gather_matmul", "copies"): (gather_module, "all_gather_gemm_by_copies"),
+        ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm_by_programs"),
         ("matmul_reduce_scatter", "copies"): (copies_module, "multiply_tiles"),
         ("matmul_reduce_scatter", "tiles"): (scatter_module, "gemm_reduce_scatter"),
     }[operator, plan]

@@ -22,7 +22,8 @@ from stretto.ops.embedding import backward, forward, output_ring
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.gemm.tile import FP8, Scales
+from stretto.ops.gemm.config import FP8
+from stretto.ops.gemm.tile import Scales
 from stretto.ops.workspace import OperatorWorkspace
 
 # As attributes of the package these are the functions.

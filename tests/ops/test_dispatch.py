@@ -6,16 +6,8 @@ from tests.ops import uninterpreted
 
 from stretto import ops
 from stretto.ops import KernelConfig
-from stretto.ops.gemm.config import (
-    LIBRARY,
-    GemmProblem,
-    Machine,
-    decode,
-    default_config,
-    require_config,
-    vary_blocks,
-    vary_transfers,
-)
+from stretto.ops.gemm.config import LIBRARY, GemmProblem, Machine, decode, require_config
+from stretto.ops.gemm.defaults import default_config, vary_blocks, vary_transfers
 from stretto.ops.small_m import count_bytes, split_steps
 
 HOPPER = Machine(132, True, True)
@@ -80,12 +72,12 @@ def test_tiles_of_few_rows_are_as_wide_as_a_programs_share(n, columns, programs)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fast", "'fast' is no plan"),
-        ('{"blocks": null, "speed": 1}', "is no plan"),
-        ('{"blocks": null, "transfer": "radio"}', "a plan's transfer is one of copies, programs, not 'radio'"),
+        ("fast", "'fast' is no configuration"),
+        ('{"blocks": null, "speed": 1}', "is no configuration"),
+        ('{"blocks": null, "transfer": "radio"}', "a configuration's transfer is one of copies, programs, not 'radio'"),
         ('{"blocks": [128, 100, 64, 8, 8, 4, 132]}', "n of blocks is a multiple of 16, not 100"),
         ('{"blocks": [96, 128, 64, 8, 8, 4, 132]}', "m of blocks is a power of two"),
-        ('{"blocks": null, "movers": 0}', "a plan's movers is a whole number, 1 or more, not 0"),
+        ('{"blocks": null, "movers": 0}', "a configuration's movers is a whole number, 1 or more, not 0"),
     ],
 )
 def test_what_is_no_plan_is_refused(text, words):

@@ -23,23 +23,24 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.all_gather_matmul import all_gather_gemm, map_rows
+from stretto.ops.all_gather_matmul import all_gather_gemm_by_copies, all_gather_gemm_by_programs, map_rows
 from stretto.ops.copy_schedule import size_pieces
-from stretto.ops.gemm.config import GemmProblem, KernelConfig, Machine, default_blocks, vary_blocks
-from stretto.ops.gemm.stream_k import DATA_PARALLEL, StreamK
-from stretto.ops.gemm.tile import (
+from stretto.ops.gemm.config import (
     FP8,
     Blocks,
-    Scales,
-    count_parts,
-    count_store_parts,
-    describe_gemm,
-    describe_rows,
-    is_even,
+    GemmProblem,
+    KernelConfig,
+    Machine,
+    count_column_parts,
+    has_power_of_two_columns,
 )
-from stretto.ops.matmul_reduce_scatter import gemm_reduce_scatter, map_queues
+from stretto.ops.gemm.defaults import default_blocks, vary_blocks
+from stretto.ops.gemm.stream_k import DATA_PARALLEL, StreamK
+from stretto.ops.gemm.tile import Scales, count_store_parts, describe_gemm, describe_rows
+from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, gemm_reduce_scatter, map_queues
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles, map_owners, multiply_tiles
-from stretto.ops.small_m import gemm_exchange
+from stretto.ops.row_transfer import GatherShard, RowMoves
+from stretto.ops.small_m import PacketExchange, gemm_exchange
 from stretto.tiles import begin_call
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 
@@ -84,37 +85,30 @@ def gather_arguments(
     gathered, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype, out_dtype)
     plan = KernelConfig(blocks=blocks, transfer=transfer, direction=direction)
     producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
-    odd = not is_even(blocks)
+    odd = not has_power_of_two_columns(blocks)
     out = torch.empty(WORLD * rows, n, dtype=out_dtype)
     gemm, a, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     x = torch.empty(rows, k, dtype=dtype)
     by_programs = transfer == "programs"
     mode = "local" if direction == "pull" else "broadcast"
     channel = inside(mode) if by_programs else make_channel(mode)
-    moves = direction if by_programs else ""
-    direct = rows % blocks.m == 0 and not odd
+    direct = tl.constexpr(rows % blocks.m == 0 and not odd)
     own = describe_rows(x, gemm)
+    shard = GatherShard(rows, None if scales is None else torch.empty(rows), direct, tl.constexpr(True))
+    moves = RowMoves(x, gathered, rows, 1 << 18, 16, tl.constexpr(direction == "push"))
     return (
         channel,
         producer,
         consumer,
         gemm,
         shares,
+        shard,
+        *([moves] if by_programs else []),
         own,
         a,
         b,
-        c,
         bias,
-        x,
-        gathered,
-        None if scales is None else torch.empty(rows),
-        rows,
-        rows,
-        1 << 18,
-        16,
-        direct,
-        moves,
-        True,
+        c,
     )
 
 
@@ -136,8 +130,10 @@ def scatter_arguments(
     if by_tma and gemm.by_tma.value and parts:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
-    lanes = map_queues(WORLD, blocks.programs)
-    return inside("broadcast"), lanes, gemm, shares, a, b, staging, pushed, 5, out, bias, rows, 1 << 20, 99, True
+    queues = map_queues(WORLD, blocks.programs)
+    staged = StagedSums(staging, 1 << 20, 5)
+    owned = OwnedRows(rows, 99, tl.constexpr(True))
+    return inside("broadcast"), queues, gemm, shares, owned, a, b, staged, pushed, bias, out
 
 
 def copied_arguments(
@@ -171,11 +167,12 @@ def exchange_arguments(
     out, staging = torch.empty(rows, n, dtype=out_dtype), torch.empty(1, dtype=torch.int32)
     dealt = StreamK(0, 16, 16, torch.empty(1) if shares else None, WORDS)
     chunk = max(256, 64 * blocks.num_warps)  # a packet a thread, also where warps have 64
-    return inside("p2p"), gemm, dealt, a, b, staging, out, bias, rows, 1 << 20, form, chunk, n % 8 == 0
+    exchange = PacketExchange(rows, 1 << 20, tl.constexpr(form), tl.constexpr(chunk), tl.constexpr(n % 8 == 0))
+    return inside("p2p"), gemm, dealt, exchange, a, b, staging, bias, out
 
 
 KERNELS = {
-    "gather": (all_gather_gemm, gather_arguments),
+    "gather": (all_gather_gemm_by_copies, gather_arguments),
     "scatter": (gemm_reduce_scatter, scatter_arguments),
     "exchange": (gemm_exchange, exchange_arguments),
     "copied": (multiply_tiles, copied_arguments),
@@ -196,8 +193,13 @@ LOOPS = {
 }  # loops over k: a gather's over own rows, and over those that come
 
 
+def find_kernel(name, transfer="copies", **_):
+    """The kernel of that name: a gather has one for rows that copy engines move, and one whose programs move them."""
+    return all_gather_gemm_by_programs if transfer == "programs" else KERNELS[name][0]
+
+
 def to_ptx(name, target="sm_90", blocks=WIDE, **sizes):
-    kernel, arguments = KERNELS[name]
+    kernel, arguments = find_kernel(name, **sizes), KERNELS[name][1]
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     return compile_to_ptx(kernel, arguments(blocks, **sizes), target, **options)
 
@@ -247,7 +249,7 @@ def test_the_loop_over_k_loads_by_tma_and_is_pipelined(name, transposed, target)
 @pytest.mark.parametrize("blocks", [NARROW, FEW_ROWS])
 @pytest.mark.parametrize("name", KERNELS)
 def test_smaller_tiles_load_by_tma_too(name, blocks):
-    loads = 1 + (count_parts(blocks) if name == "exchange" else 1)
+    loads = 1 + (count_column_parts(blocks) if name == "exchange" else 1)
     assert len(tma_loads(to_ptx(name, blocks=blocks))) == loads * blocks.num_stages * LOOPS[name]
 
 
@@ -426,9 +428,9 @@ def test_few_rows_tiles_fit_into_shared_memory(name, m, n):
     blocks = default_blocks(
         GemmProblem(OPERATORS[name], m, n, K, torch.bfloat16, False, WORLD), Machine(132, True, True)
     )
-    kernel, arguments = KERNELS[name]
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     sizes = {"transfer": "programs"} if name == "gather" else {}
+    kernel, arguments = find_kernel(name, **sizes), KERNELS[name][1]
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     assert count_shared_bytes(kernel, arguments(blocks, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
@@ -450,7 +452,7 @@ def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
         before = [line for line in lines[:join] if re.search(r"st\.global|bar\.sync", line)]
         assert before[-1].startswith("bar.sync")
     assert find_spills(lines, tmp_path) <= 200  # registers of the epilogue's addresses, outside of the loop over k
-    kernel, arguments = KERNELS[name]
+    kernel, arguments = find_kernel(name, **sizes), KERNELS[name][1]
     options = {"num_warps": WIDE.num_warps, "num_stages": WIDE.num_stages}
     assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
@@ -469,7 +471,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
     for by_tma in (True, False):
         blocks = default_blocks(GemmProblem(operator, m, N, K, dtype, False, WORLD), Machine(132, by_tma, True))
         if name in LARGE:
-            blocks = KernelConfig(blocks=blocks).with_even_tiles().blocks
+            blocks = KernelConfig(blocks=blocks).with_power_of_two_tiles().blocks
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
 
 
@@ -494,9 +496,9 @@ def test_fp32_products_of_fp8_are_stored_beside_the_loads(tmp_path):
     for blocks in {plan.blocks._replace(group_rows=1) for plan in vary_blocks(call, Machine(132, True, True))}:
         arguments = gather_arguments(blocks, dtype=FP8, out_dtype=torch.float32)
         options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-        shared = count_shared_bytes(all_gather_gemm, arguments, options, "sm_90")
+        shared = count_shared_bytes(all_gather_gemm_by_copies, arguments, options, "sm_90")
         assert shared + 1024 <= (228 << 10) * 132 // blocks.programs, blocks
-        assert find_spills(compile_to_ptx(all_gather_gemm, arguments, **options), tmp_path) == 0, blocks
+        assert find_spills(compile_to_ptx(all_gather_gemm_by_copies, arguments, **options), tmp_path) == 0, blocks
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -511,8 +513,8 @@ def test_what_a_tuner_tries_at_the_sizes_that_count_compiles(name):
 @pytest.mark.parametrize(("blocks", "shares"), [(WIDE, 1), (DEEP, 1), (NARROW, 2)])
 @pytest.mark.parametrize("name", LARGE)
 def test_as_many_programs_fit_on_a_multiprocessor_as_blocks_are_made_for(name, blocks, shares, transfer):
-    kernel, arguments = KERNELS[name]
     sizes = {"transfer": transfer} if name == "gather" else {}
+    kernel, arguments = find_kernel(name, **sizes), KERNELS[name][1]
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     size = count_shared_bytes(kernel, arguments(blocks, **sizes), options, "sm_90")
     assert shares * (size + 1024) <= 228 << 10  # a block takes 1 KB more than it asks for

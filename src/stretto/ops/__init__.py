@@ -13,8 +13,7 @@ from stretto.ops.embedding import (
     embedding_all_to_all_updating,
     tune_embedding,
 )
-from stretto.ops.gemm.config import KernelConfig
-from stretto.ops.gemm.tile import Blocks
+from stretto.ops.gemm.config import Blocks, KernelConfig
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.mlp import mlp

@@ -1,4 +1,4 @@
-"""What operators refuse, before anything is allocated or launched."""
+"""Checks before anything is allocated or launched: a call's arguments, and that all ranks make the same call."""
 
 from dataclasses import dataclass, field
 
@@ -7,16 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
-from stretto.ops.gemm.tile import FP8, Scales
+from stretto.ops.gemm.config import FP8
+from stretto.ops.gemm.tile import Scales
 from stretto.ops.workspace import find_group, find_known
 
-_FP8_GRAIN = 16  # elements that rows of fp8 are multiples of: 16 bytes, as TMA and torch's own products take them
+_FP8_GRAIN = 16  # elements: rows of fp8 are multiples of 16 bytes, as TMA and torch's own products require
+_MOST_KNOWN = 4096
+_BY_TMA = ", by TMA"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def find_name(group: dist.ProcessGroup | None) -> str:
-    """The group's name (None: all ranks), which operators' schemas have. ValueError for a rank outside of it."""
+    """The group's name (None: all ranks), as operators' schemas take it. ValueError for a rank outside of it."""
     if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
         raise ValueError(
             f"group is a torch.distributed.ProcessGroup, or None for all ranks, not {group!r}: of a mesh's axis, give "
@@ -98,7 +101,7 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
             f"{operator}: {name} is of torch.float32 on {matrix.device}, not of {scale.dtype} on {scale.device}"
         )
     factors = scale.reshape(-1).expand(rows)
-    # Kernels count the numbers between the first and the last one in 32 bits.
+    # Kernels compute offsets into the factors in 32 bits.
     return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()
 
 
@@ -148,39 +151,39 @@ def _say(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-_MOST_KNOWN = 4096
-_BY_TMA = ", by TMA"
-
-
 @dataclass
-class _Said:
+class _ComparedCalls:
+    """A group's comparisons: their number, and the calls that agreed, with whether TMA takes all ranks' operands."""
+
     count: int = 0
     known: dict[str, bool] = field(default_factory=dict)
 
 
-def require_agreement(said: str, by_tma: bool, group: str, device: torch.device) -> bool:
-    """Compare what this rank calls with what the others do; at a kind of call that is new to the group, on all ranks.
+def require_agreement(call: str, by_tma: bool, group: str, device: torch.device) -> bool:
+    """Compare a description of this rank's call with the other ranks', through the group's store.
 
-    by_tma: whether TMA takes this rank's operands, whose addresses may differ from other ranks'; returns whether it
-    took all ranks', at the first call of this kind. ValueError where another rank calls something else, PeerError where
-    one does not come within the group's time limit.
+    Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
+    could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
+    differ from other ranks'; returns whether it took all ranks', at the first call of this kind. ValueError where
+    another rank calls something else, PeerError where one does not come within the group's time limit.
     """
-    kept = find_known(group, device, "calls", _Said)
-    if said in kept.known and not is_debugging():
-        return kept.known[said]
-    failures.check()  # before ranks are waited for that may never come
+    compared = find_known(group, device, "calls", _ComparedCalls)
+    if call in compared.known and not is_debugging():
+        return compared.known[call]
+    failures.check()  # before this rank waits for ranks that may never come
     members = find_group(group)
-    told = said + _BY_TMA if by_tma else said
-    heard = store_all_gather(told, members, f"stretto ops {device.type}", kept.count + 1, group_timeout(members))
-    kept.count += 1
+    sent = call + _BY_TMA if by_tma else call
+    prefix = f"stretto ops {device.type}"
+    received = store_all_gather(sent, members, prefix, compared.count + 1, group_timeout(members))
+    compared.count += 1
     rank = dist.get_rank(members)
-    for peer, other in enumerate(heard):
-        if other.removesuffix(_BY_TMA) != said:
+    for peer, other in enumerate(received):
+        if other.removesuffix(_BY_TMA) != call:
             raise ValueError(
                 f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
-                f"{told}; rank {peer} calls {other}"
+                f"{sent}; rank {peer} calls {other}"
             )
-    if len(kept.known) >= _MOST_KNOWN:
-        kept.known.clear()
-    kept.known[said] = all(other.endswith(_BY_TMA) for other in heard)
-    return kept.known[said]
+    if len(compared.known) >= _MOST_KNOWN:
+        compared.known.clear()
+    compared.known[call] = all(other.endswith(_BY_TMA) for other in received)
+    return compared.known[call]

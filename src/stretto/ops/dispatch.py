@@ -1,7 +1,10 @@
-"""Which plan a call is done by: what its caller pinned, else what was the fastest by measured times, else a default.
+"""Dispatch of operator calls: registration with torch, the eager fast path, and the choice of a configuration.
 
-All ranks of a group choose alike: their calls are alike, and what choices depend on besides (times that were measured,
-whether GPUs reach each other) is rank 0's or all ranks', exchanged once, at the group's first call.
+`define_operator` makes an operator's schema, fake implementation, autograd, FLOP formula and fast path. Each call then
+asks `select_config` how to run: the caller's choice, else the fastest measured configuration, else a default.
+
+All ranks of a group choose alike. Their calls are alike, and everything else that choices depend on (measured times,
+whether GPUs can access each other's memory) is exchanged once, at the group's first call.
 """
 
 import functools
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
 
 from stretto.memory import failures, is_debugging, shared_gpus
 from stretto.memory.gpus import find_obstacle
@@ -29,25 +33,176 @@ from stretto.ops.gemm.config import (
     GemmProblem,
     KernelConfig,
     Machine,
+    count_processors,
     decode,
-    default_blocks,
-    default_config,
+    find_capability,
 )
-from stretto.ops.gemm.tile import count_processors, find_capability, takes_tma
+from stretto.ops.gemm.defaults import default_blocks, default_config
+from stretto.ops.gemm.tile import takes_tma
 from stretto.ops.workspace import find_group, require_no_capture
 from stretto.tiles import INTERPRETED
 from stretto.tuning import TuningStore
 
 logger = logging.getLogger("stretto.ops")
 
-_NEAR = 1.5  # measured rows may be so many times as many, or as few
+_NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MOST_CHOICES = 4096
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Autograd(NamedTuple):
+    """An operator's backward pass, as `torch.library.register_autograd` takes it.
+
+    save(ctx, inputs, output) keeps what the gradients need; differentiate(ctx, *gradients) computes them.
+    """
+
+    save: Callable[[Any, tuple[Any, ...], Any], None]
+    differentiate: Callable[..., Any]
+
+
+_definitions: dict[str, object] = {}  # torch itself holds operators weakly
+
+
+def define_operator(
+    name: str,
+    run: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    count_flops: Callable[..., int],
+    autograd: Autograd | None = None,
+    tensors: slice = slice(3),
+) -> Callable[..., Any]:
+    """Register the operator `stretto::name`; returns the function that calls it by the shortest way.
+
+    run: the implementation, whose annotations make the schema; autocast is off inside of it, since an operator's dtype
+    is its operands'. fake: checks the arguments and returns empty outputs. count_flops: takes the arguments, tensors as
+    their shapes. autograd: None for an operator without gradients. tensors: which of the arguments are tensors (x,
+    weight and bias by default).
+    """
+    run = without_autocast(run)
+    definition = torch.library.custom_op(f"stretto::{name}", run, mutates_args=())
+    _definitions[name] = definition
+    definition.register_fake(fake)
+    operator = getattr(torch.ops.stretto, name)
+    register_flop_formula(operator)(count_flops)
+    if autograd is None:
+        return _undifferentiated_fast_path(run, operator, tensors)
+    autograd = Autograd(autograd.save, without_autocast(autograd.differentiate))
+    definition.register_autograd(autograd.differentiate, setup_context=autograd.save)
+    return eager_fast_path(name, run, operator, autograd, tensors)
+
+
+def eager_fast_path(
+    name: str, run: Callable[..., Any], operator: Callable[..., Any], autograd: Autograd, tensors: slice
+) -> Callable[..., Any]:
+    """A function that calls an operator past torch.library, whose dispatch costs the host 10 to 30 us, where it can.
+
+    Where torch does more with a call than run it (`is_traced`), the operator itself is called.
+    """
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = run(*inputs)
+        # Here, since with a setup_context torch would inspect forward's signature at each call.
+        autograd.save(ctx, inputs, output)
+        return output
+
+    class_name = name.title().replace("_", "")  # in profiles
+    members = {"forward": staticmethod(forward), "backward": staticmethod(autograd.differentiate)}
+    function: Any = type(class_name, (torch.autograd.Function,), members)
+
+    def call(*inputs: Any) -> Any:
+        operands = inputs[tensors]
+        if is_traced(*operands):
+            require_no_tangents(*operands)
+            return operator(*inputs)
+        if is_differentiated(*operands):
+            return function.apply(*inputs)
+        return run(*inputs)
+
+    return call
+
+
+def _undifferentiated_fast_path(
+    run: Callable[..., Any], operator: Callable[..., Any], tensors: slice
+) -> Callable[..., Any]:
+    """`eager_fast_path` of an operator without gradients."""
+
+    def call(*inputs: Any) -> Any:
+        operands = inputs[tensors]
+        require_no_tangents(*operands)
+        return operator(*inputs) if is_traced(*operands) else run(*inputs)
+
+    return call
+
+
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, with autocast off inside of it."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether torch must see a call: it traces, transforms or records it, or has subclasses among the tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # by torch.jit.trace
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether autograd must see a call: some of its tensors need gradients, or may have forward-mode tangents.
+
+    No operator here has forward-mode derivatives, and autograd raises where one is asked for.
+    """
+    return forward_ad._current_level >= 0 or needs_gradients(*tensors)
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether some of a call's tensors need gradients."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def require_no_tangents(*tensors: Tensor | None) -> None:
+    """NotImplementedError for forward-mode derivatives, which torch.library would silently make zeros of."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "stretto's operators have no forward-mode derivatives (jvp): differentiate them backward"
+            )
+
+
+def save_operands(ctx: Any, rows: Tensor, weight: Tensor) -> None:
+    """Save the weight for x's gradient and the rows for the weight's, so that a frozen weight keeps no activations."""
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows if needs_weight else None, weight if needs_x else None)
+
+
+def pin_backward(implementation: str) -> str:
+    """The `implementation` of the backward pass's operator: a configuration fits one operator and its shapes alone."""
+    if implementation in IMPLEMENTATIONS:
+        return implementation
+    return decode(implementation).implementation
 
 
 class CallKey(NamedTuple):
-    """All that a call's checks and choice depend on, for `recall_config`: on a host that launches, microseconds count.
+    """The key of a call in the cache of choices: all that its checks and its configuration depend on.
 
-    x, weight, bias: what of the tensors counts. options: of the call, which all ranks give alike.
+    x, weight, bias: what counts of the tensors. options: of the call, which all ranks give alike.
     """
 
     operator: str
@@ -59,8 +214,12 @@ class CallKey(NamedTuple):
 
 
 @dataclass
-class _Group:
-    """What a group's ranks have agreed on, and what its calls here ran as."""
+class _GroupChoices:
+    """What a group's ranks have agreed on, and how often its calls here ran as what.
+
+    obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
+    configuration and the reason for it. recalled: configurations of calls that were checked before.
+    """
 
     group: "weakref.ref[dist.ProcessGroup]"
     obstacle: str = ""
@@ -70,7 +229,7 @@ class _Group:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
-_groups: dict[str, _Group] = {}
+_groups: dict[str, _GroupChoices] = {}
 
 
 def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
@@ -89,118 +248,134 @@ def make_call_key(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None,
     return CallKey(operator, of_x, of_weight, of_bias, current, options)
 
 
+def select_config(
+    key: CallKey, x: Tensor, weight: Tensor, group: str, implementation: str, check: Callable[[], int]
+) -> KernelConfig:
+    """Select the configuration of a call, and count the call: from the cache of choices, else checked and chosen now.
+
+    check: raises ValueError for arguments that the operator does not take; returns m, the rows of the whole.
+    """
+    config = recall_config(group, key)
+    if config is None:
+        problem = describe_problem(key.operator, check(), x, weight, group)
+        config = choose_config(problem, x, weight, group, implementation, key)
+    return config
+
+
 def recall_config(group: str, key: CallKey) -> KernelConfig | None:
-    """The plan of a call like one that was checked and chosen before, which is counted; None for a new one."""
+    """Look up the configuration of an equal earlier call, and count this one; None for a new kind of call."""
     known = _groups.get(group)
     if known is None or known.group() is not find_group(group) or is_debugging():
         return None
-    plan = known.recalled.get(key)
-    if plan is not None:
-        known.counts[key.operator, plan.implementation] += 1
-    return plan
+    config = known.recalled.get(key)
+    if config is not None:
+        known.counts[key.operator, config.implementation] += 1
+    return config
 
 
 def choose_config(
-    call: GemmProblem, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None
+    problem: GemmProblem, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None
 ) -> KernelConfig:
-    """The plan of this call, which is counted and, once for calls that are alike, said at debug level.
+    """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
 
-    implementation: "auto", "kernel", "library" or a config's text. key: have `recall_config` give it from now on.
-    ValueError for
-    another implementation, where a kernel was asked for and none can run, and where ranks call different things.
-    Collective at the group's first call, and at the first of its kind.
+    implementation: "auto", "kernel", "library" or an encoded configuration. key: under which `recall_config` finds the
+    choice from now on. Logs each new choice at debug level. ValueError for another implementation, where a kernel was
+    asked for and none can run, and where ranks call different things. Collective at the group's first call, and at the
+    first of its kind.
     """
     known = _find(group, x.device)
     of_bias, options = (key.bias, key.options) if key else (None, (implementation,))
-    said = f"{call.name}{'' if of_bias is None else ' with a bias'} {options}"
+    description = f"{problem.name}{'' if of_bias is None else ' with a bias'} {options}"
     machine = find_machine(x, weight)
-    machine = machine._replace(by_tma=require_agreement(said, machine.by_tma, group, x.device))
-    asked = call, machine, implementation
+    machine = machine._replace(by_tma=require_agreement(description, machine.by_tma, group, x.device))
+    asked = problem, machine, implementation
     if asked not in known.choices:
         if len(known.choices) == _MOST_CHOICES:
             known.choices.clear()
-        known.choices[asked] = plan, why = _choose(known, *asked)
-        logger.debug("group %s: %s runs as %s: %s", group, call.name, plan.encode(), why)
-    plan, _ = known.choices[asked]
+        known.choices[asked] = config, why = _choose(known, *asked)
+        logger.debug("group %s: %s runs as %s: %s", group, problem.name, config.encode(), why)
+    config, _ = known.choices[asked]
     if key is not None:
         if len(known.recalled) == _MOST_CHOICES:
             known.recalled.clear()
-        known.recalled[key] = plan
-    known.counts[call.operator, plan.implementation] += 1
-    return plan
+        known.recalled[key] = config
+    known.counts[problem.operator, config.implementation] += 1
+    return config
 
 
 def describe_problem(operator: str, m: int, x: Tensor, weight: Tensor, group: str) -> GemmProblem:
-    """What is computed; m: rows of the whole."""
+    """The problem that a call computes; m: rows of the whole."""
     transposed = not weight.is_contiguous()
     return GemmProblem(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
 
 
 def machine_name(device: torch.device) -> str:
-    """What measured times are kept by."""
+    """The machine as the tuning store names it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return f"{name}, torch {torch.__version__}{shared_gpus.suffix()}"
 
 
-def time_key(call: GemmProblem, plan: KernelConfig) -> str:
-    """The name in the store of the seconds of one plan."""
-    return f"ops {call.name} by {plan.encode()}"
+def time_key(problem: GemmProblem, config: KernelConfig) -> str:
+    """The key in the tuning store of the seconds that a configuration takes."""
+    return f"ops {problem.name} by {config.encode()}"
 
 
 def clear_choices() -> None:
-    """Have every group agree again at its next call, in which all ranks are to meet: times have been measured."""
+    """Have every group agree anew at its next call, in which all ranks meet: new times have been measured."""
     _groups.clear()
 
 
-def _choose(known: _Group, call: GemmProblem, machine: Machine, implementation: str) -> tuple[KernelConfig, str]:
-    plan = None if implementation in IMPLEMENTATIONS else decode(implementation)
-    if 0 in (call.m, call.n, call.k):
+def _choose(
+    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+) -> tuple[KernelConfig, str]:
+    config = None if implementation in IMPLEMENTATIONS else decode(implementation)
+    if 0 in (problem.m, problem.n, problem.k):
         return LIBRARY, "there is nothing to multiply"
-    if plan is not None:
-        if plan.implementation == "kernel":
-            _require_kernel(known, call)
-        return plan if plan.blocks or plan == LIBRARY else plan._replace(blocks=default_blocks(call, machine)), (
-            "it was asked for"
-        )
+    if config is not None:
+        if config.implementation == "kernel":
+            _require_kernel(known, problem)
+        if config.blocks is None and config != LIBRARY:
+            config = config._replace(blocks=default_blocks(problem, machine))
+        return config, "it was asked for"
     if implementation == "library":
         return LIBRARY, "it was asked for"
-    measured = _find_fastest(known, call, needs_kernel=implementation == "kernel")
+    measured = _find_fastest(known, problem, needs_kernel=implementation == "kernel")
     if implementation == "kernel":
-        _require_kernel(known, call)
+        _require_kernel(known, problem)
         if measured is not None:
             return measured
-        plan, _ = default_config(call, machine)
-        if plan == LIBRARY:
-            plan = KernelConfig(blocks=default_blocks(call, machine))
-        return plan, "a kernel was asked for"
+        config, _ = default_config(problem, machine)
+        if config == LIBRARY:
+            config = KernelConfig(blocks=default_blocks(problem, machine))
+        return config, "a kernel was asked for"
     if known.obstacle:
         return LIBRARY, known.obstacle
-    return measured or default_config(call, machine)
+    return measured or default_config(problem, machine)
 
 
-def _require_kernel(known: _Group, call: GemmProblem) -> None:
+def _require_kernel(known: _GroupChoices, problem: GemmProblem) -> None:
     if known.obstacle:
-        raise ValueError(f'{call.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
+        raise ValueError(f'{problem.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
 
 
-def _find_fastest(known: _Group, call: GemmProblem, *, needs_kernel: bool) -> tuple[KernelConfig, str] | None:
-    """The plan that was the fastest at the nearest number of rows, if that is near."""
-    ways = {}
-    for m in _measured_rows(known, call):
-        ways[m] = known.times[call._replace(m=m).name]
-    if not ways:
+def _find_fastest(known: _GroupChoices, problem: GemmProblem, *, needs_kernel: bool) -> tuple[KernelConfig, str] | None:
+    """The fastest configuration measured at the nearest number of rows, if that is near enough."""
+    rows = _measured_rows(known, problem)
+    if not rows:
         return None
-    nearest = min(ways, key=lambda m: abs(math.log(m / call.m)))
-    plans = ((decode(text), seconds) for text, seconds in ways[nearest].items())
-    timed = [(seconds, plan) for plan, seconds in plans if not (needs_kernel and plan == LIBRARY)]
-    if not timed or not 1 / _NEAR <= nearest / call.m <= _NEAR:
+    nearest = min(rows, key=lambda m: abs(math.log(m / problem.m)))
+    times = known.times[problem._replace(m=nearest).name]
+    configs = ((decode(text), seconds) for text, seconds in times.items())
+    timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
+    if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
         return None
-    seconds, plan = min(timed, key=lambda pair: pair[0])
-    return plan, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
+    seconds, config = min(timed, key=lambda pair: pair[0])
+    return config, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
 
 
-def _measured_rows(known: _Group, call: GemmProblem) -> list[int]:
-    before, after = call._replace(m=0).name.split("m=0")
+def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
+    """The values of m at which the problem was measured."""
+    before, after = problem._replace(m=0).name.split("m=0")
     found = []
     for name in known.times:
         if name.startswith(f"{before}m=") and name.endswith(after):
@@ -210,12 +385,12 @@ def _measured_rows(known: _Group, call: GemmProblem) -> list[int]:
     return found
 
 
-def _find(name: str, device: torch.device) -> _Group:
+def _find(name: str, device: torch.device) -> _GroupChoices:
     group = find_group(name)
     known = _groups.get(name)
     if known is None or known.group() is not group:
         require_no_capture(device)
-        failures.check()  # before ranks are met that may never come
+        failures.check()  # before this rank waits for ranks that may never come
         for gone in [other for other, old in _groups.items() if old.group() is None]:
             del _groups[gone]
         known = _groups[name] = _agree(group, device)
@@ -224,8 +399,8 @@ def _find(name: str, device: torch.device) -> _Group:
     return known
 
 
-def _agree(group: dist.ProcessGroup, device: torch.device) -> _Group:
-    """Exchange what choices depend on. Collective."""
+def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
+    """Exchange what choices depend on: rank 0's measured times, and whether kernels can run. Collective."""
     times = _read_times(device) if dist.get_rank(group) == 0 else {}
     own = (socket.gethostname(), times)
     everyone = [own] * group.size()
@@ -238,11 +413,11 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _Group:
         obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     elif device.type == "cuda":
         obstacle = find_obstacle(group, device) or ""
-    return _Group(weakref.ref(group), obstacle, everyone[0][1])
+    return _GroupChoices(weakref.ref(group), obstacle, everyone[0][1])
 
 
 def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
-    """{call: {plan: seconds}} of this machine; what this version cannot read is left out."""
+    """{problem: {encoded configuration: seconds}} of this machine, without entries that this version cannot read."""
     found: dict[str, dict[str, float]] = {}
     for key, seconds in TuningStore().read(machine_name(device)).items():
         kind, _, rest = key.partition(" ")
@@ -258,110 +433,9 @@ def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def find_machine(x: Tensor, weight: Tensor) -> Machine:
-    """What the defaults for these operands depend on."""
+    """The machine, as far as the defaults for these operands depend on it."""
     by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
     device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
     return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))
-
-
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-_TENSORS = 3  # x, weight and bias, which come first
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, in which no autocast casts: an operator's dtype is its operands', whatever runs it."""
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._is_any_autocast_enabled():
-            return function(*args, **kwargs)
-        with torch._C._DisableAutocast():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether torch does more with a call than run it: traces, transforms or watches it, or has classes of its own."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None  # by torch.jit.trace
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or not _PLAIN.issuperset(map(type, tensors))
-    )
-
-
-def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether torch is to be told of a call: some of its tensors need gradients, or may have forward-mode tangents.
-
-    No operator here has forward-mode derivatives, and torch says so of what it is told of.
-    """
-    return forward_ad._current_level >= 0 or needs_gradients(*tensors)
-
-
-def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether some of a call's tensors need gradients."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def require_no_tangents(*tensors: Tensor | None) -> None:
-    """NotImplementedError for forward-mode derivatives, of which torch.library would make zeros without a word."""
-    if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                "stretto's operators have no forward-mode derivatives (jvp): differentiate them backward"
-            )
-
-
-def eager_fast_path(
-    name: str,
-    run: Callable[..., Any],
-    operator: Callable[..., Any],
-    save: Callable[[Any, tuple[Any, ...], Any], None],
-    differentiate: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The operator, which takes x, weight, bias and more, as a function that goes past torch.library where it can.
-
-    name: in profiles. run: what the operator does; save, differentiate: as `register_autograd` takes them. Where torch
-    does more with a call than run it, the operator itself is called.
-    """
-
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = run(*inputs)
-        save(ctx, inputs, output)  # here, since a setup_context has torch look at forward's signature at each call
-        return output
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
-    function: Any = type(name, (torch.autograd.Function,), members)
-
-    def call(*inputs: Any) -> Any:
-        tensors = inputs[:_TENSORS]
-        if is_traced(*tensors):
-            require_no_tangents(*tensors)
-            return operator(*inputs)
-        if is_differentiated(*tensors):
-            return function.apply(*inputs)
-        return run(*inputs)
-
-    return call
-
-
-def save_operands(ctx: Any, rows: Tensor, weight: Tensor) -> None:
-    """The weight for x's gradient, and the rows for the weight's."""
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(rows if needs_weight else None, weight if needs_x else None)
-
-
-def pin_backward(implementation: str) -> str:
-    """What the other operator of a backward pass is to be done by: a plan is of one operator and its shapes alone."""
-    if implementation in ("auto", "kernel", "library"):
-        return implementation
-    return decode(implementation).implementation

@@ -1,53 +1,61 @@
-"""GEMM + reduce-scatter as an operator; `gemm_scatter` has its kernel."""
+"""GEMM + reduce-scatter: tiles of partial sums go to the rank that owns their rows, which adds them up.
+
+Flux (sections 3.2, 4.1 and 4.2), in tile-centric primitives (TileLink). The operator, its gradient, and a kernel that
+does all of it in one launch. `matmul_reduce_scatter_copies` has the variant whose tiles copy engines push, `small_m`
+the one for few rows.
+"""
 
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
-    choose_config,
-    describe_problem,
-    eager_fast_path,
+    Autograd,
+    define_operator,
     make_call_key,
     pin_backward,
-    recall_config,
     save_operands,
-    without_autocast,
+    select_config,
 )
-from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
-from stretto.ops.gemm.partial_sums import load_rows, locate_owned, store_rows
+from stretto.ops.gemm.config import LIBRARY, Blocks, KernelConfig, divide_up, encode_implementation, limit_waiting
 from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_round
 from stretto.ops.gemm.tile import (
-    Blocks,
     Gemm,
     Scales,
     count_store_parts,
     describe_gemm,
-    divide_up,
     goes_in_halves,
     halve,
-    limit_waiting,
+    load_rows,
+    locate_owned,
     multiply_tile,
     order_tiles,
     scale_tile,
     specialization_key,
+    store_rows,
     store_tile,
 )
 from stretto.ops.matmul_reduce_scatter_copies import can_copy, launch_scatter_by_copies
-from stretto.ops.workspace import TWO_SLOTS_BYTES, OperatorWorkspace, abandon, count_bytes, find_group, find_workspace
+from stretto.ops.workspace import (
+    TWO_SLOTS_BYTES,
+    OperatorWorkspace,
+    abandon,
+    count_bytes,
+    find_group,
+    find_workspace,
+)
 
-_operators = torch.ops.stretto
+_ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
 
 
 def matmul_reduce_scatter(
@@ -64,84 +72,44 @@ def matmul_reduce_scatter(
     bf16, fp16 or fp32, all of one dtype. A rank's partial sums are fp32, travel in x's dtype or, if reduce_dtype is
     torch.float32, in that, are added in fp32 in rank order, and rounded. bias: [n], added once, by the row's owner; its
     gradient is of these rows. group: None for all ranks. x is contiguous; weight is, or its transpose. x's gradient is
-    an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (what was measured to be
-    the fastest, or a default), "kernel" (ours, or it raises), "library" (a GEMM, then a reduce-scatter) or a
-    `KernelConfig`.
+    an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (the fastest measured, or
+    a default), "kernel" (Stretto's, or it raises), "library" (a GEMM, then a reduce-scatter) or a `KernelConfig`.
     ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
-    for a rank that does not come. Flux, sections 3.2 and 4.
+    for a rank that does not call. Flux, sections 3.2 and 4.
     """
     how = encode_implementation(implementation)
     return _call(x, weight, bias, find_name(group), reduce_dtype, how)
 
 
-@without_autocast
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
-    key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
-    plan = recall_config(group, key)
-    if plan is None:
+    def check() -> int:
         _require(x, weight, bias, group, reduce_dtype, implementation)
+        return x.shape[0]
+
+    key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
+    config = select_config(key, x, weight, group, implementation, check)
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
-    if plan is None:
-        call = describe_problem("matmul_reduce_scatter", x.shape[0], x, weight, group)
-        plan = choose_config(call, x, weight, group, implementation, key)
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
-    if plan == LIBRARY:
+    if config == LIBRARY:
         return unfused.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype)
     out, dtype = x.new_empty(rows, n), reduce_dtype or x.dtype
-    launch_scatter(plan, x, weight, bias, out, dtype, group)
+    launch_scatter(config, x, weight, bias, out, dtype, group)
     return out
 
 
-def save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, group, _, implementation = inputs
-    ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, pin_backward(implementation)
-    save_operands(ctx, x, weight)
-
-
-@without_autocast
-def differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad = grad.contiguous()
-    grad_x = grad_weight = None
-    if needs_x and needs_weight:
-        grad_x, gathered = _operators.all_gather_matmul_gathered(grad, weight.t(), None, ctx.group, ctx.implementation)
-        grad_weight = gathered.t() @ x
-    elif needs_x:
-        grad_x = _operators.all_gather_matmul(grad, weight.t(), None, ctx.group, ctx.implementation)
-    elif needs_weight:
-        grad_weight = unfused.gather_rows(grad, ctx.group).t() @ x
-    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
-
-
-_matmul_reduce_scatter = torch.library.custom_op("stretto::matmul_reduce_scatter", _run, mutates_args=())
-_call = eager_fast_path(
-    "MatmulReduceScatter", _run, torch.ops.stretto.matmul_reduce_scatter, save_scatter, differentiate_scatter
-)
-
-
-@_matmul_reduce_scatter.register_fake
-def _(
+def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
     return x.new_empty(_require(x, weight, bias, group, reduce_dtype, implementation), weight.shape[0])
 
 
-_matmul_reduce_scatter.register_autograd(differentiate_scatter, setup_context=save_scatter)
-
-
-@register_flop_formula(torch.ops.stretto.matmul_reduce_scatter)
-def _(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * x[0] * prod(weight)
-
-
 def _require(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> int:
-    """This rank's number of rows. ValueError for what cannot be computed."""
+    """This rank's number of rows. ValueError for arguments that the operator does not take."""
     require_operands("matmul_reduce_scatter", x, weight, bias, implementation)
     return require_rows("matmul_reduce_scatter", x, x.dtype, reduce_dtype, group)
 
@@ -157,17 +125,69 @@ def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: tor
     return x.shape[0] // world
 
 
-_ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
+def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x[0] * prod(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, group, _, implementation = inputs
+    ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, pin_backward(implementation)
+    save_operands(ctx, x, weight)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """C = reduce_scatter(x @ W.T): dx is gather(dC) @ W, overlapped as well, and dW is gather(dC).T @ x."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    operators = torch.ops.stretto
+    grad = grad.contiguous()
+    grad_x = grad_weight = None
+    if needs_x and needs_weight:
+        grad_x, gathered = operators.all_gather_matmul_gathered(grad, weight.t(), None, ctx.group, ctx.implementation)
+        grad_weight = gathered.t() @ x
+    elif needs_x:
+        grad_x = operators.all_gather_matmul(grad, weight.t(), None, ctx.group, ctx.implementation)
+    elif needs_weight:
+        grad_weight = unfused.gather_rows(grad, ctx.group).t() @ x
+    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
+
+
+_call = define_operator(
+    "matmul_reduce_scatter", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
+)
+
+
+class StagedSums(NamedTuple):
+    """Where ranks store tiles for their owners: a buffer of two slots, or one.
+
+    buffer: pointer to the first slot; slot_words: numbers a slot holds. first_row: the row that the buffer begins at in
+    the TMA descriptor of all ranks' buffers.
+    """
+
+    buffer: Any
+    slot_words: Any
+    first_row: Any
+
+
+class OwnedRows(NamedTuple):
+    """What a rank owns of the output. rows: its number of rows. reducers: programs that add up its tiles.
+
+    is_shifted, compiled in: tiles are multiplied from the next rank's on, else from rank 0's on.
+    """
+
+    rows: Any
+    reducers: Any
+    is_shifted: Any
 
 
 @lru_cache(maxsize=4096)
 def map_queues(world: int, programs: int) -> tiles.StaticMapping:
-    """Each rank's lanes of tiles, which are signalled when all of a lane's tiles are stored."""
+    """Each rank's queues of tiles; a queue is signalled once, when all of its tiles are stored."""
     return tiles.shard_tiles(programs, world, 1)
 
 
 def launch_scatter(
-    plan: KernelConfig,
+    config: KernelConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -176,37 +196,40 @@ def launch_scatter(
     group: str,
     scales: Scales | None = None,
 ) -> None:
-    """The call, by packets, by copy engines, or by the kernel here, which is all of it or, of more than two slots hold,
-    its second launch."""
+    """Launch the call by packets, by copy engines, or by the kernel here; partial sums travel in `dtype`.
+
+    The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
+    """
     (rows, n), world = out.shape, find_group(group).size()
-    if plan.exchange == "packets" and dtype == out.dtype:
-        assert plan.blocks is not None
+    if config.exchange == "packets" and dtype == out.dtype:
+        assert config.blocks is not None
         size = small_m.count_bytes("scatter", x.shape[0], n, world, dtype)
         workspace = find_workspace(group, x.device, size, "packets")
-        small_m.launch("matmul_reduce_scatter", "scatter", workspace, group, x, weight, bias, out, plan.blocks, scales)
+        blocks = config.blocks
+        small_m.launch("matmul_reduce_scatter", "scatter", workspace, group, x, weight, bias, out, blocks, scales)
         return
-    plan = plan.with_even_tiles()
-    assert plan.blocks is not None
-    blocks = plan.blocks
-    if plan.transfer == "copies" and can_copy(world):
-        launch_scatter_by_copies(plan, x, weight, bias, out, dtype, group, world, scales)
+    config = config.with_power_of_two_tiles()
+    assert config.blocks is not None
+    blocks = config.blocks
+    if config.transfer == "copies" and can_copy(world):
+        launch_scatter_by_copies(config, x, weight, bias, out, dtype, group, world, scales)
         return
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
-    shares, units = split_last_round(count, x.shape[1], blocks)
+    stream_k, units = split_last_round(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
     workspace.channel.check()
     try:
-        launch(workspace, plan, shares, units, x, weight, bias, out, dtype, scales)
+        _launch(workspace, config, stream_k, units, x, weight, bias, out, dtype, scales)
     except BaseException:
         abandon(group, workspace.channel)
         raise
 
 
-def launch(
+def _launch(
     workspace: OperatorWorkspace,
-    plan: KernelConfig,
-    shares: StreamK,
+    config: KernelConfig,
+    stream_k: StreamK,
     units: int,
     x: Tensor,
     weight: Tensor,
@@ -215,61 +238,46 @@ def launch(
     dtype: torch.dtype,
     scales: Scales | None,
 ) -> None:
-    """Begin the call and launch the kernel, on no more programs than there are shares: `units`."""
-    blocks, block_channel = plan.blocks, workspace.channel
+    """Begin the call and launch the kernel, on no more programs than there are work units."""
+    blocks, block_channel = config.blocks, workspace.channel
     assert blocks is not None
     programs = min(blocks.programs, units)
-    lanes = map_queues(block_channel.world_size, programs)
+    queues = map_queues(block_channel.world_size, programs)
     if workspace.slots == 1:
-        channel = block_channel.begin("matmul_reduce_scatter", lanes, lanes, "broadcast")
+        channel = block_channel.begin("matmul_reduce_scatter", queues, queues, "broadcast")
     else:
         channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
-    staging = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
-    gemm, pushed, origin = describe_push(block_channel, gemm, blocks, x.element_size(), staging)
-    arguments = (
-        channel,
-        lanes,
-        gemm,
-        shares,
-        a,
-        b,
-        staging,
-        pushed,
-        origin,
-        out,
-        bias,
-        out.shape[0],
-        workspace.words(1, dtype),
-        limit_waiting(programs, x.device),
-        plan.is_shifted,
-    )
+    buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
+    gemm, pushed, first_row = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
+    staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
+    owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), tl.constexpr(config.is_shifted))
     block_channel.launch(
         gemm_reduce_scatter,
-        (dtype, specialization_key(plan, x, weight, gemm, bias, out)),
+        (dtype, specialization_key(config, x, weight, gemm, bias, out)),
         programs,
-        arguments,
+        (channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
 
 
 def describe_push(
-    block_channel: tiles.BlockChannel, gemm: Gemm, blocks: Blocks, loaded_size: int, staging: Tensor
+    block_channel: tiles.BlockChannel, gemm: Gemm, blocks: Blocks, loaded_size: int, buffer: Tensor
 ) -> tuple[Gemm, TensorDescriptor | None, int]:
-    """(the product, how all ranks' staging is stored to by TMA, the row of this descriptor that staging begins at).
+    """(the product, a TMA descriptor of all ranks' buffers, the row of the descriptor that this rank's begins at).
 
-    One descriptor for all ranks: rows of block_n numbers from the lowest of their addresses on, all that lies between
-    them included. None where TMA does not take it.
+    One descriptor for all ranks: rows of block_n numbers from the lowest of their addresses on, all memory between the
+    buffers included. None where TMA does not take it.
     """
-    row_bytes = blocks.n * staging.element_size()
+    row_bytes = blocks.n * buffer.element_size()
     distances = block_channel.distances
     lowest = min(distances)
-    rows = (max(distances) - lowest + staging.nbytes) // row_bytes
-    parts = count_store_parts(blocks, loaded_size, staging.element_size())
+    rows = (max(distances) - lowest + buffer.nbytes) // row_bytes
+    parts = count_store_parts(blocks, loaded_size, buffer.element_size())
     if not gemm.by_tma.value or not parts or rows >= 1 << 31 or any(step % row_bytes for step in distances):
         return gemm, None, 0
-    base = block_channel.tensor((1,), staging.dtype, rank=distances.index(lowest))
+    base = block_channel.tensor((1,), buffer.dtype, rank=distances.index(lowest))
     pushed = TensorDescriptor(base, [rows, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
     gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
     return gemm, pushed, -lowest // row_bytes
@@ -277,70 +285,75 @@ def describe_push(
 
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
-    channel, lanes, gemm, shares, a, b, staging, pushed, origin, out, bias, rows, half, adders, SHIFTED: tl.constexpr,
-):  # fmt: skip
+    channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out
+):
     """out [rows, n]: this rank's rows of the sum over all ranks of a @ b.T, + bias; persistent.
 
-    First all tiles are multiplied, and stored where their owner has its staging, own ones as well. They are dealt out
-    in lanes, as many as there are programs, each of every so many-th tile; who has time claims the next lane. Then the
-    last `adders` programs add up the owner's rows, in rank order; those that end earlier make room for other kernels.
+    First all tiles are multiplied, and stored into their owner's staging buffer, own tiles as well. They are split into
+    queues, as many as there are programs, of every so many-th tile each; a program that has time claims the next queue.
+    Then the last `reducers` programs add up the owner's rows, in rank order; those that end earlier make room for other
+    kernels.
     Order: tiles of the next rank's rows first, then of the one after, own last, so that no two ranks write to one at
-    once, and what travels does so while later tiles are multiplied. The last tiles may be cut into parts, which are
-    sums like those of other ranks. A lane's loop is flattened, so that a tile's stores go on beside the next one's
-    loads.
-    Signals: of a lane to all ranks, once all its tiles are stored ("broadcast"): nobody could use earlier ones, and a
-    barrier in the loop would take its pipeline.
-    Waits: for all lanes of all ranks, before the first sum. No program waits before all lanes are claimed by programs
-    that run, so nothing waits for one that has no place on the GPU; and a launch's waiting programs leave room for
+    once, and tiles travel while later ones are multiplied. Tiles of the last wave may be split over k; their parts are
+    partial sums like those of other ranks. A queue's loop is flattened, so that a tile's stores go on beside the next
+    tile's loads.
+    Signals: of a queue to all ranks, once all its tiles are stored ("broadcast"): earlier signals would help nobody,
+    and a barrier in the loop would stop its pipeline.
+    Waits: for all queues of all ranks, before the first sum. No program waits before all queues are claimed by running
+    programs, so nothing waits for a program that is not scheduled; and a launch's waiting programs leave room for
     another group's (`bound_programs`): no cycle.
     Reuse: two slots, by the call's number; every rank waits for every other rank's tiles, so see `call_slot`. Or one
-    slot, which is written over only when all ranks have begun the call, and so ended the one before.
+    slot, which is overwritten only when all ranks have begun the call, and so ended the one before.
     """
-    count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
+    count = tl.cdiv(owned.rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
+    buffer = staging.buffer
+    first_row = staging.first_row
     if channel.inside:
-        first = tiles.call_slot(channel).to(tl.int64) * half
-        staging += first
-        origin += (first // gemm.block_n).to(tl.int32)
+        first = tiles.call_slot(channel).to(tl.int64) * staging.slot_words
+        buffer += first
+        first_row += (first // gemm.block_n).to(tl.int32)
     programs = tl.num_programs(0)
-    lane = tiles.claim(channel)
-    while lane < programs:
-        for share in tl.range(lane, count_units(shares, channel.world * count), programs, flatten=True):
-            begin, end = find_unit(gemm, shares, share, channel.world * count)
-            index = begin // count_steps(gemm, shares)
-            owner, tile, row, column = locate_owned(channel.rank, channel.world, gemm, rows, index, SHIFTED)
+    queue = tiles.claim(channel)
+    while queue < programs:
+        for unit in tl.range(queue, count_units(stream_k, channel.world * count), programs, flatten=True):
+            begin, end = find_unit(gemm, stream_k, unit, channel.world * count)
+            index = begin // count_steps(gemm, stream_k)
+            owner, tile, row, column = locate_owned(
+                channel.rank, channel.world, gemm, owned.rows, index, owned.is_shifted
+            )
             slot = channel.rank * count + tile
-            if shares.steps is None:
-                total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
+            if stream_k.unit_steps is None:
+                total = multiply_tile(gemm, a, b, owner * owned.rows + row, column, 0)
             else:
-                begin -= index * shares.tile
-                end -= index * shares.tile
-                total = multiply_tile(gemm, a, b, owner * rows + row, column, 0, begin, end)
-                part = begin // shares.steps
-                slot = tl.where(part == 0, slot, _part_slot(channel, shares, count, channel.rank, index, part))
-            total = scale_tile(gemm, gemm.row_scales, total, owner * rows + row, column, gemm.m)
-            _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner)
-        done = channel.rank * programs + lane
-        tiles.producer_tile_notify(channel, lanes, done, "broadcast", after_tma=gemm.stores_by_tma)
-        lane = tiles.claim(channel)
-    adder = tiles.arrive_produced(channel) - (programs - adders)
-    if adder >= 0:
-        ready = lane * 0
+                begin -= index * stream_k.tile_steps
+                end -= index * stream_k.tile_steps
+                total = multiply_tile(gemm, a, b, owner * owned.rows + row, column, 0, begin, end)
+                part = begin // stream_k.unit_steps
+                slot = tl.where(part == 0, slot, _part_slot(channel, stream_k, count, channel.rank, index, part))
+            total = scale_tile(gemm, gemm.row_scales, total, owner * owned.rows + row, column, gemm.m)
+            _push_tile(channel, gemm, buffer, pushed, first_row, slot, total, owner)
+        done = channel.rank * programs + queue
+        tiles.producer_tile_notify(channel, queues, done, "broadcast", after_tma=gemm.stores_by_tma)
+        queue = tiles.claim(channel)
+    reducer = tiles.arrive_produced(channel) - (programs - owned.reducers)
+    if reducer >= 0:
+        ready = queue * 0
         for source in tl.static_range(channel.world):
-            ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)
-        _add_partials(channel, gemm, shares, staging + ready, out, bias, count, rows, adder, adders, SHIFTED)
+            ready += tiles.consumer_tile_wait(channel, queues, source * programs, producer=queues)
+        _add_partials(channel, gemm, stream_k, owned, buffer + ready, bias, out, count, reducer)
     if channel.inside:
-        tiles.end_call(channel, lanes)
+        tiles.end_call(channel, queues)
 
 
 @triton.jit
-def _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner):  # type: ignore[no-untyped-def]
-    """Store a tile into slot [block_m, block_n] of its owner's staging."""
+def _push_tile(channel, gemm, buffer, pushed, first_row, slot, total, owner):  # type: ignore[no-untyped-def]
+    """Store a tile into slot [block_m, block_n] of its owner's staging buffer."""
     if pushed is not None:
-        row = origin + tiles.peer_rows(channel, staging, gemm.block_n, owner) + slot * gemm.block_m
+        row = first_row + tiles.peer_rows(channel, buffer, gemm.block_n, owner) + slot * gemm.block_m
         store_tile(gemm, pushed, total, row, 0, 0)
     else:
-        start = staging + slot.to(tl.int64) * (gemm.block_m * gemm.block_n)
-        if goes_in_halves(gemm, staging.dtype.element_ty):
+        start = buffer + slot.to(tl.int64) * (gemm.block_m * gemm.block_n)
+        if goes_in_halves(gemm, buffer.dtype.element_ty):
             left, right = halve(total)
             _push_columns(channel, gemm, start, left, owner)
             _push_columns(channel, gemm, start + gemm.block_n // 2, right, owner)
@@ -350,45 +363,46 @@ def _push_tile(channel, gemm, staging, pushed, origin, slot, total, owner):  # t
 
 @triton.jit
 def _push_columns(channel, gemm, start, columns, owner):  # type: ignore[no-untyped-def]
-    """Store some columns of a tile, the first of them at `start`, of its owner's staging."""
+    """Store some columns of a tile, the first of them at `start`, into its owner's staging buffer."""
     offsets = tl.arange(0, gemm.block_m)[:, None] * gemm.block_n + tl.arange(0, columns.shape[1])[None, :]
     tiles.tile_push_data(channel, start, offsets, columns.to(start.dtype.element_ty), rank=owner)
 
 
 @triton.jit
-def _part_slot(channel, shares, count, source, index, part):  # type: ignore[no-untyped-def]
-    """Where the part-th part, but the first, of the index-th tile of a rank's order lies: behind all tiles."""
-    others = shares.tile // shares.steps - 1
-    cut = channel.world * count - shares.whole
-    return channel.world * count + (source * cut + index - shares.whole) * others + part - 1
+def _part_slot(channel, stream_k, count, source, index, part):  # type: ignore[no-untyped-def]
+    """The slot of the part-th part, except the first, of the index-th tile of a rank's order: behind all tiles."""
+    others = stream_k.tile_steps // stream_k.unit_steps - 1
+    split = channel.world * count - stream_k.whole_tiles
+    return channel.world * count + (source * split + index - stream_k.whole_tiles) * others + part - 1
 
 
 @triton.jit
-def _add_partials(  # type: ignore[no-untyped-def]
-    channel, gemm, shares, staging, out, bias, count, rows, adder, adders, SHIFTED: tl.constexpr
-):
+def _add_partials(channel, gemm, stream_k, owned, buffer, bias, out, count, reducer):  # type: ignore[no-untyped-def]
     """Add up own tiles as all ranks have stored them, a few rows of a tile at a time, and store the sums.
 
-    This program is number `adder` of `adders` that share the work.
+    This program is number `reducer` of those that share the work.
     """
     width: tl.constexpr = gemm.block_n
     height: tl.constexpr = max(1, min(gemm.block_m, _ADDED_ELEMENTS // width))
     pieces: tl.constexpr = gemm.block_m // height
-    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, width)
+    row_tiles, column_tiles = tl.cdiv(owned.rows, gemm.block_m), tl.cdiv(gemm.n, width)
     offsets = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
-    for piece in range(adder, count * pieces, adders):
+    for piece in range(reducer, count * pieces, owned.reducers):
         tile, within = piece // pieces, piece % pieces * height
         total = tl.zeros((height, width), tl.float32)
         for source in tl.static_range(channel.world):
             slot = source * count + tile
-            total += load_rows(gemm, staging, slot, within, offsets)
-            if shares.steps is not None:
-                distance = (channel.rank + channel.world - 1 - source) % channel.world if SHIFTED else channel.rank
+            total += load_rows(gemm, buffer, slot, within, offsets)
+            if stream_k.unit_steps is not None:
+                if owned.is_shifted:
+                    distance = (channel.rank + channel.world - 1 - source) % channel.world
+                else:
+                    distance = channel.rank
                 index = distance * count + tile
-                if index >= shares.whole:
-                    for part in range(1, shares.tile // shares.steps):
-                        slot = _part_slot(channel, shares, count, source, index, part)
-                        total += load_rows(gemm, staging, slot, within, offsets)
+                if index >= stream_k.whole_tiles:
+                    for part in range(1, stream_k.tile_steps // stream_k.unit_steps):
+                        slot = _part_slot(channel, stream_k, count, source, index, part)
+                        total += load_rows(gemm, buffer, slot, within, offsets)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
-        store_rows(gemm, out, bias, total, row, column, rows)
+        store_rows(gemm, out, bias, total, row, column, owned.rows)

@@ -1,8 +1,8 @@
-"""GEMM + reduce-scatter whose tiles are pushed by copy engines, while a kernel that stores locally multiplies the next.
+"""GEMM + reduce-scatter whose tiles copy engines push, while a kernel that stores locally multiplies the next tiles.
 
-As `gemm_scatter`, but no multiprocessor stores to another rank: those stores, all at the end of a tile, held the next
-tile's back (docs/decisions/010). On three streams: the product; the beginning of the call and the copies; and the sums,
-by small kernels, each as soon as there is what it adds up.
+Like `gemm_reduce_scatter`, but no multiprocessor stores to another rank: those stores, all at the end of a tile,
+delayed the next tile (docs/decisions/010). Three streams: the caller's has the product; a side stream the beginning of
+the call and the copies; another one the sums, by small kernels, each as soon as its tiles have arrived.
 """
 
 from functools import lru_cache
@@ -15,42 +15,43 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.copy_schedule import find_place, schedule_copies, size_pieces
-from stretto.ops.gemm.config import KernelConfig
-from stretto.ops.gemm.partial_sums import find_rows, locate_owned, store_rows
+from stretto.ops.gemm.config import KernelConfig, divide_up
 from stretto.ops.gemm.tile import (
     Scales,
     count_store_parts,
     describe_gemm,
     describe_matrix,
-    divide_up,
+    find_rows,
     goes_in_halves,
     halve,
+    locate_owned,
     multiply_tile,
     order_tiles,
     scale_tile,
     specialization_key,
+    store_rows,
     store_tile,
 )
 from stretto.ops.workspace import CHANNELS, abandon, count_bytes, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
-_ADDING = 1  # the side stream of sums
+_ADDING = 1  # the number of the side stream of sums
 
 
 @lru_cache(maxsize=4096)
 def map_owners(world: int) -> tiles.StaticMapping:
-    """A channel of each rank for each owner, which is signalled when all tiles for it are pushed."""
+    """A channel of each rank for each owner, signalled when all tiles for that owner are pushed."""
     return tiles.shard_tiles(world, world, 1, channels=world)
 
 
 def can_copy(world: int) -> bool:
-    """Whether there is anything to send, and a channel for each who gets it."""
+    """Whether there is anything to send, and a channel for each rank that receives."""
     return 1 < world <= CHANNELS
 
 
 def launch_scatter_by_copies(
-    plan: KernelConfig,
+    config: KernelConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -64,7 +65,7 @@ def launch_scatter_by_copies(
 
     scales: of fp8 x and weight.
     """
-    call = _CopyEngineScatter(plan, x, weight, bias, out, dtype, group, world, scales)
+    call = _CopyEngineScatter(config, x, weight, bias, out, dtype, group, world, scales)
     channel, added = call.channel, 0
     channel.check()
     try:
@@ -75,31 +76,31 @@ def launch_scatter_by_copies(
             call.push()
             tiles.open_lane(channel, _ADDING)
         with tiles.copy_engine(channel, lane=_ADDING, opens=False):
-            for part in call.course.adds:
-                tiles.rank_await_count(call.counters, part.counter, part.target)
-                call.add(part.start, part.stop)
-                added = part.stop
+            for piece in call.schedule.adds:
+                tiles.rank_await_count(call.counters, piece.counter, piece.target)
+                call.add(piece.start, piece.stop)
+                added = piece.stop
     except BaseException:
         abandon(group, channel)
         raise
-    finally:  # also of a kernel that cannot be launched: the next call's copies come after these
+    finally:  # also after a failed launch: the next call's copies must come after these
         tiles.join_copies(channel)
     if added < call.count:
         call.add(added, call.count)
 
 
 class _CopyEngineScatter:
-    """A call's operands and sizes, and its steps.
+    """One call: its operands and sizes, and its steps, which `launch_scatter_by_copies` puts on streams.
 
-    count: tiles of an owner. stored: what the kernel stores and counts, tiles [world * count, block_m, block_n] by
-    owner in the course's order. pushed_at: where peers push to, in bytes from the buffer's beginning.
+    count: tiles of an owner. partials: what the kernel stores and counts, tiles [world * count, block_m, block_n] by
+    owner in the schedule's order. received_at: offset of the buffer that peers push to, in bytes.
     """
 
     begun: tiles.Channel
 
     def __init__(
         self,
-        plan: KernelConfig,
+        config: KernelConfig,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -109,8 +110,8 @@ class _CopyEngineScatter:
         world: int,
         scales: Scales | None,
     ) -> None:
-        assert plan.blocks is not None
-        self.plan, self.blocks, self.world = plan, plan.blocks, world
+        assert config.blocks is not None
+        self.config, self.blocks, self.world = config, config.blocks, world
         self.bias, self.out, (rows, n) = bias, out, out.shape
         sizes = self.blocks.m, self.blocks.n
         self.count = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
@@ -118,75 +119,69 @@ class _CopyEngineScatter:
         workspace = find_workspace(group, x.device, size, "copied")
         self.channel, slot = workspace.channel, next(workspace.turns)
         self.slot = slot if workspace.slots == 2 else None
-        self.pushed_at = slot * workspace.slot_bytes
-        self.pieces = size_pieces(self.count, count_bytes(*sizes, dtype=dtype), plan)
+        self.received_at = slot * workspace.slot_bytes
+        self.pieces = size_pieces(self.count, count_bytes(*sizes, dtype=dtype), config)
         self.counters = workspace.arrivals
-        self.stored = torch.empty(world * self.count, *sizes, dtype=dtype, device=x.device)
+        self.partials = torch.empty(world * self.count, *sizes, dtype=dtype, device=x.device)
         self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks, scales=scales)
         parts = count_store_parts(self.blocks, x.element_size(), dtype.itemsize)
-        self.target: Any = self.stored
+        self.target: Any = self.partials
         if self.gemm.by_tma.value and parts:
             self.gemm = self.gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-            self.target = describe_matrix(self.stored.view(-1, sizes[1]), (sizes[0], sizes[1] // parts))
-        self.kind = dtype, specialization_key(plan, x, weight, self.gemm, bias, out)
+            self.target = describe_matrix(self.partials.view(-1, sizes[1]), (sizes[0], sizes[1] // parts))
+        self.key = dtype, specialization_key(config, x, weight, self.gemm, bias, out)
         self.programs = min(self.blocks.programs, world * self.count)
-        self.course = schedule_copies(self.channel.rank, world, self.count, self.programs, self.pieces, plan.is_shifted)
+        rank, is_shifted = self.channel.rank, config.is_shifted
+        self.schedule = schedule_copies(rank, world, self.count, self.programs, self.pieces, is_shifted)
 
     def begin(self) -> None:
-        """Begin the call; where peers push to is free from then on."""
+        """Begin the call; from then on peers may push to the receive buffer."""
         owners = map_owners(self.world)
         self.begun = self.channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=self.slot)
 
     def multiply(self) -> None:
         """Launch the product."""
         operands = self.gemm, self.a, self.b, self.target
+        rank, rows, is_shifted = self.channel.rank, self.out.shape[0], self.config.is_shifted
         self.channel.launch(
             multiply_tiles,
-            self.kind,
+            self.key,
             self.programs,
-            (
-                self.channel.rank,
-                self.pieces,
-                self.counters,
-                *operands,
-                self.out.shape[0],
-                self.world,
-                self.plan.is_shifted,
-            ),
+            (rank, self.pieces, self.counters, *operands, rows, self.world, is_shifted),
             num_warps=self.blocks.num_warps,
             num_stages=self.blocks.num_stages,
         )
 
     def push(self) -> None:
-        """Push the tiles for each other rank, piece by piece as the kernel has stored them, and tell it after the last.
+        """Push the tiles for each other rank, piece by piece as the kernel stores them; signal each rank at its end.
 
         In the order in which they are multiplied, on one stream: several copies at once are slower.
         """
         rank = self.channel.rank
-        for owner, position, parts in self.course.pushes:
+        for owner, position, pieces in self.schedule.pushes:
             here, there = position * self.count, find_place(rank, owner, self.world) * self.count
-            pushed = self.find_pushed(owner)
-            for part in parts:
-                tiles.rank_await_count(self.counters, part.counter, part.target)
-                rows = slice(here + part.start, here + part.stop)
-                tiles.rank_copy_data(pushed, self.stored, rows=rows, to=there + part.start)
+            received = self.find_received(owner)
+            for piece in pieces:
+                tiles.rank_await_count(self.counters, piece.counter, piece.target)
+                rows = slice(here + piece.start, here + piece.stop)
+                tiles.rank_copy_data(received, self.partials, rows=rows, to=there + piece.start)
             tiles.rank_notify(self.channel, rank * self.world + owner, owner)
 
     def add(self, start: int, stop: int) -> None:
-        """Add up own tiles `start` to `stop` - 1; the first time, wait for what the others push."""
+        """Launch the sums of own tiles `start` to `stop` - 1; the first launch waits for what the others push."""
         height = max(1, _ADDED_ELEMENTS.value // self.blocks.n)
         most = self.blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
         programs, waits = min(divide_up((stop - start) * self.blocks.m, height), most), start == 0
         self.channel.launch(
             add_tiles,
-            (waits, self.kind),
+            (waits, self.key),
             programs,
             (
                 self.begun,
                 map_owners(self.world),
                 self.gemm,
-                self.stored[self.course.own * self.count :],
-                self.find_pushed(),
+                self.partials[self.schedule.own * self.count :],
+                self.find_received(),
                 self.out,
                 self.bias,
                 self.out.shape[0],
@@ -197,10 +192,10 @@ class _CopyEngineScatter:
             num_warps=4,
         )
 
-    def find_pushed(self, rank: int | None = None) -> Tensor:
-        """Where others push to, at a rank, by default this one: [(world - 1) * count, block_m, block_n]."""
-        sizes = (self.world - 1) * self.count, *self.stored.shape[1:]
-        return self.channel.tensor(sizes, self.stored.dtype, offset=self.pushed_at, rank=rank)
+    def find_received(self, rank: int | None = None) -> Tensor:
+        """A rank's (by default this one's) receive buffer: [(world - 1) * count, block_m, block_n]."""
+        sizes = (self.world - 1) * self.count, *self.partials.shape[1:]
+        return self.channel.tensor(sizes, self.partials.dtype, offset=self.received_at, rank=rank)
 
 
 @triton.jit
@@ -210,9 +205,9 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     """stored [world, count, block_m, block_n] = tiles of a @ b.T, those of rank + 1 first, own ones last; persistent.
 
     Signals: each thread counts a tile, without a barrier, so that the loop is flattened: when the tile after it has
-    been multiplied, since its stores are done by then, but in the last two rounds at once.
-    Waits: for nothing, so a program without a place on the GPU delays, and no more.
-    Reuse: `stored` is this call's own; what copies and adds it comes before whatever follows on the caller's stream.
+    been multiplied, since its stores are done by then, but in the last two waves at once.
+    Waits: none, so a program that is not yet scheduled delays the call, and no more.
+    Reuse: `stored` is this call's own; copies and sums read it before whatever follows on the caller's stream.
     """
     count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
     programs = tl.num_programs(0)
@@ -246,7 +241,7 @@ def _store_columns(gemm, start, columns):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the index-th tile, if `counts`, in its piece: see `schedule_copies`."""
+    """Count the index-th tile in its piece's counter, if `counts` (see `schedule_copies`)."""
     index = tl.maximum(index, 0)
     position = index // count
     tile = index - position * count
@@ -260,14 +255,14 @@ def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.con
 
 @triton.jit(do_not_specialize=["first", "last"])
 def add_tiles(  # type: ignore[no-untyped-def]
-    channel, owners, gemm, stored, pushed, out, bias, rows, first, last, WAITS: tl.constexpr
+    channel, owners, gemm, stored, received, out, bias, rows, first, last, WAITS: tl.constexpr
 ):
     """out [rows, n], of own tiles `first` to `last` - 1: the sums over the ranks, in their order, + bias.
 
-    stored: own partial sums [count, block_m, block_n]; pushed: the others' [world - 1, count, block_m, block_n].
-    Waits: the first of a call's, for all that others push. It is launched when this rank has pushed all, so nobody
-    waits for who waits for it.
-    Reuse: `pushed` is one of two slots, in turn, or the only one. Ranks push there only when all ranks have begun the
+    stored: own partial sums [count, block_m, block_n]; received: the others' [world - 1, count, block_m, block_n].
+    Waits: the first launch of a call, for all tiles that others push. It is launched when this rank has pushed all of
+    its own, so ranks do not wait for each other in a cycle.
+    Reuse: `received` is one of two slots, in turn, or the only one. Ranks push there only when all ranks have begun the
     call after the last one that used it, and so have ended that one (`begin`).
     """
     width: tl.constexpr = gemm.block_n
@@ -285,8 +280,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
         tile, within = part // parts, part % parts * height
         total = tl.zeros((height, width), tl.float32)
         for source in tl.static_range(channel.world):
-            place = (channel.rank + channel.world - 1 - source) % channel.world  # of an own one too large, and not used
-            there = find_rows(gemm, pushed + ready, place * count + tile, within)
+            place = (channel.rank + channel.world - 1 - source) % channel.world  # unused if source is rank
+            there = find_rows(gemm, received + ready, place * count + tile, within)
             start = tl.where(source == channel.rank, find_rows(gemm, stored, tile, within), there)
             total += tl.load(start + offsets).to(tl.float32)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)

@@ -1,4 +1,6 @@
-"""Rows on their way to other ranks: by copy engines, or by programs of a GEMM's kernel before they multiply."""
+"""Moving a gather's rows to other ranks: by copy engines, or by programs of a GEMM's kernel before they multiply."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -6,18 +8,47 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm.tile import divide_up
+from stretto.ops.gemm.config import divide_up
 from stretto.ops.workspace import count_bytes
 
-_ALIGNMENT = 128  # bytes that tensors in a workspace begin at multiples of
+_ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 _SCALES_AT_ONCE = tl.constexpr(256)
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
+
+
+class GatherShard(NamedTuple):
+    """This rank's rows, as a gather's kernel sees them.
+
+    rows: of each rank. scales: factors [rows] of fp8 rows, or None. Compiled in: is_direct (tiles of own rows are
+    loaded from x itself, which takes tiles without other ranks' rows), and is_shifted (the order of tiles begins with
+    own rows).
+    """
+
+    rows: Any
+    scales: Any
+    is_direct: Any
+    is_shifted: Any
+
+
+class RowMoves(NamedTuple):
+    """How programs move rows: the first `movers` of a launch push x to the other ranks, or pull theirs (not is_push).
+
+    landing: both slots of the gathered rows, slot_rows rows apart; slots of scales are slot_words apart. is_push is
+    compiled in.
+    """
+
+    x: Any
+    landing: Any
+    slot_rows: Any
+    slot_words: Any
+    movers: Any
+    is_push: Any
 
 
 def count_gathered_bytes(rows: int, k: int, dtype: torch.dtype, *, by_programs: bool, has_scales: bool) -> int:
     """The bytes of a slot for all ranks' rows, and, of fp8, their scales behind them.
 
-    By programs one row more: slots begin at multiples of a row, so that one descriptor has both.
+    Slots for programs have one row more: they begin at multiples of a row, so that one descriptor covers both.
     """
     if has_scales:
         return _find_scales_start(rows, k) + count_bytes(rows, dtype=torch.float32)
@@ -25,14 +56,14 @@ def count_gathered_bytes(rows: int, k: int, dtype: torch.dtype, *, by_programs: 
 
 
 def _find_scales_start(rows: int, k: int) -> int:
-    """Where scales begin in a slot, in bytes: behind a row more than there are."""
+    """The offset of the scales in a slot, in bytes: behind one row more than there are."""
     return divide_up((rows + 1) * k, _ALIGNMENT) * _ALIGNMENT
 
 
 def find_gathered_scales(
     block_channel: tiles.BlockChannel, rows: int, k: int, offset: int, rank: int | None = None
 ) -> Tensor:
-    """fp32 [world * rows]: the scales of all ranks' fp8 rows, in a rank's slot from `offset` on."""
+    """The scales of all ranks' fp8 rows, fp32 [world * rows], in a rank's slot at `offset`."""
     count = rows * block_channel.world_size
     return block_channel.tensor((count,), torch.float32, offset=offset + _find_scales_start(count, k), rank=rank)
 
@@ -40,18 +71,18 @@ def find_gathered_scales(
 def push_rows_by_copies(
     block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, scales: Tensor | None, offset: int
 ) -> None:
-    """Push x to the rank before this one, then to the one before that, and so on: each gets its next one's rows first.
+    """Push x by copy engines to the rank before this one, then to the one before that, and so on.
 
-    At any time every rank pushes to another one, and rows come in the order that tiles are multiplied in; scales [rows]
-    of fp8 before the first.
+    So every rank gets its next rank's rows first, which is the order that tiles are multiplied in, and at any time
+    every rank pushes to another one. scales: [rows] of fp8, which go before the first piece.
     """
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
     for distance in range(1, world):
         peer = (rank - distance) % world
         there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
         if scales is not None:
-            moved = find_gathered_scales(block_channel, rows, k, offset, peer)
-            tiles.rank_copy_data(moved, scales, rows=slice(0, rows), to=rank * rows)
+            scales_there = find_gathered_scales(block_channel, rows, k, offset, peer)
+            tiles.rank_copy_data(scales_there, scales, rows=slice(0, rows), to=rank * rows)
         for piece, start in enumerate(range(0, rows, producer.channel_rows)):
             part = slice(start, min(start + producer.channel_rows, rows))
             tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
@@ -59,7 +90,7 @@ def push_rows_by_copies(
 
 
 def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
-    """Signal own rows here in place of a kernel that could not be launched, or the next call would wait for it too."""
+    """After a failed launch, signal this rank's own rows from the host, so that the next call does not hang."""
     first = block_channel.rank * producer.channels.value
     for index in range(first, first + producer.channels.value):
         tiles.rank_notify(block_channel, index, block_channel.rank)
@@ -68,9 +99,9 @@ def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMap
 def copy_out_gathered(
     block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
 ) -> None:
-    """Copy the gathered rows out of the workspace, which the next call writes over, beside the GEMM.
+    """Copy the gathered rows out of the workspace, which the next call overwrites, beside the GEMM.
 
-    A rank's pieces come in stream order, so the signal of its last one stands for all.
+    A rank's pieces arrive in stream order, so the signal of its last piece stands for all.
     """
     rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
     tiles.rank_copy_data(returned, x, rows=slice(0, rows), to=rank * rows)
@@ -82,12 +113,10 @@ def copy_out_gathered(
 
 
 @triton.jit
-def push_rows(  # type: ignore[no-untyped-def]
-    channel, producer, gemm, x, landing, scales, scales_landing, DIRECT: tl.constexpr
-):
-    """Push pieces of x to all ranks: to the one before this first, to this one last, if tiles need it.
+def push_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
+    """Push pieces of x to all ranks: to the rank before this one first, to this rank last, if tiles need a copy.
 
-    Pieces are claimed: programs that run push all of them, whichever of a launch's programs have a place on the GPU.
+    Pieces are claimed: running programs push all of them, whichever of a launch's programs are scheduled.
     """
     pieces = tiles.rank_tiles(producer)
     job = tiles.claim_move(channel)
@@ -95,19 +124,19 @@ def push_rows(  # type: ignore[no-untyped-def]
         following = tiles.claim_move(channel)  # before the copy, which takes longer
         peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
         tile = channel.rank * pieces + job % pieces
-        if peer != channel.rank or not DIRECT:
+        if peer != channel.rank or not shard.is_direct:
             there = tiles.peer_pointer(channel, landing, peer)
             _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, there, 0, _MOVED_AT_ONCE)
-            if scales is not None:
+            if shard.scales is not None:
                 there = tiles.peer_pointer(channel, scales_landing, peer)
-                _copy_rows(producer, 1, tile, scales, channel.rank * producer.rows, there, 0, _SCALES_AT_ONCE)
+                _copy_rows(producer, 1, tile, shard.scales, channel.rank * producer.rows, there, 0, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
         job = following
 
 
 @triton.jit
-def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing):  # type: ignore[no-untyped-def]
-    """Offer pieces of x to the others, from their place in this rank's memory; then pull theirs.
+def pull_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
+    """Offer pieces of x to the other ranks, from their place in this rank's memory; then pull theirs.
 
     Pieces are claimed, as in `push_rows`: nobody waits for an offer before all of this rank's are claimed.
     """
@@ -117,9 +146,9 @@ def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing):  # t
         following = tiles.claim_move(channel)
         tile = channel.rank * pieces + job
         _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, landing, 0, _MOVED_AT_ONCE)
-        if scales is not None:
+        if shard.scales is not None:
             first = channel.rank * producer.rows
-            _copy_rows(producer, 1, tile, scales, first, scales_landing, 0, _SCALES_AT_ONCE)
+            _copy_rows(producer, 1, tile, shard.scales, first, scales_landing, 0, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "local")
         tiles.peer_tile_notify(channel, job, mode="broadcast")
         job = following
@@ -131,7 +160,7 @@ def pull_rows(channel, producer, gemm, x, landing, scales, scales_landing):  # t
         ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
         there = tiles.peer_pointer(channel, landing, peer)
         _copy_rows(producer, gemm.k, tile, there, 0, landing, ready, _MOVED_AT_ONCE)
-        if scales is not None:
+        if shard.scales is not None:
             there = tiles.peer_pointer(channel, scales_landing, peer)
             _copy_rows(producer, 1, tile, there, 0, scales_landing, ready, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "local")

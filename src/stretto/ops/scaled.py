@@ -10,38 +10,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from stretto.ops import unfused
 from stretto.ops.all_gather_matmul import launch_gather
 from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
-from stretto.ops.dispatch import (
-    choose_config,
-    describe_problem,
-    is_traced,
-    make_call_key,
-    needs_gradients,
-    recall_config,
-    require_no_tangents,
-    without_autocast,
-)
-from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
-from stretto.ops.gemm.tile import FP8, Scales
-from stretto.ops.matmul_all_reduce import run_kernel
+from stretto.ops.dispatch import define_operator, make_call_key, needs_gradients, select_config
+from stretto.ops.gemm.config import FP8, LIBRARY, KernelConfig, encode_implementation
+from stretto.ops.gemm.tile import Scales
+from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
 from stretto.ops.workspace import find_group
 
-_TENSORS = 5  # x, weight, their scales and bias, which come first
-_LEAST_DEPTH = 32  # of a step over k, in which tensor cores take fp8
+_TENSORS = slice(1, 6)  # of `_run`'s arguments: x, weight, their scales and bias
+_LEAST_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
 _QUANTIZED = (*DTYPES, torch.float64)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x in fp8 [., k], the factor of each row, fp32 [.]): the largest number of a row becomes 448, fp8's largest.
+    """Quantize rows to fp8: (x in fp8 [., k], the factor of each row, fp32 [.]).
 
-    x: [., k] of bf16, fp16, fp32 or fp64, in any strides; its fp8 is contiguous. ValueError for others. Products of a
-    row with an infinity or a NaN are NaN. A few passes over memory, one under torch.compile; a norm before it may as
-    well write fp8 itself.
+    The largest number of a row becomes 448, fp8's largest. x: [., k] of bf16, fp16, fp32 or fp64, in any strides; its
+    fp8 is contiguous. ValueError for others. Products of a row with an infinity or a NaN are NaN. Takes a few passes
+    over memory, one under torch.compile; a norm before it may as well write fp8 itself.
     """
     if x.dim() != 2 or x.dtype not in _QUANTIZED:
         names = ", ".join(map(str, _QUANTIZED))
@@ -64,12 +54,12 @@ def all_gather_scaled_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
-    """As `all_gather_matmul`, of fp8: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
+    """`all_gather_matmul` of fp8 operands: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
     x, weight: torch.float8_e4m3fn, contiguous; k is a multiple of 16. x_scale: an fp32 tensor of one number, or of one
     for each of x's rows; they travel with the rows. weight_scale: the like for weight's rows, which are the output's
     columns. bias: [n] of out_dtype, added after the scales. There are no gradients. ValueError for other input,
-    PeerError for a rank that does not come.
+    PeerError for a rank that does not call.
     """
     how = encode_implementation(implementation)
     name = find_name(group)
@@ -88,9 +78,10 @@ def scaled_matmul_reduce_scatter(
     reduce_dtype: torch.dtype | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
-    """As `matmul_reduce_scatter`, of fp8: [m, k], [n, k] -> [m / world, n] of `out_dtype`; partial sums travel in it.
+    """`matmul_reduce_scatter` of fp8 operands: [m, k], [n, k] -> [m / world, n] of `out_dtype`.
 
-    Or in fp32 with reduce_dtype=torch.float32. Operands, scales and errors: see `all_gather_scaled_matmul`.
+    Partial sums travel in out_dtype, or in fp32 with reduce_dtype=torch.float32.
+    Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
     how = encode_implementation(implementation)
     name = find_name(group)
@@ -108,9 +99,9 @@ def scaled_matmul_all_reduce(
     out_dtype: torch.dtype = torch.bfloat16,
     implementation: str | KernelConfig = "auto",
 ) -> Tensor:
-    """As `matmul_all_reduce`, of fp8: [m, k], [n, k] -> [m, n] of `out_dtype`, the same bits on all ranks.
+    """`matmul_all_reduce` of fp8 operands: [m, k], [n, k] -> [m, n] of `out_dtype`, the same bits on all ranks.
 
-    Operands, scales and errors: see `all_gather_scaled_matmul`.
+    Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
     how = encode_implementation(implementation)
     name = find_name(group)
@@ -122,10 +113,9 @@ _NAMES = {
     "matmul_reduce_scatter": "scaled_matmul_reduce_scatter",
     "matmul_all_reduce": "scaled_matmul_all_reduce",
 }
-"""The operators of other dtypes, as which calls are counted and timed, and what they are called here."""
+"""The name of each operator's fp8 form. Calls are counted and timed under the operator's own name."""
 
 
-@without_autocast
 def _run(
     operator: str,
     x: Tensor,
@@ -138,29 +128,31 @@ def _run(
     reduce_dtype: torch.dtype | None,
     implementation: str,
 ) -> Tensor:
-    key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
-    plan = recall_config(group, key)
-    if plan is None:
+    """The operator of all three, by the name of its form for other dtypes."""
+
+    def check() -> int:
         _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
+        find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+        return x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
+
+    key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
+    config = select_config(key, x, weight, group, implementation, check)
     scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
-    if plan is None:
-        m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
-        plan = choose_config(describe_problem(operator, m, x, weight, group), x, weight, group, implementation, key)
-    if plan.blocks is not None and plan.blocks.k < _LEAST_DEPTH:
-        raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {plan.blocks.k}")
+    if config.blocks is not None and config.blocks.k < _LEAST_DEPTH:
+        raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {config.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]
     if 0 in (rows, n, x.shape[1]):  # nothing to wait for
         out = x.new_zeros(rows, n, dtype=out_dtype)
         return out if bias is None else out + bias
-    if plan == LIBRARY:
+    if config == LIBRARY:
         return _run_library(operator, x, weight, scales, bias, group, out_dtype, reduce_dtype or out_dtype)
     if operator == "matmul_all_reduce":
-        return run_kernel(plan, x, weight, bias, out_dtype, group, scales)
+        return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales)
     out = x.new_empty(rows, n, dtype=out_dtype)
     if operator == "all_gather_matmul":
-        launch_gather(plan, x, weight, bias, out, group, scales=scales)
+        launch_gather(config, x, weight, bias, out, group, scales=scales)
     else:
-        launch_scatter(plan, x, weight, bias, out, reduce_dtype or out_dtype, group, scales)
+        launch_scatter(config, x, weight, bias, out, reduce_dtype or out_dtype, group, scales)
     return out
 
 
@@ -183,7 +175,7 @@ def _run_library(
 
 
 def _count_rows(operator: str, x: Tensor, group: str) -> int:
-    """Of the output on a rank."""
+    """The output's rows on a rank."""
     world = find_group(group).size()
     return {"all_gather_matmul": x.shape[0] * world, "matmul_reduce_scatter": x.shape[0] // world}.get(
         operator, x.shape[0]
@@ -204,11 +196,7 @@ def _require(
         require_rows(_NAMES[operator], x, out_dtype, reduce_dtype, group)
 
 
-_scaled_matmul = torch.library.custom_op("stretto::scaled_matmul", _run, mutates_args=())
-
-
-@_scaled_matmul.register_fake
-def _(
+def _fake(
     operator: str,
     x: Tensor,
     weight: Tensor,
@@ -225,18 +213,19 @@ def _(
     return x.new_empty(_count_rows(operator, x, group), weight.shape[0], dtype=out_dtype)
 
 
-@register_flop_formula(torch.ops.stretto.scaled_matmul)
-def _(operator: str, x: torch.Size, weight: torch.Size, *_: object, out_shape: torch.Size, **__: object) -> int:
+def _count_flops(
+    operator: str, x: torch.Size, weight: torch.Size, *_: object, out_shape: torch.Size, **__: object
+) -> int:
     rows = out_shape[0] if operator == "all_gather_matmul" else x[0]
     return 2 * rows * prod(weight)
 
 
+_scaled_matmul = define_operator("scaled_matmul", _run, fake=_fake, count_flops=_count_flops, tensors=_TENSORS)
+
+
 def _call(operator: str, *inputs: Any) -> Tensor:
-    """The operator, past torch.library where torch only runs it."""
-    tensors = inputs[:_TENSORS]
-    if needs_gradients(*tensors):
+    """Call the operator. ValueError where gradients would be needed, of which it has none."""
+    if needs_gradients(*inputs[:5]):
         raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
-    require_no_tangents(*tensors)
-    run = torch.ops.stretto.scaled_matmul if is_traced(*tensors) else _run
-    result: Tensor = run(operator, *inputs)
+    result: Tensor = _scaled_matmul(operator, *inputs)
     return result

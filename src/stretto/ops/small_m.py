@@ -1,12 +1,12 @@
-"""GEMM and the sum of its products over the ranks in one launch, for few rows: what decoding needs.
+"""GEMM and the sum of its products over the ranks in one launch, for few rows (small m), as in decoding.
 
-With few rows a product takes as long as its weight takes to stream from memory. So every program has a tile of as many
-columns as are its share, or tiles are shared by steps over k; and what comes after the last step is latency: sums
-travel as packets, which are signals themselves.
+With few rows a product takes as long as its weight takes to stream from memory. So a tile is as wide as a program's
+part of the columns, or programs split tiles over k (stream-K); and whatever follows the last step is latency: partial
+sums travel as packets, which are data and signal in one. `matmul_all_reduce` and `matmul_reduce_scatter` launch it.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,30 +14,34 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm.config import MOSTLY_BUSY
+from stretto.ops.gemm.config import Blocks, count_column_parts, divide_up, limit_waiting
+from stretto.ops.gemm.defaults import MOSTLY_BUSY
 from stretto.ops.gemm.stream_k import StreamK, multiply_unit
-from stretto.ops.gemm.tile import (
-    Blocks,
-    Scales,
-    count_parts,
-    describe_gemm,
-    divide_up,
-    limit_waiting,
-    multiply_columns,
-    scale_tile,
-    specialization_key,
-    tile_width,
-)
+from stretto.ops.gemm.tile import Scales, describe_gemm, multiply_columns, scale_tile, specialization_key, tile_width
 from stretto.ops.workspace import OperatorWorkspace, abandon
 
 _PACKET_BYTES = 4
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MOST_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
-_UNEVEN = 1.15  # programs share tiles if whole ones would take this many times as long
+_UNEVEN = 1.15  # tiles are split over k if whole ones would take this many times as long
+
+
+class PacketExchange(NamedTuple):
+    """How a call's packets travel. rows: of out. slot_words: packets between the two slots of the staging buffer.
+
+    Compiled in: form ("one-shot", "two-shot" or "scatter"); chunk, the packets that a program adds up at a time;
+    in_fours, whether a row is a multiple of four packets, which then travel four at a time.
+    """
+
+    rows: Any
+    slot_words: Any
+    form: Any
+    chunk: Any
+    in_fours: Any
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
-    """The packets of an [m, n] of one rank: rows are whole packets."""
+    """The packets of an [m, n] of one rank; a row is a whole number of packets."""
     return m * -(-n * dtype.itemsize // _PACKET_BYTES)
 
 
@@ -59,14 +63,14 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
 
 @lru_cache(maxsize=4096)
 def split_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
-    """(steps over k of a share; how many shares, and programs): whole tiles if they come out even."""
+    """(steps over k of a work unit, the number of units and programs): whole tiles if these balance well enough."""
     tile_count = divide_up(m, blocks.m) * divide_up(n, blocks.n)
     steps = divide_up(k, blocks.k)
     whole = divide_up(tile_count, blocks.programs)
     even = divide_up(tile_count * steps, blocks.programs)
     is_whole = whole * steps <= _UNEVEN * even or MOSTLY_BUSY * blocks.programs <= tile_count <= blocks.programs
-    share = whole * steps if is_whole or count_parts(blocks) > 1 else even
-    return share, min(blocks.programs, divide_up(tile_count * steps, share))
+    unit_steps = whole * steps if is_whole or count_column_parts(blocks) > 1 else even
+    return unit_steps, min(blocks.programs, divide_up(tile_count * steps, unit_steps))
 
 
 def launch(
@@ -88,38 +92,32 @@ def launch(
     (m, k), n = x.shape, weight.shape[0]
     most = min(limit_waiting(blocks.programs, x.device), workspace.arrivals.numel())
     blocks = blocks._replace(programs=most)
-    share, programs = split_steps(m, n, k, blocks)
-    sums: Any = None
-    if share % -(-k // blocks.k):
+    unit_steps, programs = split_steps(m, n, k, blocks)
+    partials: Any = None
+    if unit_steps % divide_up(k, blocks.k):
         places = divide_up(m, blocks.m) * divide_up(n, blocks.n) + programs
-        sums = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
+        partials = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, out.dtype)
     # At least a packet a thread: see `tiles.packets`.
     chunk = max(min(1 << ((packets - 1) // programs).bit_length(), 1024), _THREADS_OF_A_WARP * blocks.num_warps)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales, in_parts=True)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
-    arguments = (
-        channel,
-        gemm,
-        StreamK(0, divide_up(k, blocks.k), share, sums, workspace.arrivals),
-        a,
-        b,
-        staging,
-        out,
-        bias,
+    in_fours = n * out.element_size() % (4 * _PACKET_BYTES) == 0
+    exchange = PacketExchange(
         out.shape[0],
         workspace.words(1, torch.int32),
-        form,
-        chunk,
-        n * out.element_size() % (4 * _PACKET_BYTES) == 0,
+        tl.constexpr(form),
+        tl.constexpr(chunk),
+        tl.constexpr(in_fours),
     )
+    stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(
             gemm_exchange,
             (operator, form, specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
-            arguments,
+            (channel, gemm, stream_k, exchange, a, b, staging, bias, out),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -129,83 +127,69 @@ def launch(
 
 
 @triton.jit
-def gemm_exchange(  # type: ignore[no-untyped-def]
-    channel,
-    gemm,
-    shares,
-    a,
-    b,
-    staging,
-    out,
-    bias,
-    rows,
-    half,
-    FORM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FOURS: tl.constexpr,
-):
+def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out):  # type: ignore[no-untyped-def]
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
-    Order: programs claim shares of steps and multiply them, tile after tile; who completes a tile sends it, as packets:
-    to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum. Then
-    programs add up what has come, in rank order.
+    Order: programs claim work units and multiply them, tile after tile; the program that completes a tile sends it, as
+    packets: to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum.
+    Then programs add up the packets of all ranks, in rank order.
     Signals: none but the packets.
-    Waits: for packets, and never for a program that may have no place on the GPU: shares, and the chunks whose sums
-    peers wait for, are claimed, so programs that run do all of them before any waits for what is made of them. A launch
+    Waits: for packets, and never for a program that may not be scheduled: work units, and the chunks whose sums peers
+    wait for, are claimed, so running programs do all of them before any of them waits for what they produce. A launch
     leaves room for others (`bound_programs`), so a kernel of another group that a peer waits for finds a place.
-    Failure: packets are sent only while no wait of this process has failed, and sums only of packets that all came.
-    FOURS: a row is a multiple of four packets, so packets travel four at a time, and whole packets are stored.
-    Reuse: two slots, by the call's number; every rank waits for what is made of all ranks' packets: see `call_slot`.
+    Failure: packets are sent only while no wait of this process has failed, and sums only of packets that all arrived.
+    Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     pairs = tl.cdiv(gemm.n, each)
-    size = rows * pairs
+    size = exchange.rows * pairs
     unit = tiles.claim(channel)
-    slot = staging + tiles.call_slot(channel).to(tl.int64) * half
+    slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
     publishes = tiles.may_publish(channel)
-    units = tl.num_programs(0)  # shares: see `split_steps`
+    units = tl.num_programs(0)  # as many as programs: see `split_steps`
     while unit < units:
-        _multiply_share(channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
+        _multiply_unit(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
         unit = tiles.claim(channel)
-    chunks = tl.cdiv(size, CHUNK)
+    chunks = tl.cdiv(size, exchange.chunk)
     sums = slot + tl.cast(size, tl.int64) * channel.world
-    if FORM == "two-shot":
-        # Own chunks are claimed, too: what peers wait for must not depend on a program that has no place yet.
+    if exchange.form == "two-shot":
+        # Own chunks are claimed, too: what peers wait for must not depend on a program that is not scheduled.
         chunk = channel.rank + (unit - units) * channel.world
         while chunk < chunks:
-            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            index = chunk * exchange.chunk + tl.arange(0, exchange.chunk)
             inside = index < size
             data, are_there = _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype)
             for distance in tl.static_range(1, channel.world):
                 peer = (channel.rank + distance) % channel.world
                 tiles.push_packets(
-                    channel, sums, index, data, inside & are_there, rank=peer, in_fours=FOURS, publishes=publishes
-                )
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
+                    channel, sums, index, data, inside & are_there, rank=peer, in_fours=exchange.in_fours,
+                    publishes=publishes
+                )  # fmt: skip
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, exchange.in_fours)
             chunk = channel.rank + (tiles.claim(channel) - units) * channel.world
     else:
         for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            index = chunk * exchange.chunk + tl.arange(0, exchange.chunk)
             inside = index < size
             data, _ = _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype)
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
-    if FORM == "two-shot":
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, exchange.in_fours)
+    if exchange.form == "two-shot":
         others: tl.constexpr = channel.world - 1
         # Counted without own chunks, so that all programs have as many.
         for other in range(tl.program_id(0), tl.cdiv(chunks, channel.world) * others, tl.num_programs(0)):
             owner = other % others + (other % others >= channel.rank).to(tl.int32)
             chunk = other // others * channel.world + owner
-            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            index = chunk * exchange.chunk + tl.arange(0, exchange.chunk)
             inside = index < size
             data = tiles.take_packets(channel, sums + index, inside, chunk, owner)
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, FOURS)
+            _store_packets(out, index, data, inside, gemm.n, pairs, each, exchange.in_fours)
     tiles.end_unsignalled_call(channel)
 
 
 @triton.jit
 def _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(packets of the sum over ranks of a chunk, + bias; whether all of its packets came)."""
+    """(packets of the sum over ranks of a chunk, + bias; whether all of its packets arrived)."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     low, high, are_there = tiles.sum_packets(channel, slot, size, index, inside, chunk, dtype)
     if bias is not None:
@@ -216,39 +200,35 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dty
 
 
 @triton.jit
-def _multiply_share(  # type: ignore[no-untyped-def]
-    channel, gemm, shares, a, b, slot, unit, rows, pairs, publishes, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr, FOURS: tl.constexpr,
-):  # fmt: skip
-    """Do the unit-th share of all tiles' steps over k, and send the tiles that it completes."""
+def _multiply_unit(  # type: ignore[no-untyped-def]
+    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr
+):
+    """Multiply the unit-th work unit's steps of all tiles, and send the tiles that this completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
     row_tiles = tl.cdiv(gemm.m, gemm.block_m)
-    begin = unit * shares.steps
+    begin = unit * stream_k.unit_steps
     width = tile_width(gemm)
-    end = min(begin + shares.steps, row_tiles * tl.cdiv(gemm.n, width) * steps)
+    end = min(begin + stream_k.unit_steps, row_tiles * tl.cdiv(gemm.n, width) * steps)
     while begin < end:
         tile = begin // steps  # tiles of the same columns, which share the weight, come one after another
         row, column = tile % row_tiles * gemm.block_m, tile // row_tiles * width
         if gemm.parts == 1:
-            total, is_complete, begin = multiply_unit(gemm, shares, a, b, row, column, 0, begin, end)
+            total, is_complete, begin = multiply_unit(gemm, stream_k, a, b, row, column, 0, begin, end)
             if is_complete:
-                _send_tile(channel, gemm, slot, total, row, column, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS)
+                _send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                _send_tile(
-                    channel, gemm, slot, totals[part], row, at, rows, pairs, publishes, dtype, FORM, CHUNK, FOURS
-                )
+                _send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
 
 
 @triton.jit
 def _send_tile(  # type: ignore[no-untyped-def]
-    channel, gemm, slot, total, row, column, rows, pairs, publishes, dtype: tl.constexpr, FORM: tl.constexpr,
-    CHUNK: tl.constexpr, FOURS: tl.constexpr,
-):  # fmt: skip
-    """Put a tile's packets where they are added up, at place [this rank, row, pair of columns]."""
+    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr
+):
+    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns]."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     total = scale_tile(gemm, gemm.row_scales, total, row, column, gemm.m)
     if each == 2:
@@ -260,19 +240,20 @@ def _send_tile(  # type: ignore[no-untyped-def]
     at = row + tl.arange(0, gemm.block_m)[:, None]
     pair = column // each + tl.arange(0, gemm.block_n // each)[None, :]
     inside = (at < gemm.m) & (pair < pairs) & publishes
-    own = slot + tl.cast(channel.rank, tl.int64) * (rows * pairs)
-    if FORM == "one-shot":
+    own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
+    fours: tl.constexpr = exchange.in_fours
+    if exchange.form == "one-shot":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
-            tiles.push_packets(channel, own, at * pairs + pair, data, inside, rank=peer, in_fours=FOURS, publishes=True)
-    elif FORM == "two-shot":
+            tiles.push_packets(channel, own, at * pairs + pair, data, inside, rank=peer, in_fours=fours, publishes=True)
+    elif exchange.form == "two-shot":
         index = at * pairs + pair
-        owner = index // CHUNK % channel.world
-        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS, publishes=True)
+        owner = index // exchange.chunk % channel.world
+        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=fours, publishes=True)
     else:
-        owner = at // rows + pair * 0
-        index = (at - owner * rows) * pairs + pair
-        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=FOURS, publishes=True)
+        owner = at // exchange.rows + pair * 0
+        index = (at - owner * exchange.rows) * pairs + pair
+        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=fours, publishes=True)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
 from stretto.ops.checks import DTYPES, find_name, require_scaled
 from stretto.ops.dispatch import clear_choices, describe_problem, find_machine, machine_name, time_key
-from stretto.ops.gemm.config import LIBRARY, GemmProblem, KernelConfig, Machine, vary_blocks, vary_transfers
-from stretto.ops.gemm.tile import FP8
+from stretto.ops.gemm.config import FP8, LIBRARY, GemmProblem, KernelConfig, Machine
+from stretto.ops.gemm.defaults import vary_blocks, vary_transfers
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.scaled import all_gather_scaled_matmul, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter

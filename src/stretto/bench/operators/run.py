@@ -22,7 +22,7 @@ from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.plot import plot_operators
 from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops.dispatch import choose_config, describe_problem
-from stretto.ops.gemm.tile import FP8
+from stretto.ops.gemm.config import FP8
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 

@@ -275,7 +275,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "reduce-scatter",
         "barrier",
-        "before a lane's signal",
+        "before a queue's signal",
         (_NO_BARRIER,),
         "reduce-scatter/programs*",
         _SCATTER_TESTS,
@@ -283,11 +283,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "reduce-scatter",
         "wait",
-        "for all lanes",
+        "for all queues",
         (
             Edit(
                 "ops/matmul_reduce_scatter.py",
-                "ready += tiles.consumer_tile_wait(channel, lanes, source * programs, producer=lanes)",
+                "ready += tiles.consumer_tile_wait(channel, queues, source * programs, producer=queues)",
                 "ready += source * 0",
             ),
         ),
@@ -324,8 +324,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 "ops/gemm/stream_k.py",
-                "    _store_sum(gemm, sums, total, own)\n    tl.debug_barrier()",
-                "    _store_sum(gemm, sums, total, own)",
+                "    _store_sum(gemm, partials, total, own)\n    tl.debug_barrier()",
+                "    _store_sum(gemm, partials, total, own)",
             ),
         ),
         "all-reduce/*shared,all-gather/*shared",

@@ -13,12 +13,14 @@ from stretto import ops
 from stretto.bench.stress.catalogue import Check, Configuration, StressCase
 from stretto.bench.stress.team import Team, is_exact
 from stretto.ops import workspace
-from stretto.ops.gemm.tile import FP8
+from stretto.ops.gemm.config import FP8
 
 FAMILY = "operators"
 ENTRIES = 6
 BEGIN = "tiles.calls.begin_call"
-GATHER = "ops.all_gather_matmul.all_gather_gemm"
+GATHER_BY_COPIES = "ops.all_gather_matmul.all_gather_gemm_by_copies"
+GATHER_BY_PROGRAMS = "ops.all_gather_matmul.all_gather_gemm_by_programs"
+DEFAULT: tuple[str, ...] = ()  # the kernel of a default plan depends on the machine and the number of ranks
 SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
@@ -454,7 +456,7 @@ def list_configurations() -> list[Configuration]:
     for name, is_gated in (("mlp", False), ("gated", True)):
         covers = f"an all-gather and a reduce-scatter of one layer{', gated' if is_gated else ''}"
         make: Callable[[Team], StressCase] = partial(MlpCase, is_gated=is_gated)
-        found.append(Configuration(f"mlp/{name}", FAMILY, (GATHER,), covers, make))
+        found.append(Configuration(f"mlp/{name}", FAMILY, DEFAULT, covers, make))
     return found
 
 
@@ -473,11 +475,11 @@ def _configure(name: str, covers: str, call: OperatorVariant) -> Configuration:
 def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
     """The kernels that a call launches."""
     if call.plan is None:
-        return (GATHER,)
+        return DEFAULT
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
-            return (BEGIN, "tiles.signals.wait_for_channel", GATHER)
-        return (BEGIN, GATHER) if call.plan.transfer == "copies" else (GATHER,)
+            return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)
+        return (BEGIN, GATHER_BY_COPIES) if call.plan.transfer == "copies" else (GATHER_BY_PROGRAMS,)
     if call.plan.exchange == "packets":
         return (FEW_ROWS,)
     return (BEGIN, *COPIED) if call.plan.transfer == "copies" else (SCATTER,)

@@ -48,7 +48,7 @@ from stretto.ops.embedding.output_ring import round_size
 from stretto.ops.embedding.placement import EmbeddingPlacement, common_multiple
 from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.table_set import TableSet
-from stretto.ops.gemm.tile import bound_programs
+from stretto.ops.gemm.config import bound_programs
 from stretto.ops.workspace import find_group, find_kept
 
 _CHANNELS = 8  # signals for each rank's rows of the gradient

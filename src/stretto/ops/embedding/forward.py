@@ -30,7 +30,7 @@ from stretto.ops.embedding.output_ring import CHANNELS, OutputRing
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
-from stretto.ops.gemm.tile import limit_waiting
+from stretto.ops.gemm.config import limit_waiting
 from stretto.ops.workspace import find_kept
 
 

@@ -1,8 +1,8 @@
-"""The GEMM that all fused operators share: one tile's product, its order among tiles, and how large tiles are.
+"""One tile of the GEMM that all fused operators share: its operands, product, order among tiles, and store.
 
 C = A @ B.T with A [m, k] in rows of k elements, and B [n, k] (a linear's weight), or the transpose of a [k, n] that
-lies in rows (`transposed`: the input's gradient multiplies by the weight itself). Sums are fp32. Operands come by TMA
-where their layout allows, else by pointers. Those of fp8 have factors, of rows and of columns (`scale_tile`). Nothing
+lies in rows (`transposed`: the input's gradient multiplies by the weight itself). Sums are fp32. Operands are loaded by
+TMA where their layout allows, else by pointers. fp8 operands have factors for rows and columns (`scale_tile`). Nothing
 here waits or signals: operators do, around these functions.
 """
 
@@ -17,31 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.memory.gpus import bound_blocks
+from stretto.ops.gemm.config import Blocks, count_column_parts, find_capability, has_power_of_two_columns
 from stretto.tiles import kind_of
 
 _TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
-_CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to put a tile in order
+_CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to convert a tile's layout
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
-
-FP8 = torch.float8_e4m3fn
-"""The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
-
-
-class Blocks(NamedTuple):
-    """Sizes of tiles, and how a kernel with them is launched.
-
-    group_rows: rows of tiles that are gone through together, so that what they share stays in the L2 cache. programs:
-    how many run at once.
-    """
-
-    m: int
-    n: int
-    k: int
-    group_rows: int
-    num_warps: int
-    num_stages: int
-    programs: int
 
 
 class Scales(NamedTuple):
@@ -55,14 +36,14 @@ class Scales(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """What kernels are given of a product; one argument, made by `describe_gemm`.
+    """A product as kernels see it: one argument, made by `describe_gemm`.
 
-    Sizes and group_rows vary, the rest is compiled in.
+    Sizes and group_rows are run-time values; the rest is compiled in.
 
-    parts: a tile has so many times block_n columns. by_tma: operands are descriptors. transposed: see the module.
-    stores_by_tma: so is the output, of out_parts columns of blocks a tile. grain: a power of two that divides rows'
-    lengths, which addresses are known to be multiples of. row_scales, column_scales: factors of fp8 operands, which lie
-    row_step and column_step apart (0: one for all), or None.
+    parts: a tile has `parts` times block_n columns. by_tma: operands are descriptors. transposed: see the module.
+    stores_by_tma: so is the output, which a tile's store writes in `out_parts` blocks of columns. grain: a power of two
+    that divides the length of rows; addresses are known to be multiples of it. row_scales, column_scales: factors of
+    fp8 operands, row_step and column_step elements apart (0: one for all), or None.
     """
 
     m: Any
@@ -86,56 +67,12 @@ class Gemm(NamedTuple):
 
 
 class GemmOperands(NamedTuple):
-    """A product's description, and its operands as kernels take them: descriptors or tensors."""
+    """A product and its operands as kernels take them: descriptors or tensors."""
 
     gemm: Gemm
     a: Any
     b: Any
     out: Any
-
-
-def divide_up(number: int, by: int) -> int:
-    """How many parts of up to `by` a number has. Triton's own is made for kernels, and takes the host microseconds."""
-    return -(-number // by)
-
-
-def is_even(blocks: Blocks) -> bool:
-    """Whether tiles are as wide as Triton's own: a power of two."""
-    return not blocks.n & (blocks.n - 1)
-
-
-def count_parts(blocks: Blocks) -> int:
-    """Of a tile's columns, where they are multiplied in parts: each of a power of two, up to 64 or 128."""
-    return blocks.n // min(blocks.n & -blocks.n, 64 if blocks.m <= 64 else 128)
-
-
-def look_up_blocks(m: int, itemsize: int, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
-    """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
-
-    As wide as fp32 sums fit into registers (128 x 256 with 8 warps) if such tiles fill the GPU, else narrower; as few
-    rows as tensor cores take where m is small; less at once where addresses (no TMA) or sums without tensor cores
-    (fp32) take the registers, since larger tiles spill them. itemsize: of operands, in bytes.
-    """
-    few = max(16, triton.next_power_of_2(min(m, 64)))
-    match itemsize == 4, by_tma, m <= 64, fills_gpu:
-        case True, _, _, _:
-            blocks = Blocks(few, 64, 32, 8, 4 if few == 16 else 8, 3, processors)
-        case _, False, True, _:
-            blocks = Blocks(few, 128, 64, 8, 4, 3, processors)
-        case _, False, _, _:
-            blocks = Blocks(128, 128, 32, 8, 8, 3, processors)
-        case _, _, True, _:
-            blocks = Blocks(few, 128, 128, 8, 4, 4, processors)
-        case _, _, _, True:
-            blocks = Blocks(128, 256, 64, 8, 8, 4, processors)
-        case _:
-            blocks = Blocks(128, 128, 128, 8, 8, 3, processors)
-    return deepen(blocks, itemsize)
-
-
-def deepen(blocks: Blocks, itemsize: int) -> Blocks:
-    """Tiles for operands of 16 and more bits as those for fp8 are: with steps over k of as many bytes."""
-    return blocks._replace(k=2 * blocks.k) if itemsize == 1 else blocks
 
 
 def describe_gemm(
@@ -147,14 +84,14 @@ def describe_gemm(
     scales: Scales | None = None,
     in_parts: bool = False,
 ) -> GemmOperands:
-    """What a kernel takes for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
+    """A kernel's arguments for a [m, k] @ weight [n, k].T; out: [m, n] if the kernel stores its tiles there.
 
     a and out are contiguous, and so is weight or its transpose. scales: of fp8 operands. in_parts: whether a tile's
     columns are multiplied in parts (`multiply_columns`), and need be no power of two.
     """
     (m, k), n = a.shape, weight.shape[0]
-    parts = count_parts(blocks) if in_parts else 1
-    assert in_parts or is_even(blocks)
+    parts = count_column_parts(blocks) if in_parts else 1
+    assert in_parts or has_power_of_two_columns(blocks)
     blocks = blocks._replace(n=blocks.n // parts)
     transposed = not weight.is_contiguous()
     b = _stored(weight)
@@ -179,16 +116,16 @@ def describe_gemm(
 
 
 def specialization_key(
-    plan: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Tensor | None
+    config: Any, x: Tensor, weight: Tensor, gemm: Gemm, *tensors: Tensor | None
 ) -> tuple[Hashable, ...]:
-    """All that decides for what Triton compiles a kernel that does a plan: see `stretto.tiles.Launches`.
+    """The key of a compiled kernel: everything that Triton specializes it for (see `stretto.tiles.Launches`).
 
-    tensors: others that the kernel is given as pointers; x and weight are, where TMA does not take them.
+    tensors: others that the kernel takes as pointers; x and weight are pointers too, where TMA does not take them.
     """
     flags = gemm.by_tma.value, gemm.transposed.value, gemm.stores_by_tma.value, gemm.precision.value
     scales = gemm.row_scales, gemm.row_step, gemm.column_scales, gemm.column_step
     return (
-        plan,
+        config,
         x.shape,
         weight.shape,
         flags,
@@ -210,8 +147,8 @@ def _describe(
     element_size: int,
     out_size: int,
 ) -> Gemm:
-    # In parts: a whole wide tile's store would take shared memory from the loads' stages; of fp8, whose loads take as
-    # much as those of 16 bits, an fp32 one twice as much.
+    # In parts: the store of a whole wide tile would take shared memory from the loads' stages. Loads of fp8 take as
+    # much as those of 16 bits, and a tile of fp32 beside them twice as much as one of 16 bits.
     out_parts = 4 if out_size > 2 * element_size else 2
     return Gemm(
         m,
@@ -236,10 +173,10 @@ def _describe(
 
 
 def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
-    """In how many parts of its columns a tile is stored by TMA, so that it fits beside the loads' stages; 0: in none.
+    """In how many parts a tile's columns are stored by TMA, so that a part fits beside the loads' stages; 0: none fits.
 
-    The next part waits until the one before is read, so one is the best. Sizes are an element's, in bytes. Blocks of up
-    to four warps are made for two programs on a multiprocessor.
+    A part waits until TMA has read the part before it, so one part is the fastest. Sizes are an element's, in bytes.
+    Blocks of up to four warps are made for two programs on a multiprocessor.
     """
     held = _SHARED_BYTES if blocks.num_warps > 4 else _SHARED_BYTES // 2
     loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
@@ -251,14 +188,14 @@ def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
-    """Another A, of the same k, as the kernel takes it; None where it cannot be taken as the first one is."""
+    """Another A, of the same k, as the kernel takes it; None where it cannot be loaded as the first A is."""
     if not gemm.by_tma.value:
         return matrix
     return describe_matrix(matrix, (gemm.block_m.value, gemm.block_k.value)) if takes_tma(matrix) else None
 
 
 def describe_matrix(matrix: Tensor, block: tuple[int, int]) -> Any:
-    """A descriptor of a matrix that TMA takes (`takes_tma`), without Triton's look at it, in blocks of that shape."""
+    """A TMA descriptor of a matrix that `takes_tma`, in blocks of that shape, without Triton's checks."""
     described: Any = object.__new__(TensorDescriptor)
     described.base, described.shape, described.strides = matrix, matrix.shape, matrix.stride()
     described.block_shape, described.padding, described.round_f32_to_tf32 = _known_block(block), "zero", False
@@ -267,44 +204,18 @@ def describe_matrix(matrix: Tensor, block: tuple[int, int]) -> Any:
 
 @lru_cache
 def _known_block(block: tuple[int, int]) -> list[int]:
-    """As Triton takes it. AssertionError or ValueError for a block that it refuses."""
+    """The block as Triton's descriptors have it. AssertionError or ValueError for a block that Triton refuses."""
     sizes = list(block)
     return TensorDescriptor(torch.empty(0, dtype=torch.float64), sizes, [16 * block[1], 1], sizes).block_shape
 
 
 def _stored(weight: Tensor) -> Tensor:
-    """The weight as it lies in memory, row by row: itself, or its transpose."""
+    """The weight as it is stored, row by row: itself, or its transpose."""
     return weight if weight.is_contiguous() else weight.t()
 
 
-@lru_cache
-def find_capability(index: int) -> tuple[int, int]:
-    """The compute capability of a GPU of this process."""
-    return torch.cuda.get_device_capability(index)
-
-
-@lru_cache
-def count_processors(index: int) -> int:
-    """The multiprocessors of a GPU of this process."""
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-def bound_programs(processors: int) -> int:
-    """The most programs of a kernel that may hold multiprocessors while they wait for other ranks: `bound_blocks`.
-
-    The rest is for kernels of other groups, NCCL's among them, that a peer may have launched first. If both filled
-    their GPUs, each would wait for a kernel that has no place on the other one.
-    """
-    return bound_blocks(processors)
-
-
-def limit_waiting(programs: int, device: torch.device) -> int:
-    """No more than `bound_programs` of the GPU's multiprocessors; interpreted programs wait in turns."""
-    return min(programs, bound_programs(count_processors(device.index))) if device.type == "cuda" else programs
-
-
 def takes_tma(matrix: Tensor) -> bool:
-    """Whether TMA takes this contiguous matrix on its device; on a CPU, interpreted descriptors have the same rules."""
+    """Whether TMA can load this contiguous matrix on its device; interpreted descriptors have the same rules."""
     if matrix.is_cuda and find_capability(matrix.device.index) < (9, 0):
         return False
     row, column = matrix.stride()
@@ -315,7 +226,7 @@ def takes_tma(matrix: Tensor) -> bool:
 
 @triton.jit
 def order_tiles(index, row_tiles, column_tiles, group_rows):  # type: ignore[no-untyped-def]
-    """(row, column) of the index-th tile: down `group_rows` rows of tiles, then the next column, then the next rows."""
+    """(row, column) of the index-th tile: down `group_rows` rows of tiles, then the next column, and so on."""
     width = group_rows * column_tiles
     first = index // width * group_rows
     rows = min(row_tiles - first, group_rows)
@@ -327,8 +238,8 @@ def order_tiles(index, row_tiles, column_tiles, group_rows):  # type: ignore[no-
 def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: ignore[no-untyped-def]
     """fp32 [block_m, block_n]: rows from `row` of A times columns from `column` of C; zeros outside.
 
-    ready: what a wait for the rows of A has returned; every load of A depends on it. first, last: steps over k, of
-    block_k each, that are gone through; last=None: to the end.
+    ready: the zero that a wait for the rows of A returned, so that every load of A depends on the wait. first, last:
+    steps over k, of block_k each, from first to last - 1; last=None: to the end.
     """
     total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
     begin = first * gemm.block_k
@@ -341,11 +252,11 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
             else:
                 total = tl.dot(x, b.load([column, start]).T, total, input_precision=gemm.precision)
     else:
-        # Whole tiles are far apart (64 bits), what is in one is not (32 bits): half of the registers for addresses.
+        # 64 bits for where a tile begins, 32 bits for offsets in it: half of the registers for addresses.
         rows = tl.arange(0, gemm.block_m)[:, None]
         columns = tl.arange(0, gemm.block_n)[None, :]
         steps = tl.arange(0, gemm.block_k)
-        # Triton sees of these that they are multiples of the grain: loads of 4 bytes and more are asynchronous copies.
+        # Shows Triton that these are multiples of the grain: loads of 4 bytes and more become asynchronous copies.
         k = gemm.k // gemm.grain * gemm.grain
         n = gemm.n // gemm.grain * gemm.grain if gemm.transposed else gemm.n
         left = a + ready + tl.cast(row, tl.int64) * k
@@ -365,7 +276,7 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
 
 @triton.jit
 def _load(at, inside):  # type: ignore[no-untyped-def]
-    """What is inside, and zeros; of fp8, of which Triton makes none, by way of int8."""
+    """Load what is inside, and zeros elsewhere; fp8, which has no zero in Triton, by way of int8."""
     dtype: tl.constexpr = at.dtype.element_ty
     if dtype.is_fp8():
         value = tl.load(at.to(tl.pointer_type(tl.int8), bitcast=True), mask=inside, other=0).to(dtype, bitcast=True)
@@ -376,15 +287,15 @@ def _load(at, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_width(gemm):  # type: ignore[no-untyped-def]
-    """A tile's columns."""
+    """A tile's number of columns."""
     return gemm.block_n * gemm.parts
 
 
 @triton.jit
 def multiply_columns(gemm, a, b, row, column):  # type: ignore[no-untyped-def]
-    """A tuple of `multiply_tile`'s tiles, all parts of a wide one, for which A is loaded once (by TMA; else once each).
+    """Multiply a wide tile: a tuple of its parts, as `multiply_tile` returns them. By TMA A is loaded once for all.
 
-    For tiles whose columns are no power of two, which Triton's are.
+    For tiles whose columns are no power of two, as Triton's own must be. By pointers A is loaded for each part.
     """
     totals = ()
     if gemm.by_tma:
@@ -411,13 +322,13 @@ def _append(parts, part):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
-    """Whether pointers store a tile of this dtype half by half, so that it fits beside the loads' stages."""
+    """Whether a store by pointers goes half by half, so that its buffer fits beside the loads' stages."""
     return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
 
 
 @triton.jit
 def halve(tile):  # type: ignore[no-untyped-def]
-    """The left and the right columns."""
+    """Split a tile into its left and right columns."""
     rows: tl.constexpr = tile.shape[0]
     columns: tl.constexpr = tile.shape[1]
     return tl.split(tl.permute(tl.reshape(tile, (rows, 2, columns // 2)), (0, 2, 1)))
@@ -425,7 +336,7 @@ def halve(tile):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unite(left, right):  # type: ignore[no-untyped-def]
-    """The columns of both, side by side."""
+    """Join two tiles side by side: the inverse of `halve`."""
     rows: tl.constexpr = left.shape[0]
     columns: tl.constexpr = left.shape[1]
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (rows, 2 * columns))
@@ -433,14 +344,14 @@ def unite(left, right):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_bias(bias, column, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 [1, BLOCK]: the bias of the columns from `column` on."""
+    """Load the bias of the columns from `column` on: fp32 [1, BLOCK]."""
     columns = column + tl.arange(0, BLOCK)
     return tl.load(bias + columns, mask=columns < n, other=0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def scale_tile(gemm, row_scales, total, row, column, m):  # type: ignore[no-untyped-def]
-    """A tile of an fp8 product times its rows' and its columns' factors, of m rows and all columns; others as it is."""
+    """Multiply a tile of an fp8 product by the factors of its rows (of m) and columns; other tiles stay as they are."""
     if row_scales is not None:
         rows = row + tl.arange(0, gemm.block_m)
         columns = column + tl.arange(0, gemm.block_n)
@@ -451,7 +362,7 @@ def scale_tile(gemm, row_scales, total, row, column, m):  # type: ignore[no-unty
 
 @triton.jit
 def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def]
-    """Round a tile and store what of it is inside of out [m, n]."""
+    """Round a tile and store the part of it that lies inside of out [m, n]."""
     if gemm.stores_by_tma:
         if gemm.out_parts == 4:
             left, right = halve(total)
@@ -469,3 +380,38 @@ def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def
         columns = (column + tl.arange(0, gemm.block_n))[None, :]
         inside = (rows < m) & (columns < gemm.n)
         tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def locate_owned(rank, world, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(owner, tile, row, column) of the index-th tile of partial sums: tile and place count among the owner's."""
+    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
+    owner = index // (row_tiles * column_tiles)
+    if SHIFTED:
+        owner = (rank + 1 + owner) % world
+    tile = index % (row_tiles * column_tiles)
+    row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
+    return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n
+
+
+@triton.jit
+def find_rows(gemm, staging, slot, within):  # type: ignore[no-untyped-def]
+    """The address of row `within` of a staged tile, slot [block_m, block_n]."""
+    return staging + (tl.cast(slot, tl.int64) * gemm.block_m + within) * gemm.block_n
+
+
+@triton.jit
+def load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-def]
+    """Load rows of a staged tile from row `within` on, as fp32."""
+    return tl.load(find_rows(gemm, staging, slot, within) + offsets).to(tl.float32)
+
+
+@triton.jit
+def store_rows(gemm, out, bias, total, row, column, rows):  # type: ignore[no-untyped-def]
+    """Add the bias to sums of a tile's rows, and store those that lie inside of out [rows, n]."""
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    rows_at = (row + tl.arange(0, total.shape[0]))[:, None]
+    columns = (column + tl.arange(0, gemm.block_n))[None, :]
+    inside = (rows_at < rows) & (columns < gemm.n)
+    tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
