@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -17,7 +18,7 @@ from stretto import ops, tiles
 from stretto.bench.interleaved import Timed
 from stretto.ops import dispatch, workspace
 from stretto.ops import matmul_reduce_scatter_copies as copies_module
-from stretto.ops.gemm import config, stream_k, tile
+from stretto.ops.gemm import config, defaults, stream_k, tile
 from stretto.tuning import TuningStore
 
 # As attributes of the package these are the functions.
@@ -122,7 +123,7 @@ def share(what, shape, plan):
         return dealt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_k, "_JOIN_STEPS", 1)  # so that it is worth it for few steps
+        patch.setattr(stream_k, "_FIX_UP_STEPS", 1)  # so that it is worth it for few steps
         patch.setattr(stream_k, "split_last_round", see)
         patch.setattr(scatter_module, "split_last_round", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
@@ -411,7 +412,7 @@ def tune_and_choose(folder):
             x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
             call = dispatch.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
             plan = dispatch.choose_config(call, x, weight, name, "auto")
-            default, _ = config.default_config(call, dispatch.find_machine(x, weight))
+            default, _ = defaults.default_config(call, dispatch.find_machine(x, weight))
             return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
 
         texts = {plan.encode(): seconds for plan, seconds in measured.items()}
@@ -533,3 +534,26 @@ def call_after_a_failed_launch(operator, plan):
     with mock.patch.object(module, kernel, _Unlaunchable()), pytest.raises(RuntimeError, match="out of resources"):
         call(x, weight, implementation=find_plan(plan))
     return torch.equal(before, call(x, weight, implementation=find_plan(plan)))
+
+
+def list_modules_of_a_launch(plan):
+    """The modules of Stretto on the stack when a warm call launches its kernel, outermost first."""
+    name = f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"
+    kernel, found = getattr(gather_module, name), []
+
+    class Noting:
+        def __getitem__(self, grid):
+            frame = sys._getframe()
+            while frame is not None:
+                module = frame.f_globals["__name__"]
+                if module.startswith("stretto.") and module not in found:
+                    found.insert(0, module)
+                frame = frame.f_back
+            return kernel[grid]
+
+    x, weight = random_of(dist.get_rank(), 40, 32), random_of(10, 24, 32)
+    for _ in range(2):
+        ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
+    with mock.patch.object(gather_module, name, Noting()):
+        ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
+    return found

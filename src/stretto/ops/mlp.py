@@ -1,4 +1,4 @@
-"""An MLP's two products with their collectives hidden inside: tensor parallelism with activations sharded by rows."""
+"""An MLP of two overlapped products: tensor parallelism with activations sharded by rows (sequence parallelism)."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,7 +14,7 @@ from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 def _square_relu(x: Tensor) -> Tensor:
     rectified = functional.relu(x)
-    return rectified * rectified  # square() is a power, which autocast takes in fp32 on GPUs
+    return rectified * rectified  # not square(): that is a power, which autocast runs in fp32 on GPUs
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -44,10 +44,10 @@ def mlp(
 
     up: [hidden / world, k], this rank's part of the first weight; down: [n, hidden / world], of the second. gate, of
     up's shape: the hidden is activation(gather(x) @ gate.T) * (gather(x) @ up.T), as in LLaMA; x is gathered once, and
-    where there are gradients both weights are joined into one (a copy). activation: "gelu", "gelu-tanh",
-    "silu", "relu" or "relu-squared". Biases: [hidden / world] and, of the second product, [n], added once.
-    saves_gathered, implementation, dtypes and errors: as of `all_gather_matmul` and `matmul_reduce_scatter`.
-    ValueError for an activation that there is not, and for a gate of another shape.
+    where there are gradients both weights are joined into one (a copy). activation: "gelu", "gelu-tanh", "silu", "relu"
+    or "relu-squared". Biases: [hidden / world] and, of the second product, [n], added once.
+    saves_gathered, implementation, dtypes and errors are those of `all_gather_matmul` and `matmul_reduce_scatter`.
+    ValueError for an unknown activation, and for a gate of another shape.
     """
     _require(x, up, down, gate, activation, {"up": up_bias, "gate": gate_bias, "down": down_bias})
     act = ACTIVATIONS[activation]
@@ -58,7 +58,7 @@ def mlp(
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, up, gate, up_bias, gate_bias)
     ):
-        # One product of both weights, so that x's gradient is one reduce-scatter.
+        # One product with both weights, so that x's gradient is one reduce-scatter.
         bias = _join_biases(gate_bias, up_bias, gate)
         both = all_gather_matmul(
             x,
@@ -70,7 +70,7 @@ def mlp(
         )
         left, right = both.chunk(2, dim=1)
         hidden = act(left) * right
-    else:  # the gather hides in the first product, and no weight is copied
+    else:  # the first product hides the gather, and no weight is copied
         left, gathered = all_gather_matmul_gathered(x, gate, group, bias=gate_bias, implementation=implementation)
         with torch.autocast(x.device.type, enabled=False):  # as in the first product
             hidden = act(left).mul_(functional.linear(gathered, up, up_bias))
@@ -80,7 +80,7 @@ def mlp(
 def _require(
     x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str, biases: Mapping[str, Tensor | None]
 ) -> None:
-    """ValueError for what the last product would refuse only after the first one; x is for that one to check."""
+    """ValueError for arguments that the second product would refuse only after the first has run, which checks x."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"an mlp's activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     if gate is not None and gate.shape != up.shape:

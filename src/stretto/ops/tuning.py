@@ -1,4 +1,4 @@
-"""`tune`: measure the ways to do a call, and keep the times for this machine, so that "auto" takes the fastest."""
+"""Autotuning: `tune` measures configurations of a call and stores their times, so that "auto" takes the fastest."""
 
 import logging
 import statistics
@@ -32,7 +32,7 @@ _SCALED: dict[str, Callable[..., Tensor]] = {
     "matmul_reduce_scatter": scaled_matmul_reduce_scatter,
     "matmul_all_reduce": scaled_matmul_all_reduce,
 }
-_COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that none is in a cache
+_COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that none stays in a cache
 _MOST_WEIGHTS = 64
 
 
@@ -48,13 +48,13 @@ def tune(
     transposed: bool = False,
     store: TuningStore | None = None,
 ) -> dict[KernelConfig, float]:
-    """Seconds of a call by each plan that was tried, on the slowest rank; kept in the store for later runs.
+    """Measure configurations of a call: the seconds of each on the slowest rank, kept in the store for later runs.
 
-    All ranks of the group call it. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: as the transpose
-    of a contiguous [k, n]). dtype: of operands; of fp8 ones the operator of scaled products is measured. First tiles
-    are varied, then, with the best of them, how rows travel. From then on calls with implementation="auto" take what
-    was the fastest at the nearest m. ValueError for an operator that there is not, sizes and dtypes that it does not
-    take, and rows that the ranks do not divide.
+    Collective. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: the transpose of a contiguous
+    [k, n]). dtype: of operands; with fp8 the operator's scaled form is measured. First tiles are varied, then, with the
+    fastest tiles, how rows travel. From then on calls with implementation="auto" take the fastest configuration at the
+    nearest m. ValueError for an unknown operator, for sizes
+    and dtypes that it does not take, and for rows that the ranks do not divide.
     """
     if operator not in OPERATORS:
         raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
@@ -66,13 +66,13 @@ def tune(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     operands = RotatingOperands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
-    if dtype == FP8:  # what no plan takes would else be left out with the plans that do not run
+    if dtype == FP8:  # arguments that no kernel takes would else be taken for configurations that do not run
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
-    call = describe_problem(operator, m, operands.x, operands.weights[0], find_name(group))
+    problem = describe_problem(operator, m, operands.x, operands.weights[0], find_name(group))
     machine = find_machine(operands.x, operands.weights[0])
-    measured = _search(call, machine, operands, group)
+    measured = _search(problem, machine, operands, group)
     if dist.get_rank(group) == 0:
-        keys = {time_key(call, plan): [seconds] for plan, seconds in measured.items()}
+        keys = {time_key(problem, config): [seconds] for config, seconds in measured.items()}
         (store or TuningStore()).add(machine_name(device), keys)
     dist.barrier(group)
     clear_choices()
@@ -80,9 +80,9 @@ def tune(
 
 
 class RotatingOperands:
-    """What an operator is called with, over and over: x, and weights in turn, of which none is in a cache.
+    """Operands for timed calls of an operator: x, and weights in turn, so that none is in a cache.
 
-    scales: of fp8, by which the product's numbers are of size 1: x's and a weight's, one a row.
+    scales: factors of the rows of fp8 x and weight, which make the product's numbers about 1.
     """
 
     def __init__(self, operator: str, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -106,7 +106,7 @@ class RotatingOperands:
         *,
         transposed: bool = False,
     ) -> "RotatingOperands":
-        """Random ones. ValueError for rows that the ranks do not divide."""
+        """Make random operands. ValueError for rows that the ranks do not divide."""
         world = dist.get_world_size(group)
         if operator != "matmul_all_reduce" and m % world:
             raise ValueError(f"{world} ranks do not divide {m} rows: {-(-m // world) * world} rows will do")
@@ -118,11 +118,11 @@ class RotatingOperands:
         return cls(operator, x, [weight.t() if transposed else weight for weight in weights], group)
 
     def next_weight(self) -> Tensor:
-        """The one that was used longest ago."""
+        """The least recently used weight."""
         return next(self._turns)
 
     def restart(self) -> None:
-        """Have the first weight be the next one."""
+        """Begin again with the first weight."""
         self._turns = self._rotate()
 
     def call(self, implementation: str | KernelConfig = "auto") -> Tensor:
@@ -138,52 +138,52 @@ class RotatingOperands:
 
 
 def _search(
-    call: GemmProblem, machine: Machine, operands: RotatingOperands, group: dist.ProcessGroup | None
+    problem: GemmProblem, machine: Machine, operands: RotatingOperands, group: dist.ProcessGroup | None
 ) -> dict[KernelConfig, float]:
-    measured = _measure((LIBRARY, *vary_blocks(call, machine)), operands, group)
-    kernels = {plan: seconds for plan, seconds in measured.items() if plan != LIBRARY}
+    measured = _measure((LIBRARY, *vary_blocks(problem, machine)), operands, group)
+    kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
     if not kernels:
         return measured
     best = min(kernels, key=kernels.__getitem__)
-    # Once more with those that lead: clocks drift between the two rounds.
-    return measured | _measure((LIBRARY, best, *vary_transfers(call, machine, best)), operands, group)
+    # The leaders once more: clocks drift between the two rounds.
+    return measured | _measure((LIBRARY, best, *vary_transfers(problem, machine, best)), operands, group)
 
 
 def _measure(
-    plans: Iterable[KernelConfig], operands: RotatingOperands, group: dist.ProcessGroup | None
+    configs: Iterable[KernelConfig], operands: RotatingOperands, group: dist.ProcessGroup | None
 ) -> dict[KernelConfig, float]:
-    """Median seconds of a call on the slowest rank, of the plans that run on all ranks."""
+    """Median seconds of a call on the slowest rank, for configurations that run on all ranks."""
     runs: dict[KernelConfig, Callable[[], None]] = {}
-    for plan in plans:
-        run = _prepare(plan, operands, group)
+    for config in configs:
+        run = _prepare(config, operands, group)
         if run is not None:
-            runs[plan] = run
-    times: dict[KernelConfig, list[float]] = {plan: [] for plan in runs}
+            runs[config] = run
+    times: dict[KernelConfig, list[float]] = {config: [] for config in runs}
     for _ in range(2 if operands.x.is_cuda else 1):
-        for plan, run in runs.items():
-            times[plan] += _time(run, operands.x.device, group)
+        for config, run in runs.items():
+            times[config] += _time(run, operands.x.device, group)
     medians = torch.tensor([statistics.median(row) for row in times.values()], dtype=torch.float64)
     medians = medians.to(operands.x.device)
     dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(runs, medians.tolist(), strict=True))
 
 
-_CALLS = 8  # that are timed as one, in a CUDA graph
+_CALLS = 8  # timed together, in a CUDA graph
 _CALLS_ON_CPU = 1
 
 
 def _prepare(
-    plan: KernelConfig, operands: RotatingOperands, group: dist.ProcessGroup | None
+    config: KernelConfig, operands: RotatingOperands, group: dist.ProcessGroup | None
 ) -> Callable[[], None] | None:
-    """What runs the plan `_CALLS` times; None where some rank cannot (it takes too much shared memory, say)."""
+    """A function that runs `_CALLS` calls; None where some rank cannot (they take too much shared memory, say)."""
     problem = ""
     try:
-        operands.call(plan)
+        operands.call(config)
     except PeerError:
         raise
     except Exception as error:  # noqa: BLE001  (Triton's and the driver's are of many kinds)
         problem = f"{type(error).__name__}: {error}"
-        logger.debug("%s does not run: %s", plan.encode(), problem)
+        logger.debug("%s does not run: %s", config.encode(), problem)
     problems = [""] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     if any(problems):
@@ -191,11 +191,11 @@ def _prepare(
 
     def run() -> None:
         for _ in range(_CALLS if operands.x.is_cuda else _CALLS_ON_CPU):
-            operands.call(plan)
+            operands.call(config)
 
     if not operands.x.is_cuda:
         return run
-    operands.call(plan)
+    operands.call(config)
     torch.cuda.synchronize()
     dist.barrier(group)
     graph = torch.cuda.CUDAGraph()

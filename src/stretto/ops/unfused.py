@@ -1,8 +1,8 @@
-"""The operators unfused: a library's GEMM, and a collective of the group's own backend before or after it.
+"""The unfused implementation of the operators: a library's GEMM, and a collective of the group's backend around it.
 
-Numbers are as the kernels' up to rounding: products are added in fp32 (fp64 for fp64), a rank's partial sums rounded to
-the dtype that they travel in. On CPUs ranks' sums are then added in fp32 in rank order, as in kernels; NCCL adds in its
-own order, and rounds whenever it sends on.
+Results equal the kernels' up to rounding: products are added in fp32 (fp64 for fp64), and a rank's partial sums are
+rounded to the dtype that they travel in. On CPUs ranks' sums are then added in fp32 in rank order, as in kernels; NCCL
+adds in its own order, and rounds at each hop.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from stretto.ops.gemm.tile import Scales
 from stretto.ops.workspace import find_group
 
-_SCALED_GRAIN = 16  # torch's scaled products take columns, and addresses in bytes, that are multiples of this
+_SCALED_GRAIN = 16  # torch's scaled products need columns, and addresses in bytes, that are multiples of this
 
 
 def all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def all_gather_scaled_matmul(
     x: Tensor, weight: Tensor, scales: Scales, bias: Tensor | None, dtype: torch.dtype, group: str
 ) -> Tensor:
     """The product of fp8 operands."""
-    gathered = gather_rows(x.view(torch.uint8), group).view(x.dtype)  # not all backends know fp8
+    gathered = gather_rows(x.view(torch.uint8), group).view(x.dtype)  # not all backends support fp8
     rows = gather_rows(scales.rows.contiguous(), group)
     return multiply_scaled(gathered, weight, Scales(rows, scales.columns), dtype, bias)
 
@@ -76,7 +76,7 @@ def scaled_matmul_all_reduce(
 def multiply_scaled(
     x: Tensor, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T of fp8, times the factors of rows and columns, + bias: by torch's own where it can, else in fp32."""
+    """x @ weight.T of fp8, times the factors of rows and columns, + bias: by `scaled_mm` where it can, else in fp32."""
     rows, columns = scales
     tensors = [x, weight] if bias is None else [x, weight, bias]
     is_aligned = not any(size % _SCALED_GRAIN for size in (weight.shape[0], *(one.data_ptr() for one in tensors)))
@@ -101,19 +101,19 @@ def _add(total: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gather_rows(x: Tensor, group: str) -> Tensor:
-    """All ranks' x [rows, k], as [world * rows, k], by the group's own backend."""
+    """All-gather x [rows, k] to [world * rows, k], by the group's own backend."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_gather_into_tensor(x, find_group(group).size(), group))
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of all ranks' x, by the group's own backend."""
+    """All-reduce x, by the group's own backend."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce(x, "sum", group))
 
 
 def scatter_sum(x: Tensor, group: str) -> Tensor:
-    """This rank's rows of the sum of all ranks' x [m, k], added in fp32 in rank order, by the group's own backend."""
+    """Reduce-scatter x [m, k] to this rank's rows, added in fp32 in rank order, by an all-to-all."""
     world = find_group(group).size()
     sizes = [x.shape[0] // world] * world
     functional = torch.ops._c10d_functional

@@ -1,4 +1,4 @@
-"""Symmetric memory that operators work in: kept between calls, one for each group, purpose and size class."""
+"""Workspaces of operators: symmetric memory, kept between calls, one for each group, purpose and size class."""
 
 import itertools
 import weakref
@@ -16,13 +16,13 @@ from stretto.tiles import BlockChannel
 from stretto.tiles.streams import find_current
 
 CHANNELS = 32
-"""Channels of each rank: the most pieces of its part that are signalled one by one."""
+"""Channels of each rank: the most pieces of its shard that are signalled separately."""
 
 PEER_TILES = 256
-"""Pieces that a rank may offer for others to pull."""
+"""Pieces that a rank may offer for other ranks to pull."""
 
 TWO_SLOTS_BYTES = 256 << 20
-"""Calls with more to send use one slot and meet first, which then takes less time than memory."""
+"""Calls that send more use one slot and begin with a barrier, whose time then matters less than the memory."""
 
 _SMALLEST = 1 << 20
 _ARRIVALS = 1024
@@ -30,9 +30,9 @@ _ARRIVALS = 1024
 
 @dataclass(frozen=True)
 class OperatorWorkspace:
-    """A channel whose buffer on each rank is `slots` slots of `slot_bytes`; arrivals: int32 zeros, left as such.
+    """A channel whose buffer on each rank has `slots` slots of `slot_bytes`.
 
-    turns: the slot of each call that is told its slot by the host.
+    arrivals: int32 counters, 0 between calls. turns: the slot of each call whose slot the host chooses.
     """
 
     channel: BlockChannel
@@ -42,12 +42,12 @@ class OperatorWorkspace:
     turns: Iterator[int]
 
     def words(self, slots: int, dtype: torch.dtype) -> int:
-        """How many numbers of a dtype so many slots hold."""
+        """The numbers of a dtype that so many slots hold."""
         return slots * self.slot_bytes // dtype.itemsize
 
 
 class _Cache:
-    """The workspaces of one group; they are freed with the group, or when their name has come to mean another one."""
+    """The workspaces of one group; they are freed with the group, or when another group has its name."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group, _drop_caches)
@@ -61,14 +61,14 @@ _caches: dict[str, _Cache] = {}
 
 
 def _drop_caches(_: object) -> None:
-    """Free the workspaces of groups that are gone, with what has failed in them."""
+    """Free the workspaces of groups that no longer exist, abandoned ones too."""
     for name, cache in list(_caches.items()):
         if cache.group() is None:
             _caches.pop(name, None)
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name. ValueError where there is none, or where this process is not in it."""
+    """The process group of that name. ValueError if there is none, or if this process is not in it."""
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]  # a GroupName, which is a str
     except RuntimeError as error:
@@ -76,16 +76,16 @@ def find_group(name: str) -> dist.ProcessGroup:
 
 
 def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> OperatorWorkspace:
-    """A workspace of the group with slots of `size` bytes or more, for one call; allocated if need be.
+    """Find or allocate a workspace of the group with slots of `size` bytes or more, for one call.
 
-    purpose: "met", for calls that `BlockChannel.begin`, two slots in turn or, of more than `TWO_SLOTS_BYTES`, one;
-    "copied", as those, whose signals go to some ranks only, as copies of a counter's end; "slots", two for calls that
-    `enter`; "packets", two that hold packets and nothing else. Calls of one purpose do not disturb another's.
+    purpose: "met", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one; "copied",
+    the same for calls whose signals go to some ranks only, as copies of a counter's end; "slots", two slots for calls
+    that `enter`; "packets", two slots that hold packets and nothing else. Purposes do not disturb each other.
 
-    All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, which all
-    ranks meet in, is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one
-    group run one after another: a call on another stream comes after those before it. ValueError while a CUDA graph
-    is captured, if it would allocate.
+    All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
+    is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one group run one
+    after another: a call on another stream waits for earlier calls. ValueError if it would allocate while a CUDA graph
+    is captured.
     """
     cache = _find_cache(name)
     slots = 1 if purpose in ("met", "copied") and size > TWO_SLOTS_BYTES else 2
@@ -93,7 +93,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     if key not in cache.workspaces:
         require_no_capture(device)
         group = find_group(name)
-        with torch.inference_mode(False):  # what inference has made no training may write to
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written to in training
             channel = BlockChannel.allocate(
                 group,
                 channels=1 if purpose == "packets" else CHANNELS * group.size(),
@@ -108,9 +108,9 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
 
 
 def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
-    """What an operator keeps for its calls in the group under a key, made at first; else as `find_workspace`.
+    """Find or make what an operator keeps for its calls in the group; streams follow as in `find_workspace`.
 
-    All ranks call it with the same keys, and `make` may meet them.
+    All ranks call it with the same keys, so `make` may be a collective.
     """
     kept = find_known(name, device, key, make)
     _follow_calls(_find_cache(name), device)
@@ -118,7 +118,7 @@ def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]
 
 
 def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
-    """As `find_kept`, for what the host knows and no kernel works in: no stream waits for another."""
+    """`find_kept` for values of the host, which no kernel uses: no stream waits for another."""
     kept = _find_cache(name).kept
     if (device, key) not in kept:
         require_no_capture(device)
@@ -128,15 +128,15 @@ def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any
 
 
 def abandon(name: str, channel: BlockChannel) -> None:
-    """Have no later call use a channel, after an error of the host in the middle of a call of the group.
+    """Retire a channel after an error of the host in the middle of a call: no later call uses it.
 
-    Counters of the channel may be behind its peers' by then. The next call of each rank that has abandoned it allocates
-    anew, in which these ranks meet: after an error on all ranks, as a kernel that cannot be compiled is, calls go on.
-    After an error on one rank the others wait for it, and raise PeerError. The memory is kept while the group lives,
-    since copies and kernels of peers may still store to it.
+    Counters of the channel may be behind its peers'. The next call of each rank that abandoned it allocates a new one,
+    which is a collective: after an error on all ranks, such as a kernel that cannot be compiled, calls go on. After an
+    error on one rank the others wait for it, and raise PeerError. The memory is kept while the group lives, since
+    copies and kernels of peers may still store to it.
     """
     cache = _find_cache(name)
-    if failures.has_failed():  # the group is of no more use, and what it has failed with stays
+    if failures.has_failed():  # the group cannot be used any more, and its failure stays
         return
     for table in (cache.workspaces, cache.kept):
         for key, value in list(table.items()):
@@ -146,7 +146,7 @@ def abandon(name: str, channel: BlockChannel) -> None:
 
 
 def list_kept(name: str) -> list[Any]:
-    """All that `find_kept` keeps for the group."""
+    """All values that `find_kept` keeps for the group."""
     return list(_find_cache(name).kept.values())
 
 
@@ -161,7 +161,7 @@ def _find_cache(name: str) -> _Cache:
 
 
 def _follow_calls(cache: _Cache, device: torch.device) -> None:
-    """Have the current stream come after the group's last call, whichever stream that was on."""
+    """Make the current stream wait for the group's last call, if that was on another stream."""
     if device.type != "cuda":
         return
     stream = find_current(device)
@@ -172,7 +172,7 @@ def _follow_calls(cache: _Cache, device: torch.device) -> None:
 
 
 def require_no_capture(device: torch.device) -> None:
-    """ValueError while a CUDA graph is captured, for what a first call does."""
+    """ValueError while a CUDA graph is captured, where a first call would allocate or exchange something."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
