@@ -161,5 +161,5 @@ def launch_many_programs():
     plan = ops.KernelConfig(blocks=blocks, exchange="packets")
     with mock.patch.object(Launches, "__call__", note):
         ops.matmul_all_reduce(torch.ones(16, 80), torch.ones(16_000, 80), make_group(5), implementation=plan)
-    ((programs, (shares,)),) = seen
-    return programs, 0 if shares.sums is None else shares.arrivals.numel()
+    ((programs, (stream_k,)),) = seen
+    return programs, 0 if stream_k.partials is None else stream_k.arrivals.numel()
