@@ -20,11 +20,13 @@ from stretto.ops import row_transfer, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
     Autograd,
+    choose_config,
     define_operator,
+    describe_problem,
     make_call_key,
     pin_backward,
+    recall_config,
     save_operands,
-    select_config,
 )
 from stretto.ops.gemm.config import (
     LIBRARY,
@@ -39,6 +41,7 @@ from stretto.ops.gemm.tile import (
     Scales,
     describe_gemm,
     describe_rows,
+    fixed,
     load_bias,
     multiply_columns,
     multiply_tile,
@@ -107,15 +110,14 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *, returns_gathered: bool
 ) -> tuple[Tensor, Tensor]:
     """(product, gathered x); the latter is x itself where the gathered x is not returned."""
-    world = find_group(group).size()
-
-    def check() -> int:
-        require_operands("all_gather_matmul", x, weight, bias, implementation)
-        return x.shape[0] * world
-
     key = make_call_key("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
-    config = select_config(key, x, weight, group, implementation, check)
-    (rows, k), n = x.shape, weight.shape[0]
+    config = recall_config(group, key)
+    if config is None:
+        require_operands("all_gather_matmul", x, weight, bias, implementation)
+    (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+    if config is None:
+        problem = describe_problem("all_gather_matmul", rows * world, x, weight, group)
+        config = choose_config(problem, x, weight, group, implementation, key)
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         out, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
         if returns_gathered and n == 0:
@@ -262,7 +264,7 @@ def _launch_by_copies(
     # Own tiles are multiplied in a loop of their own, over whole tiles.
     kept = rows // blocks.m * column_tiles if is_direct else 0
     stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals, kept)
-    shard = GatherShard(rows, own_scales, tl.constexpr(is_direct), tl.constexpr(config.is_shifted))
+    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
     block_channel.check()
     try:
         turn = slot if workspace.slots == 2 else None
@@ -325,10 +327,10 @@ def _launch_by_programs(
     count = divide_up(out.shape[0], blocks.m) * divide_up(out.shape[1], blocks.n)
     stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals)
     programs = min(blocks.programs, max(units, config.movers))
-    shard = GatherShard(rows, own_scales, tl.constexpr(is_direct), tl.constexpr(config.is_shifted))
+    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
     is_push = config.direction == "push"
     slot_words, movers = workspace.words(1, torch.float32), min(config.movers, programs)
-    moves = RowMoves(x, landing, slot_rows, slot_words, movers, tl.constexpr(is_push))
+    moves = RowMoves(x, landing, slot_rows, slot_words, movers, fixed(is_push))
     channel = block_channel.enter("all_gather_matmul", "broadcast" if is_push else "local")
     try:
         block_channel.launch(

@@ -1,7 +1,8 @@
 """Dispatch of operator calls: registration with torch, the eager fast path, and the choice of a configuration.
 
 `define_operator` makes an operator's schema, fake implementation, autograd, FLOP formula and fast path. Each call then
-asks `select_config` how to run: the caller's choice, else the fastest measured configuration, else a default.
+finds its configuration: `recall_config` for an equal earlier call, else `choose_config`, by the caller's choice, the
+fastest measured configuration, or a default.
 
 All ranks of a group choose alike. Their calls are alike, and everything else that choices depend on (measured times,
 whether GPUs can access each other's memory) is exchanged once, at the group's first call.
@@ -246,20 +247,6 @@ def make_call_key(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None,
     of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
     of_weight = weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % 16
     return CallKey(operator, of_x, of_weight, of_bias, current, options)
-
-
-def select_config(
-    key: CallKey, x: Tensor, weight: Tensor, group: str, implementation: str, check: Callable[[], int]
-) -> KernelConfig:
-    """Select the configuration of a call, and count the call: from the cache of choices, else checked and chosen now.
-
-    check: raises ValueError for arguments that the operator does not take; returns m, the rows of the whole.
-    """
-    config = recall_config(group, key)
-    if config is None:
-        problem = describe_problem(key.operator, check(), x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
-    return config
 
 
 def recall_config(group: str, key: CallKey) -> KernelConfig | None:

@@ -11,10 +11,12 @@ from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
     Autograd,
+    choose_config,
     define_operator,
+    describe_problem,
     make_call_key,
+    recall_config,
     save_operands,
-    select_config,
 )
 from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.tile import Scales
@@ -44,13 +46,14 @@ def matmul_all_reduce(
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
-    def check() -> int:
-        require_operands("matmul_all_reduce", x, weight, bias, implementation)
-        return x.shape[0]
-
     key = make_call_key("matmul_all_reduce", x, weight, bias, implementation)
-    config = select_config(key, x, weight, group, implementation, check)
+    config = recall_config(group, key)
+    if config is None:
+        require_operands("matmul_all_reduce", x, weight, bias, implementation)
     (m, k), n = x.shape, weight.shape[0]
+    if config is None:
+        problem = describe_problem("matmul_all_reduce", m, x, weight, group)
+        config = choose_config(problem, x, weight, group, implementation, key)
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias
     if config == LIBRARY:

@@ -21,11 +21,13 @@ from stretto.ops import small_m, unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
     Autograd,
+    choose_config,
     define_operator,
+    describe_problem,
     make_call_key,
     pin_backward,
+    recall_config,
     save_operands,
-    select_config,
 )
 from stretto.ops.gemm.config import LIBRARY, Blocks, KernelConfig, divide_up, encode_implementation, limit_waiting
 from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_round
@@ -34,6 +36,7 @@ from stretto.ops.gemm.tile import (
     Scales,
     count_store_parts,
     describe_gemm,
+    fixed,
     goes_in_halves,
     halve,
     load_rows,
@@ -84,12 +87,12 @@ def matmul_reduce_scatter(
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
 ) -> Tensor:
-    def check() -> int:
-        _require(x, weight, bias, group, reduce_dtype, implementation)
-        return x.shape[0]
-
     key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
-    config = select_config(key, x, weight, group, implementation, check)
+    config = recall_config(group, key)
+    if config is None:
+        _require(x, weight, bias, group, reduce_dtype, implementation)
+        problem = describe_problem("matmul_reduce_scatter", x.shape[0], x, weight, group)
+        config = choose_config(problem, x, weight, group, implementation, key)
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias
@@ -251,7 +254,7 @@ def _launch(
     buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
     gemm, pushed, first_row = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
     staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
-    owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), tl.constexpr(config.is_shifted))
+    owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), fixed(config.is_shifted))
     block_channel.launch(
         gemm_reduce_scatter,
         (dtype, specialization_key(config, x, weight, gemm, bias, out)),

@@ -14,7 +14,14 @@ from torch import Tensor
 from stretto.ops import unfused
 from stretto.ops.all_gather_matmul import launch_gather
 from stretto.ops.checks import DTYPES, find_name, find_scales, require_scaled
-from stretto.ops.dispatch import define_operator, make_call_key, needs_gradients, select_config
+from stretto.ops.dispatch import (
+    choose_config,
+    define_operator,
+    describe_problem,
+    make_call_key,
+    needs_gradients,
+    recall_config,
+)
 from stretto.ops.gemm.config import FP8, LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm.tile import Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
@@ -129,15 +136,15 @@ def _run(
     implementation: str,
 ) -> Tensor:
     """The operator of all three, by the name of its form for other dtypes."""
-
-    def check() -> int:
-        _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
-        find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
-        return x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
-
     key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
-    config = select_config(key, x, weight, group, implementation, check)
+    config = recall_config(group, key)
+    if config is None:
+        _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
     scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+    if config is None:
+        m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
+        problem = describe_problem(operator, m, x, weight, group)
+        config = choose_config(problem, x, weight, group, implementation, key)
     if config.blocks is not None and config.blocks.k < _LEAST_DEPTH:
         raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {config.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]

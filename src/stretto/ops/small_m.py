@@ -17,7 +17,15 @@ from stretto import tiles
 from stretto.ops.gemm.config import Blocks, count_column_parts, divide_up, limit_waiting
 from stretto.ops.gemm.defaults import MOSTLY_BUSY
 from stretto.ops.gemm.stream_k import StreamK, multiply_unit
-from stretto.ops.gemm.tile import Scales, describe_gemm, multiply_columns, scale_tile, specialization_key, tile_width
+from stretto.ops.gemm.tile import (
+    Scales,
+    describe_gemm,
+    fixed,
+    multiply_columns,
+    scale_tile,
+    specialization_key,
+    tile_width,
+)
 from stretto.ops.workspace import OperatorWorkspace, abandon
 
 _PACKET_BYTES = 4
@@ -104,13 +112,8 @@ def launch(
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     in_fours = n * out.element_size() % (4 * _PACKET_BYTES) == 0
-    exchange = PacketExchange(
-        out.shape[0],
-        workspace.words(1, torch.int32),
-        tl.constexpr(form),
-        tl.constexpr(chunk),
-        tl.constexpr(in_fours),
-    )
+    slot_words = workspace.words(1, torch.int32)
+    exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours))
     stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(

@@ -133,6 +133,12 @@ def specialization_key(
     )
 
 
+@lru_cache(maxsize=4096, typed=True)
+def fixed(value: bool | int | str) -> tl.constexpr:
+    """A compiled-in field of a kernel's argument; cached, since making one takes the host time at each call."""
+    return tl.constexpr(value)
+
+
 @lru_cache(maxsize=4096)
 def _describe(
     m: int,
