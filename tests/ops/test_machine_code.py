@@ -23,8 +23,9 @@ from tests.tiles.machine_code import (
 )
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.all_gather_matmul import all_gather_gemm_by_copies, all_gather_gemm_by_programs, map_rows
+from stretto.ops.all_gather_matmul import all_gather_gemm_by_copies, all_gather_gemm_by_programs
 from stretto.ops.copy_schedule import size_pieces
+from stretto.ops.gathered_rows import GatherShard, RowMoves, map_rows
 from stretto.ops.gemm.config import (
     FP8,
     Blocks,
@@ -39,7 +40,6 @@ from stretto.ops.gemm.stream_k import DATA_PARALLEL, StreamK
 from stretto.ops.gemm.tile import Scales, count_store_parts, describe_gemm, describe_rows
 from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, gemm_reduce_scatter, map_queues
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles, map_owners, multiply_tiles
-from stretto.ops.row_transfer import GatherShard, RowMoves
 from stretto.ops.small_m import PacketExchange, gemm_exchange
 from stretto.tiles import begin_call
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes

@@ -2,10 +2,9 @@
 
 Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). The operator, its gradient, and two kernels:
 `all_gather_gemm_by_copies`, whose rows copy engines move, and `all_gather_gemm_by_programs`, whose first programs move
-them. `row_transfer` has the moves themselves.
+them. `gathered_rows` has what both share: the moves, and the products of gathered rows.
 """
 
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops import row_transfer, unfused
+from stretto.ops import unfused
 from stretto.ops.checks import find_name, require_operands
 from stretto.ops.dispatch import (
     Autograd,
@@ -27,6 +26,24 @@ from stretto.ops.dispatch import (
     pin_backward,
     recall_config,
     save_operands,
+)
+from stretto.ops.gathered_rows import (
+    GatherShard,
+    RowMoves,
+    copy_out_gathered,
+    count_gathered_bytes,
+    count_tiles,
+    find_gathered_scales,
+    finish_tile,
+    locate_direct,
+    locate_gathered,
+    map_rows,
+    multiply_gathered,
+    order_rows,
+    pull_rows,
+    push_rows,
+    push_rows_by_copies,
+    signal_own_rows,
 )
 from stretto.ops.gemm.config import (
     LIBRARY,
@@ -42,20 +59,12 @@ from stretto.ops.gemm.tile import (
     describe_gemm,
     describe_rows,
     fixed,
-    load_bias,
-    multiply_columns,
     multiply_tile,
-    order_tiles,
     scale_tile,
     specialization_key,
-    store_tile,
-    tile_width,
 )
-from stretto.ops.row_transfer import GatherShard, RowMoves
-from stretto.ops.workspace import PEER_TILES, abandon, find_group, find_workspace
+from stretto.ops.workspace import abandon, find_group, find_workspace
 
-_MOST_PIECES = 8
-_MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
 
 
@@ -187,28 +196,6 @@ _plain, _gathered = (
 )
 
 
-@lru_cache(maxsize=4096)
-def map_rows(
-    rows: int, world: int, config: KernelConfig, row_bytes: int
-) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
-    """(the mapping of rows to signals as they are sent, the mapping of the GEMM's tiles to the signals they wait for).
-
-    Rows are sent in pieces of about `piece_bytes`, one a channel. Programs move many small tiles a piece, so that all
-    of them have some to move.
-    """
-    assert config.blocks is not None
-    # Powers of two, since a kernel is compiled for each of these numbers.
-    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), _MOST_PIECES))
-    pieces = 1 << (pieces.bit_length() - 1)
-    moved = config.blocks.m
-    if config.transfer == "programs":
-        moved = max(1, min(rows * world // config.movers, _MOVED_BYTES // row_bytes))
-        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
-    producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
-    channel_rows = producer.channel_rows
-    return producer, tiles.whole_tiles(rows, world, config.blocks.m, channels=pieces, channel_rows=channel_rows)
-
-
 def launch_gather(
     config: KernelConfig,
     x: Tensor,
@@ -245,7 +232,7 @@ def _launch_by_copies(
     """Begin the call, have copy engines push this rank's rows on a side stream, and launch the GEMM."""
     blocks, (rows, k) = config.blocks, x.shape
     assert blocks is not None
-    size = row_transfer.count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=False, has_scales=scales is not None)
+    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=False, has_scales=scales is not None)
     workspace = find_workspace(group, x.device, size, "met")
     block_channel = workspace.channel
     world = block_channel.world_size
@@ -255,7 +242,7 @@ def _launch_by_copies(
     gathered = block_channel.tensor((rows * world, k), x.dtype, offset=offset)
     own_scales = None if scales is None else scales.rows.contiguous()
     if scales is not None:
-        scales = Scales(row_transfer.find_gathered_scales(block_channel, rows, k, offset), scales.columns)
+        scales = Scales(find_gathered_scales(block_channel, rows, k, offset), scales.columns)
     gemm, arriving, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales)
     own = describe_rows(x, gemm)
     is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None
@@ -276,9 +263,9 @@ def _launch_by_copies(
             if scales is not None and own_scales is not None:
                 tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
         with tiles.copy_engine(block_channel):
-            row_transfer.push_rows_by_copies(block_channel, producer, x, own_scales, offset)
+            push_rows_by_copies(block_channel, producer, x, own_scales, offset)
             if returned is not None:
-                row_transfer.copy_out_gathered(block_channel, producer, x, gathered, returned)
+                copy_out_gathered(block_channel, producer, x, gathered, returned)
     except BaseException:
         abandon(group, block_channel)
         raise
@@ -292,7 +279,7 @@ def _launch_by_copies(
             num_stages=blocks.num_stages,
         )
     except BaseException:
-        row_transfer.signal_own_rows(block_channel, producer)
+        signal_own_rows(block_channel, producer)
         raise
     finally:  # also after a failed launch: the next call's copies must come after these
         tiles.join_copies(block_channel)
@@ -310,7 +297,7 @@ def _launch_by_programs(
     """Launch the call's only kernel, whose first programs move rows before they multiply."""
     blocks, (rows, k) = config.blocks, x.shape
     assert blocks is not None
-    size = row_transfer.count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=True, has_scales=scales is not None)
+    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=True, has_scales=scales is not None)
     workspace = find_workspace(group, x.device, size, "slots")
     block_channel = workspace.channel
     world = block_channel.world_size
@@ -319,7 +306,7 @@ def _launch_by_programs(
     landing = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
     own_scales = None if scales is None else scales.rows.contiguous()
     if scales is not None:
-        scales = Scales(row_transfer.find_gathered_scales(block_channel, rows, k, 0), scales.columns)
+        scales = Scales(find_gathered_scales(block_channel, rows, k, 0), scales.columns)
     in_parts = not has_power_of_two_columns(blocks)
     gemm, arriving, b, c = describe_gemm(landing, weight, out, blocks, scales=scales, in_parts=in_parts)
     own = describe_rows(x, gemm)
@@ -363,8 +350,8 @@ def all_gather_gemm_by_copies(  # type: ignore[no-untyped-def]
     Reuse: `gathered` is one of two slots, in turn. Peers write to it only when all ranks have begun the call after the
     last one that used it.
     """
-    first, direct_tiles = _order_rows(channel, gemm, shard)
-    row_tiles, column_tiles = _count_tiles(channel, gemm, shard)
+    first, direct_tiles = order_rows(channel, gemm, shard)
+    row_tiles, column_tiles = count_tiles(channel, gemm, shard)
     count = row_tiles * column_tiles
     direct = direct_tiles * column_tiles
     signalling = tl.minimum(tl.num_programs(0), _SIGNALLING)  # the first programs, which run when any do
@@ -375,28 +362,28 @@ def all_gather_gemm_by_copies(  # type: ignore[no-untyped-def]
             tiles.producer_tile_notify(channel, producer, own_tile, "broadcast", rank=channel.rank)
     if shard.is_direct:
         for tile in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
-            row, column = _locate(gemm, direct_tiles, tile)
+            row, column = locate_direct(gemm, direct_tiles, tile)
             total = multiply_tile(gemm, own, weight, row, column, 0)
             total = scale_tile(gemm, shard.scales, total, row, column, shard.rows)
-            _finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
+            finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
     index = tl.program_id(0)
     index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
     if shard.is_direct and gemm.by_tma and stream_k.unit_steps is None:
         for tile in tl.range(index, count, tl.num_programs(0), flatten=True):
-            row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
+            row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
             ready = tiles.consumer_tile_poll(channel, consumer, row_tile)
             total = multiply_tile(gemm, gathered, weight, row + ready, column, 0)
             total = scale_tile(gemm, gemm.row_scales, total, row + ready, column, shard.rows * channel.world)
-            _finish_tile(channel, gemm, shard, bias, out, total, row, column)
+            finish_tile(channel, gemm, shard, bias, out, total, row, column)
         tiles.finish_polls(channel, consumer)
     else:
         # A `for`, in which Triton overlaps a tile's stores with the next tile's loads; a work unit is of one tile.
         for unit in range(index, count_units(stream_k, count), tl.num_programs(0)):
             begin, end = find_unit(gemm, stream_k, unit, count)
             tile = begin // count_steps(gemm, stream_k)
-            row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
+            row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
             ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-            _multiply_gathered(
+            multiply_gathered(
                 channel, gemm, stream_k, shard, gathered, gemm.row_scales, weight, bias, out, (row, column, 0, ready),
                 (begin, end)
             )  # fmt: skip
@@ -426,99 +413,31 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
     if tl.program_id(0) < moves.movers:
         landing = moves.landing + tl.cast(base, tl.int64) * gemm.k
         if moves.is_push:
-            row_transfer.push_rows(channel, producer, gemm, shard, moves.x, landing, scales)
+            push_rows(channel, producer, gemm, shard, moves.x, landing, scales)
         else:
-            row_transfer.pull_rows(channel, producer, gemm, shard, moves.x, landing, scales)
-    first, direct_tiles = _order_rows(channel, gemm, shard)
-    row_tiles, column_tiles = _count_tiles(channel, gemm, shard)
+            pull_rows(channel, producer, gemm, shard, moves.x, landing, scales)
+    first, direct_tiles = order_rows(channel, gemm, shard)
+    row_tiles, column_tiles = count_tiles(channel, gemm, shard)
     count = row_tiles * column_tiles
     direct = direct_tiles * column_tiles
     begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
     if shard.is_direct:
         while begin < direct * count_steps(gemm, stream_k):
-            row, column = _locate(gemm, direct_tiles, begin // count_steps(gemm, stream_k))
+            row, column = locate_direct(gemm, direct_tiles, begin // count_steps(gemm, stream_k))
             total, is_complete, begin = multiply_unit(gemm, stream_k, own, weight, row, column, 0, begin, end)
             if is_complete:
                 total = scale_tile(gemm, shard.scales, total, row, column, shard.rows)
-                _finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
+                finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
             if begin >= end:
                 begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
     while begin < end:
         tile = begin // count_steps(gemm, stream_k)
-        row_tile, row, column = _locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
+        row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
         ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-        begin = _multiply_gathered(
+        begin = multiply_gathered(
             channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, (row, column, base, ready),
             (begin, end)
         )  # fmt: skip
         if begin >= end:
             begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
     tiles.end_call(channel, producer)
-
-
-@triton.jit
-def _count_tiles(channel, gemm, shard):  # type: ignore[no-untyped-def]
-    """(rows of tiles, columns of tiles) of out."""
-    return tl.cdiv(shard.rows * channel.world, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
-
-
-@triton.jit
-def _order_rows(channel, gemm, shard):  # type: ignore[no-untyped-def]
-    """(the row of tiles that comes after the direct ones; how many rows of tiles are direct, loaded from x itself)."""
-    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
-    # A tile of two ranks' rows is the earlier rank's.
-    first = tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0
-    return first + direct_tiles, direct_tiles
-
-
-@triton.jit
-def _locate(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
-    """(row, column) where a tile begins, of so many rows of tiles."""
-    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, tile_width(gemm)), gemm.group_rows)
-    return row_tile * gemm.block_m, column_tile * tile_width(gemm)
-
-
-@triton.jit
-def _locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
-    """(row of tiles, row, column) of the tile-th tile, direct ones counted; first: the row of tiles after those."""
-    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
-    tile -= direct_tiles * column_tiles
-    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
-    row_tile = (row_tile + first) % row_tiles
-    return row_tile, row_tile * gemm.block_m, column_tile * tile_width(gemm)
-
-
-@triton.jit
-def _multiply_gathered(  # type: ignore[no-untyped-def]
-    channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, place, unit
-):
-    """Multiply the work unit's steps of one tile of gathered rows; returns where the unit's next tile begins.
-
-    place: (row, column, row of `gathered` that this call's rows begin at, what the wait for the rows returned). unit:
-    (begin, end), in steps.
-    """
-    row, column, base, ready = place
-    begin, end = unit
-    row_there = base + row + ready
-    count = shard.rows * channel.world
-    if gemm.parts == 1:
-        total, is_complete, begin = multiply_unit(gemm, stream_k, gathered, weight, row_there, column, 0, begin, end)
-        if is_complete:
-            total = scale_tile(gemm, scales, total, row + ready, column, count)
-            _finish_tile(channel, gemm, shard, bias, out, total, row, column)
-    else:
-        totals = multiply_columns(gemm, gathered, weight, row_there, column)
-        begin = end  # such tiles are whole units
-        for part in tl.static_range(gemm.parts):
-            at = column + part * gemm.block_n
-            total = scale_tile(gemm, scales, totals[part], row + ready, at, count)
-            _finish_tile(channel, gemm, shard, bias, out, total, row, at)
-    return begin
-
-
-@triton.jit
-def _finish_tile(channel, gemm, shard, bias, out, total, row, column):  # type: ignore[no-untyped-def]
-    """Add the bias, and store."""
-    if bias is not None:
-        total += load_bias(bias, column, gemm.n, gemm.block_n)
-    store_tile(gemm, out, total, row, column, shard.rows * channel.world)

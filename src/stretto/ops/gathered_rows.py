@@ -1,5 +1,9 @@
-"""Moving a gather's rows to other ranks: by copy engines, or by programs of a GEMM's kernel before they multiply."""
+"""The rows of an all-gather + GEMM: how they travel, in which order their tiles are multiplied, and one tile's product.
 
+Copy engines move rows, or programs of the GEMM's kernel before they multiply.
+"""
+
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm.config import divide_up
-from stretto.ops.workspace import count_bytes
+from stretto.ops.gemm.config import KernelConfig, divide_up
+from stretto.ops.gemm.stream_k import multiply_unit
+from stretto.ops.gemm.tile import load_bias, multiply_columns, order_tiles, scale_tile, store_tile, tile_width
+from stretto.ops.workspace import PEER_TILES, count_bytes
 
+_MOST_PIECES = 8
+_MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 _SCALES_AT_ONCE = tl.constexpr(256)
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
@@ -43,6 +51,28 @@ class RowMoves(NamedTuple):
     slot_words: Any
     movers: Any
     is_push: Any
+
+
+@lru_cache(maxsize=4096)
+def map_rows(
+    rows: int, world: int, config: KernelConfig, row_bytes: int
+) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
+    """(the mapping of rows to signals as they are sent, the mapping of the GEMM's tiles to the signals they wait for).
+
+    Rows are sent in pieces of about `piece_bytes`, one a channel. Programs move many small tiles a piece, so that all
+    of them have some to move.
+    """
+    assert config.blocks is not None
+    # Powers of two, since a kernel is compiled for each of these numbers.
+    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), _MOST_PIECES))
+    pieces = 1 << (pieces.bit_length() - 1)
+    moved = config.blocks.m
+    if config.transfer == "programs":
+        moved = max(1, min(rows * world // config.movers, _MOVED_BYTES // row_bytes))
+        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
+    producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
+    channel_rows = producer.channel_rows
+    return producer, tiles.whole_tiles(rows, world, config.blocks.m, channels=pieces, channel_rows=channel_rows)
 
 
 def count_gathered_bytes(rows: int, k: int, dtype: torch.dtype, *, by_programs: bool, has_scales: bool) -> int:
@@ -180,3 +210,71 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         offsets = start + tl.arange(0, AT_ONCE)
         value = tl.load(source + offsets, mask=offsets < size)
         tl.store(destination + offsets, value, mask=offsets < size)
+
+
+@triton.jit
+def count_tiles(channel, gemm, shard):  # type: ignore[no-untyped-def]
+    """(rows of tiles, columns of tiles) of out."""
+    return tl.cdiv(shard.rows * channel.world, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
+
+
+@triton.jit
+def order_rows(channel, gemm, shard):  # type: ignore[no-untyped-def]
+    """(the row of tiles that comes after the direct ones; how many rows of tiles are direct, loaded from x itself)."""
+    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
+    # A tile of two ranks' rows is the earlier rank's.
+    first = tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0
+    return first + direct_tiles, direct_tiles
+
+
+@triton.jit
+def locate_direct(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
+    """(row, column) where a tile begins, of so many rows of tiles."""
+    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, tile_width(gemm)), gemm.group_rows)
+    return row_tile * gemm.block_m, column_tile * tile_width(gemm)
+
+
+@triton.jit
+def locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
+    """(row of tiles, row, column) of the tile-th tile, direct ones counted; first: the row of tiles after those."""
+    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
+    tile -= direct_tiles * column_tiles
+    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
+    row_tile = (row_tile + first) % row_tiles
+    return row_tile, row_tile * gemm.block_m, column_tile * tile_width(gemm)
+
+
+@triton.jit
+def multiply_gathered(  # type: ignore[no-untyped-def]
+    channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, place, unit
+):
+    """Multiply the work unit's steps of one tile of gathered rows; returns where the unit's next tile begins.
+
+    place: (row, column, row of `gathered` that this call's rows begin at, what the wait for the rows returned). unit:
+    (begin, end), in steps.
+    """
+    row, column, base, ready = place
+    begin, end = unit
+    row_there = base + row + ready
+    count = shard.rows * channel.world
+    if gemm.parts == 1:
+        total, is_complete, begin = multiply_unit(gemm, stream_k, gathered, weight, row_there, column, 0, begin, end)
+        if is_complete:
+            total = scale_tile(gemm, scales, total, row + ready, column, count)
+            finish_tile(channel, gemm, shard, bias, out, total, row, column)
+    else:
+        totals = multiply_columns(gemm, gathered, weight, row_there, column)
+        begin = end  # such tiles are whole units
+        for part in tl.static_range(gemm.parts):
+            at = column + part * gemm.block_n
+            total = scale_tile(gemm, scales, totals[part], row + ready, at, count)
+            finish_tile(channel, gemm, shard, bias, out, total, row, at)
+    return begin
+
+
+@triton.jit
+def finish_tile(channel, gemm, shard, bias, out, total, row, column):  # type: ignore[no-untyped-def]
+    """Add the bias, and store."""
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    store_tile(gemm, out, total, row, column, shard.rows * channel.world)
