@@ -537,7 +537,7 @@ def call_after_a_failed_launch(operator, plan):
 
 
 def list_modules_of_a_launch(plan):
-    """The modules of Stretto on the stack when a warm call launches its kernel, outermost first."""
+    """The modules of Stretto on the stack when a warm call launches its kernel."""
     name = f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"
     kernel, found = getattr(gather_module, name), []
 

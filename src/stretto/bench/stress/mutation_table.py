@@ -229,8 +229,14 @@ MUTATIONS: tuple[Mutation, ...] = (
             Edit(
                 "ops/all_gather_matmul.py",
                 "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
-                "producer=producer)",
-                "ready = row_tile * 0",
+                "producer=producer)\n            multiply_gathered(",
+                "ready = row_tile * 0\n            multiply_gathered(",
+            ),
+            Edit(
+                "ops/all_gather_matmul.py",
+                "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
+                "producer=producer)\n        begin = multiply_gathered(",
+                "ready = row_tile * 0\n        begin = multiply_gathered(",
             ),
         ),
         "all-gather/pu*,all-gather/copies-ragged",
