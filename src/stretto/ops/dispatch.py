@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from stretto.memory import failures, is_debugging, shared_gpus
+from stretto.memory import failures, is_debugging
 from stretto.memory.gpus import find_obstacle
 from stretto.ops.checks import require_agreement
 from stretto.ops.gemm.config import (
@@ -42,7 +42,7 @@ from stretto.ops.gemm.defaults import default_blocks, default_config
 from stretto.ops.gemm.tile import takes_tma
 from stretto.ops.workspace import find_group, require_no_capture
 from stretto.tiles import INTERPRETED
-from stretto.tuning import TuningStore
+from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
 logger = logging.getLogger("stretto.ops")
 
@@ -296,15 +296,32 @@ def describe_problem(operator: str, m: int, x: Tensor, weight: Tensor, group: st
     return GemmProblem(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
 
 
+def autotuner(device: torch.device, store: TuningStore | None = None) -> Autotuner[str, KernelConfig]:
+    """The measured times of configurations on this machine, by the problem's name."""
+    return Autotuner(machine_name(device), TimeKeys(_name_time, _parse_time_key), store)
+
+
 def machine_name(device: torch.device) -> str:
     """The machine as the tuning store names it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return f"{name}, torch {torch.__version__}{shared_gpus.suffix()}"
+    return machine_key(device)
 
 
 def time_key(problem: GemmProblem, config: KernelConfig) -> str:
     """The key in the tuning store of the seconds that a configuration takes."""
-    return f"ops {problem.name} by {config.encode()}"
+    return _name_time(problem.name, config)
+
+
+def _name_time(problem: str, config: KernelConfig) -> str:
+    return f"ops {problem} by {config.encode()}"
+
+
+def _parse_time_key(key: str) -> tuple[str, KernelConfig]:
+    """The problem's name and the configuration; ValueError for a key that this version cannot read."""
+    kind, _, rest = key.partition(" ")
+    if kind != "ops":
+        raise ValueError(f"{key!r} names no times of an operator")
+    problem, _, text = rest.partition(" by ")
+    return problem, decode(text)
 
 
 def clear_choices() -> None:
@@ -405,18 +422,8 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
 
 def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
     """{problem: {encoded configuration: seconds}} of this machine, without entries that this version cannot read."""
-    found: dict[str, dict[str, float]] = {}
-    for key, seconds in TuningStore().read(machine_name(device)).items():
-        kind, _, rest = key.partition(" ")
-        name, _, text = rest.partition(" by ")
-        if kind != "ops" or len(seconds) != 1:
-            continue
-        try:
-            decode(text)
-        except ValueError:
-            continue
-        found.setdefault(name, {})[text] = seconds[0]
-    return found
+    times = autotuner(device).read()
+    return {problem: {config.encode(): second for config, second in of.items()} for problem, of in times.items()}
 
 
 def find_machine(x: Tensor, weight: Tensor) -> Machine:

@@ -1,8 +1,6 @@
 """Autotuning: `tune` measures configurations of a call and stores their times, so that "auto" takes the fastest."""
 
 import logging
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -12,13 +10,13 @@ from torch import Tensor
 from stretto.memory import PeerError
 from stretto.ops.all_gather_matmul import all_gather_matmul
 from stretto.ops.checks import DTYPES, find_name, require_scaled
-from stretto.ops.dispatch import clear_choices, describe_problem, find_machine, machine_name, time_key
+from stretto.ops.dispatch import autotuner, clear_choices, describe_problem, find_machine
 from stretto.ops.gemm.config import FP8, LIBRARY, GemmProblem, KernelConfig, Machine
-from stretto.ops.gemm.defaults import vary_blocks, vary_transfers
+from stretto.ops.gemm.defaults import vary_blocks, vary_order, vary_transfers
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.scaled import all_gather_scaled_matmul, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
-from stretto.tuning import TuningStore
+from stretto.tuning import TuningStore, median_seconds, slowest_times, time_runs
 
 logger = logging.getLogger("stretto.ops")
 
@@ -52,9 +50,9 @@ def tune(
 
     Collective. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: the transpose of a contiguous
     [k, n]). dtype: of operands; with fp8 the operator's scaled form is measured. First tiles are varied, then, with the
-    fastest tiles, how rows travel. From then on calls with implementation="auto" take the fastest configuration at the
-    nearest m. ValueError for an unknown operator, for sizes
-    and dtypes that it does not take, and for rows that the ranks do not divide.
+    fastest tiles, how rows travel, and at last the order of tiles. From then on calls with implementation="auto" take
+    the fastest configuration at the nearest m. ValueError for an unknown operator, for sizes and dtypes that it does
+    not take, and for rows that the ranks do not divide.
     """
     if operator not in OPERATORS:
         raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
@@ -72,8 +70,7 @@ def tune(
     machine = find_machine(operands.x, operands.weights[0])
     measured = _search(problem, machine, operands, group)
     if dist.get_rank(group) == 0:
-        keys = {time_key(problem, config): [seconds] for config, seconds in measured.items()}
-        (store or TuningStore()).add(machine_name(device), keys)
+        autotuner(device, store).keep(problem.name, measured)
     dist.barrier(group)
     clear_choices()
     return measured
@@ -145,8 +142,12 @@ def _search(
     if not kernels:
         return measured
     best = min(kernels, key=kernels.__getitem__)
-    # The leaders once more: clocks drift between the two rounds.
-    return measured | _measure((LIBRARY, best, *vary_transfers(problem, machine, best)), operands, group)
+    # The leaders once more in each round: clocks drift between rounds.
+    measured |= _measure((LIBRARY, best, *vary_transfers(problem, machine, best)), operands, group)
+    kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
+    best = min(kernels, key=kernels.__getitem__)
+    orders = tuple(vary_order(problem, best))
+    return measured | _measure((LIBRARY, best, *orders), operands, group) if orders else measured
 
 
 def _measure(
@@ -162,10 +163,8 @@ def _measure(
     for _ in range(2 if operands.x.is_cuda else 1):
         for config, run in runs.items():
             times[config] += _time(run, operands.x.device, group)
-    medians = torch.tensor([statistics.median(row) for row in times.values()], dtype=torch.float64)
-    medians = medians.to(operands.x.device)
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(runs, medians.tolist(), strict=True))
+    seconds = slowest_times([median_seconds(row) for row in times.values()], operands.x.device, group)
+    return dict(zip(runs, seconds, strict=True))
 
 
 _CALLS = 8  # timed together, in a CUDA graph
@@ -206,17 +205,7 @@ def _prepare(
 
 
 def _time(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    """Seconds of a call in each of several runs."""
+    """The seconds of a call in each of several runs."""
     if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return [(time.perf_counter() - began) / _CALLS_ON_CPU]
-    torch.cuda.synchronize()
-    dist.barrier(group)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(4)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 / _CALLS for start, end in events]
+        return time_runs(run, device, repeats=1, calls=_CALLS_ON_CPU)
+    return time_runs(run, device, repeats=4, calls=_CALLS, group=group or dist.group.WORLD)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import triton
 
 from stretto.ops.gemm.config import (
+    DIRECTIONS,
     EXCHANGES,
     LIBRARY,
     Blocks,
@@ -235,7 +236,11 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
             others = [config._replace(shots=shots) for shots in (1, 2)]
         case "all_gather_matmul":
             movers = (8, 16, 32, count_usable(problem, machine)) if machine.processors else (1, 2)
-            others = [config._replace(transfer="programs", movers=count) for count in movers]
+            others = [
+                config._replace(transfer="programs", movers=count, direction=direction)
+                for direction in DIRECTIONS
+                for count in movers
+            ]
             if problem.m > SMALL_M_ROWS:
                 others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
         case "matmul_reduce_scatter":
@@ -246,6 +251,15 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 others += [tiles._replace(transfer="programs")]
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != config)
+
+
+def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:
+    """The same configuration with the other order of tiles, for a tuner's last round.
+
+    Where all ranks begin with the same rows (not `is_shifted`), they meet at one rank's links, but may share its cache.
+    """
+    if problem.operator != "matmul_all_reduce" and problem.m > SMALL_M_ROWS:
+        yield config._replace(is_shifted=not config.is_shifted)
 
 
 def _vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[Blocks]:
