@@ -1,0 +1,127 @@
+"""How the source is laid out: what keeps a reader who has never seen it from getting lost (docs/decisions/016)."""
+
+import ast
+import importlib.util
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(importlib.util.find_spec("stretto").origin).parent
+MOST_FILES = 20
+MOST_PARAMETERS = 12
+MOST_SHORT_FILES = 25
+SHORT = 60  # lines
+
+
+@cache
+def parse_files() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def nodes_of(kind: type) -> Iterator[tuple[Path, ast.AST]]:
+    for path, tree in parse_files().items():
+        yield from ((path.relative_to(SOURCE), node) for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def test_no_two_classes_share_a_name():
+    places = defaultdict(list)
+    for path, node in nodes_of(ast.ClassDef):
+        places[node.name].append(str(path))
+    assert len(places) > 300
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_folder_has_more_files_than_a_reader_takes_in():
+    counts = Counter(path.parent.relative_to(SOURCE) for path in parse_files() if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_few_files_are_so_short_that_another_could_hold_them():
+    short = [
+        str(path.relative_to(SOURCE))
+        for path in parse_files()
+        if path.name not in ("__init__.py", "__main__.py") and len(path.read_text().splitlines()) < SHORT
+    ]
+    assert len(short) <= MOST_SHORT_FILES, short
+
+
+def is_schema(node: ast.FunctionDef) -> bool:
+    """Whether torch.library makes an operator's schema of the function's parameters, which it takes one by one."""
+    return all(
+        argument.annotation is not None and ast.unparse(argument.annotation) in SCHEMA_TYPES
+        for argument in node.args.args + node.args.kwonlyargs
+    )
+
+
+SCHEMA_TYPES = {
+    "Tensor", "Tensor | None", "Sequence[Tensor]", "list[Tensor]", "str", "int", "float", "bool", "list[int]",
+    "Sequence[int]", "list[float]", "Sequence[float]", "torch.dtype | None", "int | None", "float | None",
+    "Sequence[Tensor] | None",
+}  # fmt: skip
+
+
+def test_no_function_has_so_many_parameters_that_their_order_must_be_looked_up():
+    wide = {}
+    for path, node in nodes_of(ast.FunctionDef):
+        arguments = node.args
+        count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+        if count > MOST_PARAMETERS and path.parts[0] != "cli" and not is_schema(node):
+            wide[f"{path}: {node.name}"] = count
+    assert wide == {}
+
+
+def name_module(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_imports(tree: ast.Module, modules: set[str]) -> set[str]:
+    """The modules of Stretto that a module imports when it is imported itself."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & modules
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                found |= {submodule if submodule in modules else node.module} & modules
+    return found
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of imports, or []: takes away what imports nothing that is left, until nothing changes."""
+    left = {module: set(imports) for module, imports in graph.items()}
+    while True:
+        leaves = {module for module, imports in left.items() if not imports & left.keys()}
+        if not leaves:
+            break
+        left = {module: imports for module, imports in left.items() if module not in leaves}
+    if not left:
+        return []
+    path = [min(left)]
+    while path.count(path[-1]) == 1:
+        path.append(min(left[path[-1]] & left.keys()))
+    return path[path.index(path[-1]) :]
+
+
+@pytest.mark.parametrize(
+    ("graph", "circle"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
+        ({"a": {"a"}}, ["a", "a"]),
+    ],
+)
+def test_circles_are_found(graph, circle):
+    assert find_circle(graph) == circle
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    modules = {name_module(path) for path in parse_files()}
+    graph = {
+        name_module(path): find_imports(tree, modules) - {name_module(path)} for path, tree in parse_files().items()
+    }
+    assert find_circle(graph) == []
