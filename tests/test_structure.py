@@ -58,7 +58,8 @@ def is_schema(node: ast.FunctionDef) -> bool:
 
 SCHEMA_TYPES = {
     "Tensor", "Tensor | None", "Sequence[Tensor]", "list[Tensor]", "str", "int", "float", "bool", "list[int]",
-    "Sequence[int]", "list[float]", "Sequence[float]", "torch.dtype", "torch.dtype | None", "int | None", "float | None",
+    "Sequence[int]", "list[float]", "Sequence[float]", "torch.dtype", "torch.dtype | None", "int | None",
+    "float | None",
     "Sequence[Tensor] | None",
 }  # fmt: skip
 
