@@ -210,6 +210,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + FOLDER + "/store", rank=int(os.environ["RANK"]), world_size=4)
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, gather, layout_of, parallelize, validate
+from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
@@ -234,6 +235,9 @@ with count_collectives(grid) as counts:
     model(part, part).backward()
 grads = {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
 norm = float(clip_grad_norm_(model.parameters(), 1e9, grid))
+
+torch.manual_seed(3)
+dropped = ParallelDropout(0.5, grid, "x")(torch.ones(2, 64))
 
 optimizer = build_optimizer(model, RunConfig(steps=1, batch=4, seq_len=8, dtype="fp64", lr=1e-2))
 optimizer.step(lr=1e-2)
@@ -262,6 +266,7 @@ found = {
     "at": at, "ranks": grid.mesh.mesh.flatten().tolist(), "parameters": grid.parameter_axes,
     "mesh": next(iter(model.parameters())).device_mesh.mesh_dim_names,
     "distance": max(float((grads[name] - grad).abs().max()) for name, grad in wanted.items()),
+    "dropped": dropped.flatten().tolist(),
     "norm": norm / float(torch.stack([grad.norm() for grad in wanted.values()]).norm()),
     "summed over": sorted(counts.bytes_by_axis()),
     "checkpoint": all(torch.equal(whole[name], parameter) for name, parameter in again.named_parameters()),
@@ -275,6 +280,7 @@ found["sizes"] = sizes_refused
 
 def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_one_place(tmp_path):
     results = with_made_up_axis(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING, ranks=4)
+    assert len({tuple(found["dropped"]) for found in results}) == 4  # other tokens, other parts of dropout's mask
     for rank, found in enumerate(results):
         sheaf, z = divmod(rank, 2)
         assert found["at"] == {

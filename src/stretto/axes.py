@@ -1,8 +1,26 @@
 """The axes of a grid of ranks: their names, their order, and the groups and meshes derived from them. No torch.
 
-`AXES` is the one place where axes are listed; grid, planner, options, timeline, checkpoints and layouts all ask here.
+`AXES` is the one place where axes are listed. From it follow the names and their order; the process groups and device
+mesh of `Grid`; the sums of gradients and of the loss; the planner's enumeration of grids; the options of a run's file;
+the rows of the timeline; the axes that layouts and checkpoints know; and the checks of all of these.
+
 To add an axis, add it to `AXES` at its place from the outermost (whose neighbours are furthest apart) to the
-innermost: pipe, data, context, z, y, x. Today data, z, y and x exist. What the others will be:
+innermost: pipe, data, context, z, y, x. Write these by hand:
+
+- What it does to layers: which dims of weights it splits (parallel/roles/plan.py, and parallel/roles/validation.py for
+  what must be divisible), the layers that communicate over it (parallel/layers, put in place by parallel/builder.py),
+  and, if it splits sequences, tokens, positions and attention (parallel/layers/token_shards.py and embedding.py there,
+  models/gpt.py) and the place of a token in dropout's mask (parallel/layers/dropout.py).
+- Which data its ranks are fed, if it is not whole rows of the batch: train/gpt/task.py and train/dlrm/task.py, which
+  cut the batch by train/data/sampler.py.
+- What it costs, in bytes, time and memory, unless it only makes more ranks sum gradients: planner/communication.py,
+  planner/cost.py, planner/compute.py and planner/memory.py; the grids that a model cannot run on: planner/grids.py.
+- Type hints: the keywords of `GridSizes` here, of `Grid` (parallel/grid.py), and of `GridConfig`
+  (train/config/options.py) for type checkers. At run time all three take the axes of `AXES`.
+- Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
+  docs/parallelize.md and docs/planning.md by hand.
+
+Today data, z, y and x exist. What the others will be:
 
 - pipe: stages of layers. Its ranks hold other parameters, so it belongs to no parameter's mesh.
 - context: parts of a sequence. Gradients and the loss are summed over it (`sums_gradients`), but all of its ranks are

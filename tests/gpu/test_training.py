@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.axes import NAMES
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import AXES, Grid, clip_grad_norm_, gather, parallelize
+from stretto.parallel import Grid, clip_grad_norm_, gather, parallelize
 from tests.gpu.sharing import SHARED, GpuRanks, is_shared
 
 VOCAB = 1003
@@ -29,9 +30,9 @@ FEW = {
 
 def grids(world: int) -> list[dict[str, int]]:
     if is_shared(world) and world in FEW:
-        return [dict.fromkeys(AXES, 1) | sizes for sizes in FEW[world]]
+        return [dict.fromkeys(NAMES, 1) | sizes for sizes in FEW[world]]
     sizes = range(1, world + 1)
-    return [dict(zip(AXES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == world]
+    return [dict(zip(NAMES, f, strict=True)) for f in itertools.product(sizes, repeat=4) if prod(f) == world]
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ def follow_launches() -> None:
 
 
 def make_workspace(purpose: str) -> OperatorWorkspace:
-    size, peer_tiles = 4 << 20, 256 if purpose == "slots" else 0
+    size, peer_tiles = 4 << 20, 256 if purpose == "double_buffered" else 0
     channel = tiles.BlockChannel(Memory(2 * size + (1 << 16)), 128, peer_tiles, 30.0)  # type: ignore[arg-type]
     return OperatorWorkspace(channel, size, 2, torch.zeros(1024, dtype=torch.int32), itertools.cycle(range(2)))
 
@@ -266,7 +266,9 @@ def main(seed: int, calls: int) -> None:
     driver.set_active(recorder)
     follow_launches()
     patch_embedding()
-    workspaces = {purpose: make_workspace(purpose) for purpose in ("slots", "met", "packets", "copied")}
+    workspaces = {
+        purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets", "copy_engine")
+    }
     for module in (gather_module, scatter_module, matmul_reduce_scatter_copies):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
     scatter_module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)

@@ -65,9 +65,9 @@ def matrices(rows, n, k, transposed, dtype, out_dtype=None):
     return torch.empty(WORLD * rows, k, dtype=dtype), weight, torch.empty(n, dtype=out_dtype), out_dtype, scales
 
 
-def inside(mode):
+def begun_in_kernel(mode):
     """A channel whose call begins and ends in the kernel."""
-    return make_channel(mode)._replace(inside=tl.constexpr(True))
+    return make_channel(mode)._replace(begun_in_kernel=tl.constexpr(True))
 
 
 def gather_arguments(
@@ -91,7 +91,7 @@ def gather_arguments(
     x = torch.empty(rows, k, dtype=dtype)
     by_programs = transfer == "programs"
     mode = "local" if direction == "pull" else "broadcast"
-    channel = inside(mode) if by_programs else make_channel(mode)
+    channel = begun_in_kernel(mode) if by_programs else make_channel(mode)
     direct = tl.constexpr(rows % blocks.m == 0 and not odd)
     own = describe_rows(x, gemm)
     shard = GatherShard(rows, None if scales is None else torch.empty(rows), direct, tl.constexpr(True))
@@ -133,7 +133,7 @@ def scatter_arguments(
     queues = map_queues(WORLD, blocks.programs)
     staged = StagedSums(staging, 1 << 20, 5)
     owned = OwnedRows(rows, 99, tl.constexpr(True))
-    return inside("broadcast"), queues, gemm, shares, owned, a, b, staged, pushed, bias, out
+    return begun_in_kernel("broadcast"), queues, gemm, shares, owned, a, b, staged, pushed, bias, out
 
 
 def copied_arguments(
@@ -168,7 +168,7 @@ def exchange_arguments(
     dealt = StreamK(0, 16, 16, torch.empty(1) if shares else None, WORDS)
     chunk = max(256, 64 * blocks.num_warps)  # a packet a thread, also where warps have 64
     exchange = PacketExchange(rows, 1 << 20, tl.constexpr(form), tl.constexpr(chunk), tl.constexpr(n % 8 == 0))
-    return inside("p2p"), gemm, dealt, exchange, a, b, staging, bias, out
+    return begun_in_kernel("p2p"), gemm, dealt, exchange, a, b, staging, bias, out
 
 
 KERNELS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stretto import parallel
+from stretto import axes, parallel
 from stretto.parallel import Overlap, Role
 
 
@@ -13,6 +13,11 @@ from stretto.parallel import Overlap, Role
 def test_an_old_name_is_the_new_one_and_warns(old, new):
     with pytest.warns(DeprecationWarning, match=f"{old} is now .*{new}"):
         assert getattr(parallel, old) is getattr(parallel, new)
+
+
+def test_the_names_of_the_axes_are_in_stretto_axes_and_their_old_name_warns():
+    with pytest.warns(DeprecationWarning, match="stretto.parallel.AXES is now stretto.axes.NAMES"):
+        assert parallel.AXES is axes.NAMES
 
 
 @pytest.mark.parametrize(("old", "new"), [("normal", "colwise"), ("swapped", "rowwise")])

@@ -31,9 +31,9 @@ def push_tiles(channel, producer, x, buffer, columns, PROGRAMS: tl.constexpr, BL
         low, high = tile_rows(producer, tile)
         rows = low + tl.arange(0, producer.tile_rows)[:, None]
         at = tl.arange(0, BLOCK)[None, :]
-        inside = (rows < high) & (at < columns)
-        value = tl.load(x + (rows - channel.rank * producer.rows) * columns + at, mask=inside)
-        tile_push_data(channel, buffer, rows * columns + at, value, mask=inside, mode="broadcast")
+        mask = (rows < high) & (at < columns)
+        value = tl.load(x + (rows - channel.rank * producer.rows) * columns + at, mask=mask)
+        tile_push_data(channel, buffer, rows * columns + at, value, mask=mask, mode="broadcast")
         producer_tile_notify(channel, producer, tile, "broadcast")
 
 
@@ -48,10 +48,10 @@ def pull_tiles(
         owner = tile_rank(producer, tile)
         rows = low + tl.arange(0, producer.tile_rows)[:, None]
         at = tl.arange(0, BLOCK)[None, :]
-        inside = (rows < high) & (at < columns)
+        mask = (rows < high) & (at < columns)
         there = (rows - owner * producer.rows) * columns + at
-        value = tile_pull_data(channel, buffer, there, owner, mask=inside)
-        tl.store(gathered + rows * columns + at, value, mask=inside)
+        value = tile_pull_data(channel, buffer, there, owner, mask=mask)
+        tl.store(gathered + rows * columns + at, value, mask=mask)
         producer_tile_notify(channel, producer, tile, "local")
 
 
@@ -63,8 +63,8 @@ def copy_tiles(channel, consumer, gathered, out, columns, TILES: tl.constexpr, B
     low, high = tile_rows(consumer, tile)
     rows = low + tl.arange(0, BM)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < high) & (at < columns)
-    tl.store(out + rows * columns + at, tl.load(gathered + ready + rows * columns + at, mask=inside), mask=inside)
+    mask = (rows < high) & (at < columns)
+    tl.store(out + rows * columns + at, tl.load(gathered + ready + rows * columns + at, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -75,10 +75,10 @@ def scatter_tiles(channel, producer, x, staging, columns, TILES: tl.constexpr, B
     owner = tile_rank(producer, tile)
     rows = low + tl.arange(0, producer.tile_rows)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < high) & (at < columns)
-    value = tl.load(x + rows * columns + at, mask=inside)
+    mask = (rows < high) & (at < columns)
+    value = tl.load(x + rows * columns + at, mask=mask)
     there = (channel.rank * producer.rows + rows - owner * producer.rows) * columns + at
-    tile_push_data(channel, staging, there, value, rank=owner, mask=inside)
+    tile_push_data(channel, staging, there, value, rank=owner, mask=mask)
     producer_tile_notify(channel, producer, tile, "p2p")
 
 
@@ -89,14 +89,14 @@ def add_tiles(channel, consumer, staging, out, columns, OWN: tl.constexpr, BM: t
     low, high = tile_rows(consumer, tile)
     rows = low + tl.arange(0, BM)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < high) & (at < columns)
+    mask = (rows < high) & (at < columns)
     rows -= channel.rank * consumer.rows
     total = tl.zeros((BM, BLOCK), tl.float32)
     for source in tl.static_range(channel.world):
         ready = consumer_tile_wait(channel, consumer, tile, source=source)
         from_source = (source * consumer.rows + rows) * columns + at
-        total += tl.load(staging + ready + from_source, mask=inside, other=0)
-    tl.store(out + rows * columns + at, total, mask=inside)
+        total += tl.load(staging + ready + from_source, mask=mask, other=0)
+    tl.store(out + rows * columns + at, total, mask=mask)
 
 
 @triton.jit
@@ -106,12 +106,12 @@ def move_rows(channel, producer, x, buffer, columns, MODE: tl.constexpr, BM: tl.
     low, high = tile_rows(producer, tile)
     rows = low + tl.arange(0, BM)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < high) & (at < columns)
-    value = tl.load(x + rows * columns + at, mask=inside)
+    mask = (rows < high) & (at < columns)
+    value = tl.load(x + rows * columns + at, mask=mask)
     if MODE == "p2p":
-        tile_push_data(channel, buffer, rows * columns + at, value, rank=tile_rank(producer, tile), mask=inside)
+        tile_push_data(channel, buffer, rows * columns + at, value, rank=tile_rank(producer, tile), mask=mask)
     else:
-        tile_push_data(channel, buffer, rows * columns + at, value, mask=inside, mode="broadcast")
+        tile_push_data(channel, buffer, rows * columns + at, value, mask=mask, mode="broadcast")
     producer_tile_notify(channel, producer, tile, MODE)
 
 
@@ -119,32 +119,32 @@ def move_rows(channel, producer, x, buffer, columns, MODE: tl.constexpr, BM: tl.
 def pass_around(channel, x, buffer, out, columns, BLOCK: tl.constexpr):
     """Sum x [columns] around the ring of ranks, twice: step s is tile s, and goes from each rank to the one before."""
     at = tl.arange(0, BLOCK)
-    inside = at < columns
-    own = tl.load(x + at, mask=inside)
+    mask = at < columns
+    own = tl.load(x + at, mask=mask)
     total = own
     to = (channel.rank + channel.world - 1) % channel.world
     origin = (channel.rank + 1) % channel.world
     for step in range(channel.world - 1):
-        tile_push_data(channel, buffer, step * columns + at, total, rank=to, mask=inside)
+        tile_push_data(channel, buffer, step * columns + at, total, rank=to, mask=mask)
         peer_tile_notify(channel, step, rank=to)
         ready = peer_tile_wait(channel, step, rank=origin)
-        total = own + tl.load(buffer + ready + step * columns + at, mask=inside)
-    tl.store(out + at, total, mask=inside)
+        total = own + tl.load(buffer + ready + step * columns + at, mask=mask)
+    tl.store(out + at, total, mask=mask)
 
 
 @triton.jit
 def exchange_all(channel, x, buffer, out, columns, BLOCK: tl.constexpr):
     """out [world, columns]: every rank's x, pushed to all and announced by one broadcast between peers."""
     at = tl.arange(0, BLOCK)
-    inside = at < columns
+    mask = at < columns
     tile_push_data(
-        channel, buffer, channel.rank * columns + at, tl.load(x + at, mask=inside), mask=inside, mode="broadcast"
+        channel, buffer, channel.rank * columns + at, tl.load(x + at, mask=mask), mask=mask, mode="broadcast"
     )
     peer_tile_notify(channel, 0, mode="broadcast")
     ready = peer_tile_wait(channel, 0, mode="broadcast")
     for rank in range(channel.world):
-        value = tl.load(buffer + ready + rank * columns + at, mask=inside)
-        tl.store(out + rank * columns + at, value, mask=inside)
+        value = tl.load(buffer + ready + rank * columns + at, mask=mask)
+        tl.store(out + rank * columns + at, value, mask=mask)
 
 
 @triton.jit
@@ -227,11 +227,11 @@ def end(channel, producer):
 def exchange_packets(channel, x, packets, out, BM: tl.constexpr, BN: tl.constexpr):
     """Program p sends int32 x [BM, BN] to rank p, as packets, and takes that rank's: out [world, BM, BN]."""
     at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    inside = at < BM * BN
+    mask = at < BM * BN
     packets += call_slot(channel) * channel.world * BM * BN
-    push_packets(channel, packets, channel.rank * BM * BN + at, tl.load(x + at), inside, rank=tl.program_id(0))
+    push_packets(channel, packets, channel.rank * BM * BN + at, tl.load(x + at), mask, rank=tl.program_id(0))
     places = tl.program_id(0) * BM * BN + at
-    tl.store(out + places, take_packets(channel, packets + places, inside, 0, tl.program_id(0)))
+    tl.store(out + places, take_packets(channel, packets + places, mask, 0, tl.program_id(0)))
     end_unsignalled_call(channel)
 
 

@@ -399,7 +399,7 @@ def sum_packets_of_large_products():
     for rank in range(world):
         packets[rank * stride :][:16] = random_of(rank, 16).view(torch.int32)
     with make_channel() as channel:
-        device = channel.describe("large", inside=True)._replace(world=tl.constexpr(world))
+        device = channel.describe("large", begun_in_kernel=True)._replace(world=tl.constexpr(world))
         kernels.sum_packets_apart[(1,)](device, packets, out, stride)
     assert torch.equal(out, random_of(0, 16) + random_of(1, 16) + random_of(2, 16))
     assert not any(packets[rank * stride :][:16].any() for rank in range(world))

@@ -36,7 +36,7 @@ def launches():
     local = make_channel("local")
     broadcast = make_channel()
     p2p = make_channel("p2p")
-    inside = p2p._replace(inside=tl.constexpr(True))
+    entered = p2p._replace(begun_in_kernel=tl.constexpr(True))
     descriptor = TensorDescriptor(torch.zeros(1024, 64, dtype=torch.bfloat16), [1024, 64], [64, 1], [128, 64])
     return {
         "push_tiles": (broadcast, PRODUCER, X, X, 96, 4, 128),
@@ -46,7 +46,7 @@ def launches():
         "add_tiles": (p2p, PRODUCER, X, X, 96, 8, 128, 128),
         "pass_around": (broadcast, X, X, X, 96, 128),
         "exchange_all": (broadcast, X, X, X, 96, 128),
-        "exchange_packets": (inside, WORDS, WORDS, WORDS, 4, 64),
+        "exchange_packets": (entered, WORDS, WORDS, WORDS, 4, 64),
         "multiply_as_it_comes": (broadcast, PRODUCER, X, X, X, 512, True, 64, 64, 64),
         "store_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),
         "load_by_descriptor": (broadcast, PRODUCER, descriptor, descriptor, True, 128),

@@ -16,9 +16,9 @@ from tests.conftest import Ranks
 from tests.train import runs
 from torch.nn import functional as F
 
+from stretto.axes import NAMES
 from stretto.memory import group_timeout
 from stretto.models import GPT
-from stretto.parallel import AXES
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.storage import read_tensor
@@ -265,7 +265,7 @@ def test_the_summary_has_the_run_in_numbers(ranks: MakeRanks, tmp_path: Path) ->
     assert summary["device"] == "cpu"
     assert summary["peak_memory_bytes"] > 50e6  # torch alone is that
     sent = summary["bytes_sent"]
-    assert sent.keys() >= set(AXES)
+    assert sent.keys() >= set(NAMES)
     assert sent["data"] == sent["y"] == 0
     assert sent["x"] > 0
     assert sent["z"] > 0
@@ -319,7 +319,7 @@ def test_a_run_has_the_time_limit_that_its_configuration_says(tmp_path: Path, ov
     step = GPTTask.step
 
     def note(run: GPTTask, *arguments: Any) -> Any:
-        seen.extend(group_timeout(run.grid.group(axis)) for axis in (*AXES, "batch", "world"))
+        seen.extend(group_timeout(run.grid.group(axis)) for axis in (*NAMES, "batch", "world"))
         return step(run, *arguments)
 
     config = runs.configure(tmp_path / "run", "train.steps=1", *overrides)

@@ -1,15 +1,19 @@
 """Failed waits: what a kernel does when a peer does not signal in time, and how the host learns of it.
 
-A kernel whose wait exceeds its time limit cannot raise. It does this, in this order:
+A kernel whose wait exceeds its time limit cannot raise. It does this, in this order (of which this is the one
+description; the code is `stretto.tiles.waits.report_timeout` and, for collectives, `executor/cuda/primitives.cu`):
 
     on the GPU                                             on the host
-    1. sets the failure flag ----------------------------> (kernels read it: they publish nothing, their waits end)
-    2. writes its workspace's failure record
+    1. marks its workspace as failed
+    2. sets the failure flag ----------------------------> (kernels read it: they publish nothing, their waits end)
+    3. writes its workspace's failure record
        (fence at system scope between the words)
-    3. sets the summary word ----------------------------> `check`, called wherever a result may be used, reads it in
+    4. sets the summary word ----------------------------> `check`, called wherever a result may be used, reads it in
                                                            about 50 ns and raises `PeerError` with the record's message
                                                            the watchdog ends the process if nobody calls `check`
 
+- *Mark*: a word in the GPU's memory, of each workspace (of a channel: RECORDED in `stretto.tiles.call_state`). The wait
+  that sets it first writes the record; it does so before other waits can see the flag and follow.
 - *Failure flag*: one int32 word on each GPU, which all of Stretto's kernels of this process on that GPU read. While it
   is set, kernels publish no signal, packet or message that a peer would trust, and optimizers that were guarded
   (`stretto.optim.guard`) leave weights and state as they are.

@@ -233,7 +233,7 @@ def _launch_by_copies(
     blocks, (rows, k) = config.blocks, x.shape
     assert blocks is not None
     size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=False, has_scales=scales is not None)
-    workspace = find_workspace(group, x.device, size, "met")
+    workspace = find_workspace(group, x.device, size, "barrier")
     block_channel = workspace.channel
     world = block_channel.world_size
     producer, consumer = map_rows(rows, world, config, k * x.element_size())
@@ -298,7 +298,7 @@ def _launch_by_programs(
     blocks, (rows, k) = config.blocks, x.shape
     assert blocks is not None
     size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=True, has_scales=scales is not None)
-    workspace = find_workspace(group, x.device, size, "slots")
+    workspace = find_workspace(group, x.device, size, "double_buffered")
     block_channel = workspace.channel
     world = block_channel.world_size
     producer, consumer = map_rows(rows, world, config, k * x.element_size())

@@ -220,7 +220,7 @@ def launch_scatter(
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
     stream_k, units = split_last_round(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
-    workspace = find_workspace(group, x.device, size, "slots" if size <= TWO_SLOTS_BYTES else "met")
+    workspace = find_workspace(group, x.device, size, "double_buffered" if size <= TWO_SLOTS_BYTES else "barrier")
     workspace.channel.check()
     try:
         _launch(workspace, config, stream_k, units, x, weight, bias, out, dtype, scales)
@@ -311,7 +311,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     count = tl.cdiv(owned.rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
     buffer = staging.buffer
     first_row = staging.first_row
-    if channel.inside:
+    if channel.begun_in_kernel:
         first = tiles.call_slot(channel).to(tl.int64) * staging.slot_words
         buffer += first
         first_row += (first // gemm.block_n).to(tl.int32)
@@ -344,7 +344,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
         for source in tl.static_range(channel.world):
             ready += tiles.consumer_tile_wait(channel, queues, source * programs, producer=queues)
         _add_partials(channel, gemm, stream_k, owned, buffer + ready, bias, out, count, reducer)
-    if channel.inside:
+    if channel.begun_in_kernel:
         tiles.end_call(channel, queues)
 
 

@@ -116,7 +116,7 @@ class _CopyEngineScatter:
         sizes = self.blocks.m, self.blocks.n
         self.count = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
         size = count_bytes((world - 1) * self.count, *sizes, dtype=dtype)
-        workspace = find_workspace(group, x.device, size, "copied")
+        workspace = find_workspace(group, x.device, size, "copy_engine")
         self.channel, slot = workspace.channel, next(workspace.turns)
         self.slot = slot if workspace.slots == 2 else None
         self.received_at = slot * workspace.slot_bytes

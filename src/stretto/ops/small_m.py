@@ -161,22 +161,22 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
         chunk = channel.rank + (unit - units) * channel.world
         while chunk < chunks:
             index = chunk * exchange.chunk + tl.arange(0, exchange.chunk)
-            inside = index < size
-            data, are_there = _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype)
+            mask = index < size
+            data, are_there = _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype)
             for distance in tl.static_range(1, channel.world):
                 peer = (channel.rank + distance) % channel.world
                 tiles.push_packets(
-                    channel, sums, index, data, inside & are_there, rank=peer, in_fours=exchange.in_fours,
+                    channel, sums, index, data, mask & are_there, rank=peer, in_fours=exchange.in_fours,
                     publishes=publishes
                 )  # fmt: skip
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, exchange.in_fours)
+            _store_packets(out, index, data, mask, gemm.n, pairs, each, exchange.in_fours)
             chunk = channel.rank + (tiles.claim(channel) - units) * channel.world
     else:
         for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
             index = chunk * exchange.chunk + tl.arange(0, exchange.chunk)
-            inside = index < size
-            data, _ = _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype)
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, exchange.in_fours)
+            mask = index < size
+            data, _ = _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype)
+            _store_packets(out, index, data, mask, gemm.n, pairs, each, exchange.in_fours)
     if exchange.form == "two-shot":
         others: tl.constexpr = channel.world - 1
         # Counted without own chunks, so that all programs have as many.
@@ -184,21 +184,21 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
             owner = other % others + (other % others >= channel.rank).to(tl.int32)
             chunk = other // others * channel.world + owner
             index = chunk * exchange.chunk + tl.arange(0, exchange.chunk)
-            inside = index < size
-            data = tiles.take_packets(channel, sums + index, inside, chunk, owner)
-            _store_packets(out, index, data, inside, gemm.n, pairs, each, exchange.in_fours)
+            mask = index < size
+            data = tiles.take_packets(channel, sums + index, mask, chunk, owner)
+            _store_packets(out, index, data, mask, gemm.n, pairs, each, exchange.in_fours)
     tiles.end_unsignalled_call(channel)
 
 
 @triton.jit
-def _add_chunk(channel, gemm, slot, bias, size, pairs, index, inside, chunk, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """(packets of the sum over ranks of a chunk, + bias; whether all of its packets arrived)."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
-    low, high, are_there = tiles.sum_packets(channel, slot, size, index, inside, chunk, dtype)
+    low, high, are_there = tiles.sum_packets(channel, slot, size, index, mask, chunk, dtype)
     if bias is not None:
         column = index % pairs * each
-        low += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
-        high += tl.load(bias + column + each - 1, mask=inside & (column + each <= gemm.n), other=0).to(tl.float32)
+        low += tl.load(bias + column, mask=mask, other=0).to(tl.float32)
+        high += tl.load(bias + column + each - 1, mask=mask & (column + each <= gemm.n), other=0).to(tl.float32)
     return tiles.pack(low, high, dtype), are_there
 
 
@@ -242,36 +242,36 @@ def _send_tile(  # type: ignore[no-untyped-def]
     data = tiles.pack(low, high, dtype)
     at = row + tl.arange(0, gemm.block_m)[:, None]
     pair = column // each + tl.arange(0, gemm.block_n // each)[None, :]
-    inside = (at < gemm.m) & (pair < pairs) & publishes
+    mask = (at < gemm.m) & (pair < pairs) & publishes
     own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
     fours: tl.constexpr = exchange.in_fours
     if exchange.form == "one-shot":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
-            tiles.push_packets(channel, own, at * pairs + pair, data, inside, rank=peer, in_fours=fours, publishes=True)
+            tiles.push_packets(channel, own, at * pairs + pair, data, mask, rank=peer, in_fours=fours, publishes=True)
     elif exchange.form == "two-shot":
         index = at * pairs + pair
         owner = index // exchange.chunk % channel.world
-        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=fours, publishes=True)
+        tiles.push_packets(channel, own, index, data, mask, ranks=owner, in_fours=fours, publishes=True)
     else:
         owner = at // exchange.rows + pair * 0
         index = (at - owner * exchange.rows) * pairs + pair
-        tiles.push_packets(channel, own, index, data, inside, ranks=owner, in_fours=fours, publishes=True)
+        tiles.push_packets(channel, own, index, data, mask, ranks=owner, in_fours=fours, publishes=True)
 
 
 @triton.jit
 def _store_packets(  # type: ignore[no-untyped-def]
-    out, index, data, inside, n, pairs, each: tl.constexpr, FOURS: tl.constexpr
+    out, index, data, mask, n, pairs, each: tl.constexpr, FOURS: tl.constexpr
 ):
     """Store the numbers of packets, which are counted through [rows, pairs], into out [rows, n]."""
     dtype: tl.constexpr = out.dtype.element_ty
     if FOURS:  # out is of whole packets, one after another
-        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + index, data, mask=inside)
+        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + index, data, mask=mask)
     else:
         row = index // pairs
         column = (index - row * pairs) * each
         low, high = tiles.unpack(data, dtype)
         place = out + row.to(tl.int64) * n + column
-        tl.store(place, low.to(dtype), mask=inside)
+        tl.store(place, low.to(dtype), mask=mask)
         if each == 2:
-            tl.store(place + 1, high.to(dtype), mask=inside & (column + 1 < n))
+            tl.store(place + 1, high.to(dtype), mask=mask & (column + 1 < n))

@@ -78,9 +78,10 @@ def find_group(name: str) -> dist.ProcessGroup:
 def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> OperatorWorkspace:
     """Find or allocate a workspace of the group with slots of `size` bytes or more, for one call.
 
-    purpose: "met", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one; "copied",
-    the same for calls whose signals go to some ranks only, as copies of a counter's end; "slots", two slots for calls
-    that `enter`; "packets", two slots that hold packets and nothing else. Purposes do not disturb each other.
+    purpose: "barrier", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one;
+    "copy_engine", the same for calls whose signals go to some ranks only, as those that follow copies do;
+    "double_buffered", two slots for calls that `enter`; "packets", two slots that hold packets and nothing else.
+    Purposes do not disturb each other.
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
     is rare; nothing is freed while the group lives, since CUDA graphs may hold its address. Calls of one group run one
@@ -88,7 +89,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     is captured.
     """
     cache = _find_cache(name)
-    slots = 1 if purpose in ("met", "copied") and size > TWO_SLOTS_BYTES else 2
+    slots = 1 if purpose in ("barrier", "copy_engine") and size > TWO_SLOTS_BYTES else 2
     key = purpose, max(1 << (size - 1).bit_length(), _SMALLEST), device
     if key not in cache.workspaces:
         require_no_capture(device)
@@ -97,7 +98,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
             channel = BlockChannel.allocate(
                 group,
                 channels=1 if purpose == "packets" else CHANNELS * group.size(),
-                peer_tiles=PEER_TILES if purpose == "slots" else 0,
+                peer_tiles=PEER_TILES if purpose == "double_buffered" else 0,
                 data_bytes=slots * key[1],
                 backend="cuda" if device.type == "cuda" else "host",
             )

@@ -35,9 +35,9 @@ def _adamw(  # type: ignore[no-untyped-def]
 ):
     """Update BLOCK numbers of a parameter, each read and written once. The arguments are those of `launch`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
+    mask = at < numbers
     # After a failed wait for another rank, gradients are wrong: update nothing.
-    there = inside if failed is None else inside & (tl.load(failed) == 0)
+    there = mask if failed is None else mask & (tl.load(failed) == 0)
     gradient = tl.load(moments.gradient + at, mask=there)
     if HAS_SCALE:
         gradient *= tl.load(scale)

@@ -14,7 +14,7 @@ from stretto.parallel.capture import CapturedStep
 from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
 from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
 from stretto.parallel.comm.gradient_reducer import no_sync
-from stretto.parallel.grid import AXES, Grid
+from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.layers.loss import mean_over_batch
 from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
@@ -23,7 +23,6 @@ from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
 from stretto.parallel.roles.plan import Role
 
 __all__ = [
-    "AXES",
     "Box",
     "CapturedStep",
     "CollectiveCall",
@@ -54,5 +53,10 @@ __all__ = [
 
 __getattr__ = alias(
     __name__,
-    {"Collective": "CollectiveCall", "Layout": "ParameterLayout", "deferred_reduction": "no_sync"},
+    {
+        "AXES": "stretto.axes.NAMES",
+        "Collective": "CollectiveCall",
+        "Layout": "ParameterLayout",
+        "deferred_reduction": "no_sync",
+    },
 )

@@ -20,11 +20,9 @@ from stretto.axes import (
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
 
-AXES = NAMES
-
 
 class Grid:
-    """The ranks of a job over four axes; x is innermost: rank = ((data * Z + z) * Y + y) * X + x.
+    """The ranks of a job over the axes of `stretto.axes`; x is innermost: rank = ((data * Z + z) * Y + y) * X + x.
 
     `data` and `z` split the batch; `x`, `y` and `z` split the weights. Start the job with torchrun (or
     `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job makes the same grid.

@@ -42,7 +42,7 @@ LIMIT = tl.constexpr(1)
 def call_number(channel):  # type: ignore[no-untyped-def]
     """Return the number of the call that the kernel belongs to: int32, which wraps around."""
     epoch = tl.load(channel.state + EPOCH)
-    if channel.inside:
+    if channel.begun_in_kernel:
         epoch += 1
     return epoch
 
@@ -110,15 +110,15 @@ def advance_targets(channel, producer, counts, BLOCK: tl.constexpr):  # type: ig
     targets = channel.state + HEADER
     sends = targets + channel.world * channel.capacity
     for other in tl.static_range(channel.world):
-        inside = index < channel.capacity
+        mask = index < channel.capacity
         word = other * channel.capacity + index
         if counts is not None:
-            coming = tl.load(counts + word, mask=inside, other=0)
-            going = tl.load(counts + channel.world * channel.capacity + word, mask=inside, other=0)
+            coming = tl.load(counts + word, mask=mask, other=0)
+            going = tl.load(counts + channel.world * channel.capacity + word, mask=mask, other=0)
         else:
             coming, going = count_static(channel, producer, index, other)
-        _add_to(targets + word, coming, inside)
-        _add_to(sends + word, going, inside & publishes)
+        _add_to(targets + word, coming, mask)
+        _add_to(sends + word, going, mask & publishes)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def require_static(producer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_to(words, counts, inside):  # type: ignore[no-untyped-def]
+def _add_to(words, counts, mask):  # type: ignore[no-untyped-def]
     """Add counts to words in place, wrapping around 2^32 as atomic additions do."""
-    sums = tl.load(words, mask=inside, other=0).to(tl.int64) + counts.to(tl.int64)
-    tl.store(words, sums.to(tl.int32), mask=inside)
+    sums = tl.load(words, mask=mask, other=0).to(tl.int64) + counts.to(tl.int64)
+    tl.store(words, sums.to(tl.int32), mask=mask)

@@ -87,7 +87,9 @@ def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
     Order: each program has already used whatever it loaded of the call's state, in an address, a branch or a store, so
     the relaxed addition alone says that it is done.
     """
-    tl.static_assert(channel.inside, "a call that began by begin ends by itself: end_call is for calls by enter")
+    tl.static_assert(
+        channel.begun_in_kernel, "a call that began by begin ends by itself: end_call is for calls by enter"
+    )
     tl.debug_barrier()
     return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
 

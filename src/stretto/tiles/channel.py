@@ -31,7 +31,7 @@ class Channel(NamedTuple):
     [2 * world]: the address of each rank's counters, then the distance from this rank's buffer to each rank's, in
     bytes. state: int32, see `call_state`. clock: int64 [2], the latest time seen and the limit of a wait, in ns.
     report, failed: int32 [16] and [1], the channel's failure record and the process's failure flag
-    (`stretto.memory.failures`). inside: whether the call's kernel begins and ends the call by itself
+    (`stretto.memory.failures`). begun_in_kernel: whether the call's kernel begins and ends the call by itself
     (`BlockChannel.enter`).
 
     Mappings are separate arguments, since Triton 3.6 loses the constants of a tuple within a tuple.
@@ -49,7 +49,7 @@ class Channel(NamedTuple):
     clock: Tensor
     report: Tensor
     failed: Tensor
-    inside: Any = tl.constexpr(False)
+    begun_in_kernel: Any = tl.constexpr(False)
 
 
 class BlockChannel:
@@ -212,14 +212,14 @@ class BlockChannel:
         """
         self.check()
         self._current = None  # the kernel's end advances its targets, so the host cannot notify for it
-        return self.describe(operator, mode, inside=True)
+        return self.describe(operator, mode, begun_in_kernel=True)
 
-    def describe(self, operator: str, mode: str = "p2p", *, inside: bool = False) -> Channel:
+    def describe(self, operator: str, mode: str = "p2p", *, begun_in_kernel: bool = False) -> Channel:
         """Make the argument of kernels that begin no call, and use peer tiles with numbers of their own.
 
-        inside: for a call that its kernel begins and ends; see `enter`.
+        begun_in_kernel: for a call that its kernel begins and ends; see `enter`.
         """
-        known = self._described.get((operator, mode, inside))
+        known = self._described.get((operator, mode, begun_in_kernel))
         if known is not None:  # Triton also compares the constants of one object faster than those of equal objects
             return known
         self._require_open()
@@ -227,7 +227,7 @@ class BlockChannel:
             raise ValueError(f"whom producers notify is one of {', '.join(_MODES)}, not {mode!r}")
         if operator not in self._operators:
             self._operators.append(operator)
-        made = self._described[operator, mode, inside] = Channel(
+        made = self._described[operator, mode, begun_in_kernel] = Channel(
             self.rank,
             tl.constexpr(self.world_size),
             tl.constexpr(self.channels),
@@ -240,7 +240,7 @@ class BlockChannel:
             self._clock,
             self._record.words,
             self._record.failed,
-            tl.constexpr(inside),
+            tl.constexpr(begun_in_kernel),
         )
         return made
 

@@ -58,12 +58,12 @@ def push_packets(  # type: ignore[no-untyped-def]
     # would put a packet where the reader has already taken it.
     if in_fours:
         place, _ = _split_pairs(places.to(tl.int64))
-        inside, _ = _split_pairs(mask.to(tl.int32))
+        pair_mask, _ = _split_pairs(mask.to(tl.int32))
         low, high = _split_pairs(packets)
         pairs = low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
         # Two pairs are 16 bytes, at a multiple of 16: one store.
         place = tl.max_contiguous(tl.multiple_of(tl.ravel(place).to(tl.pointer_type(tl.int64)), 16), 2)
-        tl.store(place, tl.ravel(pairs), mask=tl.max_constancy(tl.ravel(inside) != 0, 2))
+        tl.store(place, tl.ravel(pairs), mask=tl.max_constancy(tl.ravel(pair_mask) != 0, 2))
     else:
         tl.store(places, packets, mask=mask)
 

@@ -144,7 +144,7 @@ def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
 def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
     """Return (counter's pointer, its target, channel) of the last channel of a tile whose rows are one rank's."""
     tl.static_assert(mapping.is_static, "polls are for static mappings")
-    tl.static_assert(not channel.inside, "polls are for calls that began by begin")
+    tl.static_assert(not channel.begun_in_kernel, "polls are for calls that began by begin")
     _, last = tile_channels(mapping, tile)
     counter = (last - 1) // mapping.channels * channel.capacity + last - 1
     return channel.signals + counter, tl.load(channel.state + HEADER + counter), last - 1
@@ -235,7 +235,7 @@ def _await_producer(channel, producer, source, index, tile, before_tma: tl.const
     tl.device_assert((source >= 0) & (source < channel.world), "there is no such rank to wait for")
     counter = source * channel.capacity + index
     target = tl.load(channel.state + HEADER + counter)
-    if channel.inside:
+    if channel.begun_in_kernel:
         require_static(producer)
         coming, _ = count_static(channel, producer, index, source)
         target += coming  # the call's end adds it to the state

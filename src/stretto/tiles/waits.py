@@ -125,8 +125,7 @@ def report_timeout(channel, kind: tl.constexpr, tile, index, peer, seen, target)
     A wait that ends because another workspace's wait failed is recorded too, as FOLLOWED: its signal may still arrive,
     into memory that a later call would take for its own, so this channel is unusable as well.
 
-    Order: first mark the channel (RECORDED), before others can see the flag and follow; then set the flag, so that this
-    program's signals stop; then write the record, its first word after all others; the word that the host polls last.
+    The order of its writes is that of `stretto.memory.failures`; RECORDED is the channel's mark.
 
     The flag gets a number of the channel's own, and the first writer wins: programs of one channel that give up at the
     same time do not take each other for another workspace.

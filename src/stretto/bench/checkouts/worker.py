@@ -315,9 +315,9 @@ def _push_tiles(  # type: ignore[no-untyped-def]
         rows = low + tl.arange(0, ROWS)[:, None]
         for first in range(0, columns, BLOCK):
             at = first + tl.arange(0, BLOCK)[None, :]
-            inside = (rows < high) & (at < columns)
-            value = tl.load(x + (rows - channel.rank * producer.rows) * columns + at, mask=inside)
-            tiles.tile_push_data(channel, gathered, rows * columns + at, value, mask=inside, mode="broadcast")
+            mask = (rows < high) & (at < columns)
+            value = tl.load(x + (rows - channel.rank * producer.rows) * columns + at, mask=mask)
+            tiles.tile_push_data(channel, gathered, rows * columns + at, value, mask=mask, mode="broadcast")
         tiles.producer_tile_notify(channel, producer, tile, "broadcast")
 
 
@@ -333,9 +333,9 @@ def _take_tiles(  # type: ignore[no-untyped-def]
         rows = low + tl.arange(0, ROWS)[:, None]
         for first in range(0, columns, BLOCK):
             at = first + tl.arange(0, BLOCK)[None, :]
-            inside = (rows < high) & (at < columns)
-            value = tl.load(gathered + ready + rows * columns + at, mask=inside)
-            tl.store(out + rows * columns + at, value, mask=inside)
+            mask = (rows < high) & (at < columns)
+            value = tl.load(gathered + ready + rows * columns + at, mask=mask)
+            tl.store(out + rows * columns + at, value, mask=mask)
 
 
 if __name__ == "__main__":

@@ -46,39 +46,41 @@ def bench_operator_ablations(ranks: int, out: Path, setting: OperatorsSetting) -
     return rows
 
 
-def vary(name: str, plan: KernelConfig) -> dict[str, KernelConfig]:
+def vary(name: str, config: KernelConfig) -> dict[str, KernelConfig]:
     """Configurations that vary one field each, by what they vary; the first is the configuration itself."""
-    plans = {"as chosen": plan, "no shift by rank": plan._replace(is_shifted=not plan.is_shifted)}
-    if plan.blocks is not None and name != "reduce":
-        blocks = plan.blocks
+    configs = {"as chosen": config, "no shift by rank": config._replace(is_shifted=not config.is_shifted)}
+    if config.blocks is not None and name != "reduce":
+        blocks = config.blocks
         processors = blocks.programs // (2 if blocks.num_warps <= 4 else 1)
         for together in (1, 2, 4, 8):
-            plans[f"{together} rows of tiles together"] = plan._replace(blocks=blocks._replace(group_rows=together))
+            configs[f"{together} rows of tiles together"] = config._replace(blocks=blocks._replace(group_rows=together))
         for kind, other in {
             "128 x 256 tiles": Blocks(128, 256, 64, blocks.group_rows, 8, 4, processors),
             "128 x 256 tiles, 3 stages": Blocks(128, 256, 64, blocks.group_rows, 8, 3, processors),
             "128 x 128 tiles, two programs at once": Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * processors),
         }.items():
-            plans[kind] = plan._replace(blocks=other)
+            configs[kind] = config._replace(blocks=other)
     match name:
         case "gather":
             for movers in (4, 8, 16, 32, 64, 132):
-                plans[f"{movers} programs push"] = plan._replace(transfer="programs", direction="push", movers=movers)
-            plans["16 programs pull"] = plan._replace(transfer="programs", direction="pull", movers=16)
+                configs[f"{movers} programs push"] = config._replace(
+                    transfer="programs", direction="push", movers=movers
+                )
+            configs["16 programs pull"] = config._replace(transfer="programs", direction="pull", movers=16)
             for size in (19, 20, 21, 22, 23, 24):
-                pieces = plan._replace(transfer="copies", direction="push", piece_bytes=1 << size)
-                plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
+                pieces = config._replace(transfer="copies", direction="push", piece_bytes=1 << size)
+                configs[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
         case "scatter":
-            plans["sums as packets"] = plan._replace(exchange="packets")
-            tiles = plan._replace(exchange="tiles")
-            plans["tiles stored by programs"] = tiles._replace(transfer="programs")
+            configs["sums as packets"] = config._replace(exchange="packets")
+            tiles = config._replace(exchange="tiles")
+            configs["tiles stored by programs"] = tiles._replace(transfer="programs")
             for size in (20, 21, 22, 23, 24):
                 pieces = tiles._replace(transfer="copies", piece_bytes=1 << size)
-                plans[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
+                configs[f"copies of {(1 << size) / (1 << 20):g} MB"] = pieces
         case _:
-            del plans["no shift by rank"]
-            plans |= {f"{shots} shots": plan._replace(shots=shots) for shots in (1, 2)}
-    return plans
+            del configs["no shift by rank"]
+            configs |= {f"{shots} shots": config._replace(shots=shots) for shots in (1, 2)}
+    return configs
 
 
 def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
@@ -92,10 +94,10 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
                 m, n, k = local_shape(name, case, m, dist.get_world_size())
                 operands = RotatingOperands.make(OPERATORS[name], m, n, k, None, torch.bfloat16, device)
                 call = describe_problem(OPERATORS[name], m, operands.x, operands.weights[0], world)
-                plans = vary(name, choose_config(call, operands.x, operands.weights[0], world, "kernel"))
+                configs = vary(name, choose_config(call, operands.x, operands.weights[0], world, "kernel"))
                 if m > 1024:
-                    plans.pop("sums as packets", None)  # packets take twice the memory, and are for few rows
-                runs = {variation: partial(operands.call, plan) for variation, plan in plans.items()}
+                    configs.pop("sums as packets", None)  # packets take twice the memory, and are for few rows
+                runs = {variation: partial(operands.call, config) for variation, config in configs.items()}
                 size = 0 if m <= 1024 else 64 << 20
                 found = time_interleaved(
                     runs, size, is_graph=True, effort=TimingEffort(rounds=6, replays=3), rests=False

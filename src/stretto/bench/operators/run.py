@@ -115,7 +115,7 @@ def _measure(operands: RotatingOperands, m: int, mode: str, implementation: str)
     own = [(key, count) for key, count in ops.counts().items() if key[0] == operands.operator]
     ran = sorted(key[1] for key, count in own if count != before.get(key, 0))
     call = describe_problem(operands.operator, m, operands.x, operands.weights[0], world_name())
-    plan = choose_config(call, operands.x, operands.weights[0], world_name(), implementation)
+    config = choose_config(call, operands.x, operands.weights[0], world_name(), implementation)
     milliseconds = {name: timed.seconds * 1e3 for name, timed in found.items()}
     exposed = milliseconds["nccl"] - milliseconds["gemm"]
     async_tp = milliseconds.get("async_tp")
@@ -123,7 +123,7 @@ def _measure(operands: RotatingOperands, m: int, mode: str, implementation: str)
         **milliseconds,
         "async_tp": async_tp,
         "ran": " ".join(ran),
-        "plan": plan.encode(),
+        "plan": config.encode(),
         "effective_communication": milliseconds["stretto"] - milliseconds["gemm"],
         "efficiency": 1 - (milliseconds["stretto"] - milliseconds["gemm"]) / exposed,
         "to_nccl": milliseconds["nccl"] / milliseconds["stretto"],

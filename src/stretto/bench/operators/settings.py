@@ -45,7 +45,10 @@ class OperatorsSetting:
     dtype: Annotated[str, Option("Dtype of operands: bf16, or fp8 with a scale a row.")] = "bf16"
     tunes: Annotated[
         bool,
-        Option("Measure each shape's plans first, and keep the times for runs on this machine.", "--tune/--no-tune"),
+        Option(
+            "Measure each shape's configurations first, and keep the times for runs on this machine.",
+            "--tune/--no-tune",
+        ),
     ] = False
     is_ablation: Annotated[bool, Option("Vary one choice at a time instead.", "--ablations/--no-ablations")] = False
 

@@ -155,13 +155,13 @@ def exchange_all(channel, x, buffer, half, out, BLOCK: tl.constexpr):  # type: i
 def exchange_packets(channel, x, packets, half, out, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program p sends x [ROWS, BLOCK] to rank p as packets, and takes that rank's into out [world, ROWS, BLOCK]."""
     at = find_places(0, ROWS, BLOCK)
-    inside = at < ROWS * BLOCK
+    mask = at < ROWS * BLOCK
     peer = tl.program_id(0)
     slot = packets + tiles.call_slot(channel) * half
     own = channel.rank * ROWS * BLOCK + at
-    tiles.push_packets(channel, slot, own, tl.load(x + at), inside, rank=peer)
+    tiles.push_packets(channel, slot, own, tl.load(x + at), mask, rank=peer)
     places = peer * ROWS * BLOCK + at
-    tl.store(out + places, tiles.take_packets(channel, slot + places, inside, 0, peer))
+    tl.store(out + places, tiles.take_packets(channel, slot + places, mask, 0, peer))
     tiles.end_unsignalled_call(channel)
 
 
@@ -172,14 +172,14 @@ def sum_by_packets(channel, x, packets, half, out, FOURS: tl.constexpr, CHUNK: t
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     count = tl.num_programs(0) * CHUNK
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = index < count
+    mask = index < count
     slot = packets + tiles.call_slot(channel) * half
     low, high = tl.load(x + index * each).to(tl.float32), tl.load(x + index * each + each - 1).to(tl.float32)
     data = tiles.pack(low, high, dtype)
     for distance in tl.static_range(1, channel.world + 1):
         peer = (channel.rank + distance) % channel.world
-        tiles.push_packets(channel, slot, channel.rank * count + index, data, inside, rank=peer, in_fours=FOURS)
-    low, high, _ = tiles.sum_packets(channel, slot, count, index, inside, tl.program_id(0), dtype)
+        tiles.push_packets(channel, slot, channel.rank * count + index, data, mask, rank=peer, in_fours=FOURS)
+    low, high, _ = tiles.sum_packets(channel, slot, count, index, mask, tl.program_id(0), dtype)
     tl.store(out + index * each, low.to(dtype))
     if each == 2:
         tl.store(out + index * each + 1, high.to(dtype))

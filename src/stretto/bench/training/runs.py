@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.axes import NAMES
 from stretto.bench.harness import (
     FAILURES,
     TORCH_DTYPES,
@@ -29,7 +30,6 @@ from stretto.cluster import name_grid
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
-    AXES,
     CapturedStep,
     Grid,
     Overlap,
@@ -86,7 +86,7 @@ def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
         pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
         if not all(pairs):
             raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
-        sizes = dict.fromkeys(AXES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
+        sizes = dict.fromkeys(NAMES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
         if prod(sizes.values()) != ranks:
             raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
         grids.append(sizes)

@@ -53,7 +53,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find(name: str) -> Algorithm:
-    """The algorithm of this name, with dashes or underscores; ValueError with the nearest names for another."""
+    """The algorithm of this name, with dashes or underscores. ValueError, with all names, for any other."""
     found = ALGORITHMS.get(name.replace("_", "-"))
     if found is None:
         raise ValueError(f"there is no algorithm {name!r}: there are {', '.join(ALGORITHMS)}")

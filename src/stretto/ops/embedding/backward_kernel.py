@@ -128,9 +128,9 @@ def push_gradients(channel, mapping, grad, columns, staging, batch, width, ROWS:
         target = tl.multiple_of((channel.rank * batch + row).to(tl.int64) * count, QUANTUM)
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            inside = (row < batch)[:, None] & (at < count)[None, :]
-            values = tl.load(grad + (source[:, None] + at[None, :]), mask=inside)
-            tl.store(there + (target[:, None] + at[None, :]), values, mask=inside)
+            mask = (row < batch)[:, None] & (at < count)[None, :]
+            values = tl.load(grad + (source[:, None] + at[None, :]), mask=mask)
+            tl.store(there + (target[:, None] + at[None, :]), values, mask=mask)
         tiles.producer_tile_notify(channel, mapping, owner * groups + group, "p2p")
         index = following
     for index in range(tl.program_id(0), channel.world * mapping.channels, tl.num_programs(0)):
@@ -153,8 +153,8 @@ def find_keys(tables, pooling, bags, bases, found, world, rows, report, STEPS: t
     for index in range(tl.program_id(0), tables.count * groups, tl.num_programs(0)):
         table = index // groups
         sample = index % groups * pooling.bags + tl.arange(0, pooling.bags)
-        inside = sample < count
-        start, end = read_bags(tables, pooling, bags, table, world, sample, inside, report)
+        sample_mask = sample < count
+        start, end = read_bags(tables, pooling, bags, table, world, sample, sample_mask, report)
         here, column = tl.load(tables.meta + table * META + 1), tl.load(tables.meta + table * META + 3)
         key = tl.load(bases + table)
         place = (sample.to(tl.int64) * quanta + column // QUANTUM).to(found.places.dtype.element_ty)
@@ -178,13 +178,13 @@ def find_keys(tables, pooling, bags, bases, found, world, rows, report, STEPS: t
 @triton.jit
 def _find_boundaries(keys, total, rows, at, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return, for sorted lookups: key, whether a segment begins, a chunk begins, and whether lookups with rows end."""
-    inside = at < total
-    key = tl.load(keys + at, mask=inside, other=0)
-    before = tl.load(keys + at - 1, mask=inside & (at > 0), other=-1)
+    mask = at < total
+    key = tl.load(keys + at, mask=mask, other=0)
+    before = tl.load(keys + at - 1, mask=mask & (at > 0), other=-1)
     is_new = key != before
-    is_known = inside & (key < rows)
+    is_known = mask & (key < rows)
     begins = is_known & is_new
-    is_end = inside & (key == rows) & is_new
+    is_end = mask & (key == rows) & is_new
     return key, begins, begins | (is_known & (at % LIMIT == 0)), is_end
 
 
@@ -250,16 +250,16 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
     for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS), tl.num_programs(0)):
         # Dependent loads are three deep: chunks, then keys and places, then gradients and target rows.
         chunk = tl.cast(tile, tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
-        inside = chunk < chunks
-        start = tl.load(segments.starts + chunk, mask=inside, other=0)
-        end = tl.load(segments.starts + chunk + 1, mask=inside, other=0)
-        table = tl.load(segments.tables + chunk, mask=inside, other=0)
-        number = tl.load(segments.numbers + chunk, mask=inside, other=0)
-        key = tl.load(segments.keys + start, mask=inside, other=0)
-        begins = tl.load(segments.keys + start - 1, mask=inside & (start > 0), other=-1) != key
-        ends = tl.load(segments.keys + end, mask=inside & (end < segments.total), other=-1) != key
-        row, pointers, columns_inside, state, dim = _locate(target, staging, table, key, number, inside)
-        held = _read(target, pointers, columns_inside)
+        segment_mask = chunk < chunks
+        start = tl.load(segments.starts + chunk, mask=segment_mask, other=0)
+        end = tl.load(segments.starts + chunk + 1, mask=segment_mask, other=0)
+        table = tl.load(segments.tables + chunk, mask=segment_mask, other=0)
+        number = tl.load(segments.numbers + chunk, mask=segment_mask, other=0)
+        key = tl.load(segments.keys + start, mask=segment_mask, other=0)
+        begins = tl.load(segments.keys + start - 1, mask=segment_mask & (start > 0), other=-1) != key
+        ends = tl.load(segments.keys + end, mask=segment_mask & (end < segments.total), other=-1) != key
+        row, pointers, column_mask, state, dim = _locate(target, staging, table, key, number, segment_mask)
+        held = _read(target, pointers, column_mask)
         total = tl.zeros((CHUNKS, target.block), tl.float32)
         at = start[:, None] + steps[None, :]
         place = tl.load(segments.places + at, mask=at < end[:, None], other=0)
@@ -275,11 +275,11 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
             total += tl.sum(values, 1)
             at += ROWS
             place = next_place
-        whole = inside & begins & ends
-        _apply(target, pointers, columns_inside & whole[:, None], row, state, dim, held, total, whole)
+        whole = segment_mask & begins & ends
+        _apply(target, pointers, column_mask & whole[:, None], row, state, dim, held, total, whole)
         part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
-        tl.store(pointers, total, mask=(inside & ((begins & ends) == 0))[:, None])
+        tl.store(pointers, total, mask=(segment_mask & ((begins & ends) == 0))[:, None])
 
 
 @triton.jit
@@ -307,14 +307,16 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
             step += ROWS
         # Apply it as a tile of one segment. Any of its lookups gives its table, so take the one at the cut.
         one = tl.zeros((1,), tl.int64) + cut * LIMIT
-        inside = one >= 0
+        segment_mask = one >= 0
         table = tl.load(target.tables_of + tl.load(segments.places + one) % segments.quanta)
         number = tl.zeros((1,), tl.int32)
         if target.by_number:
             number = tl.load(segments.numbers + _find_chunk(segments, one))
-        row, pointers, mask, state, dim = _locate(target, staging, table, tl.load(segments.keys + one), number, inside)
+        row, pointers, mask, state, dim = _locate(
+            target, staging, table, tl.load(segments.keys + one), number, segment_mask
+        )
         held = _read(target, pointers, mask)
-        _apply(target, pointers, mask, row, state, dim, held, total[None, :], inside)
+        _apply(target, pointers, mask, row, state, dim, held, total[None, :], segment_mask)
 
 
 @triton.jit
@@ -331,18 +333,18 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _locate(target, staging, table, key, number, inside):  # type: ignore[no-untyped-def]
+def _locate(target, staging, table, key, number, segment_mask):  # type: ignore[no-untyped-def]
     """Return, for segments' targets: row, pointers to it [segments, block], their mask, last word of meta, dim."""
     words = target.meta + table * META
-    dim = tl.multiple_of(tl.load(words + 2, mask=inside, other=0), target.multiple)
-    row = key.to(tl.int64) - tl.load(words + 1, mask=inside, other=0)
-    last = tl.load(words + 3, mask=inside, other=0)
+    dim = tl.multiple_of(tl.load(words + 2, mask=segment_mask, other=0), target.multiple)
+    row = key.to(tl.int64) - tl.load(words + 1, mask=segment_mask, other=0)
+    last = tl.load(words + 3, mask=segment_mask, other=0)
     if target.by_number:
         row = number.to(tl.int64) - last
     columns = tl.arange(0, target.block)
-    mask = inside[:, None] & (columns[None, :] < dim[:, None])
+    mask = segment_mask[:, None] & (columns[None, :] < dim[:, None])
     alignment: tl.constexpr = target.multiple * staging.dtype.element_ty.primitive_bitwidth // 8
-    base = tl.multiple_of(tl.load(words, mask=inside, other=0), alignment).to(staging.dtype)
+    base = tl.multiple_of(tl.load(words, mask=segment_mask, other=0), alignment).to(staging.dtype)
     base = tl.multiple_of(base, alignment)
     offset = tl.multiple_of(row * dim, target.multiple)
     return row, (base + offset)[:, None] + columns[None, :], mask, last, dim
@@ -358,7 +360,7 @@ def _read(target, pointers, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _apply(target, pointers, mask, row, state, dim, held, total, inside):  # type: ignore[no-untyped-def]
+def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask):  # type: ignore[no-untyped-def]
     """Store segments' sums, fp32 [segments, block], or make a step of an optimizer on their rows.
 
     state: the address of the table's state; held: what `_read` returned.
@@ -369,12 +371,12 @@ def _apply(target, pointers, mask, row, state, dim, held, total, inside):  # typ
         # After a failed wait, gradients are wrong: leave tables and their state as they are.
         updates = tl.load(target.failed) == 0
         mask = mask & updates
-        inside = inside & updates
+        segment_mask = segment_mask & updates
         step = total * tl.load(target.settings)
         if target.action == "adagrad":
             squares_at = state.to(tl.pointer_type(tl.float32)) + row
             squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
-            squares += tl.load(squares_at, mask=inside, other=0.0)
-            tl.store(squares_at, squares, mask=inside)
+            squares += tl.load(squares_at, mask=segment_mask, other=0.0)
+            tl.store(squares_at, squares, mask=segment_mask)
             step = step / (tl.sqrt_rn(squares) + tl.load(target.settings + 1))[:, None]
         tl.store(pointers, (held - step).to(pointers.dtype.element_ty), mask=mask)

@@ -114,14 +114,14 @@ def pool_and_send(  # type: ignore[no-untyped-def]
         publishes = tiles.may_publish(channel)
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
-            inside = sample < tables.batch
+            mask = sample < tables.batch
             start, end = read_bags(
-                tables, pooling, bags, table, channel.world, destination * tables.batch + sample, inside, report
+                tables, pooling, bags, table, channel.world, destination * tables.batch + sample, mask, report
             )
             total = pool_bags(tables, pooling, bags, address, rows, dim, ring.slots.dtype, table, start, end, report)
-            inside = inside & publishes
+            mask = mask & publishes
             out = tl.multiple_of(tiles.peer_pointer(channel, ring.slots, destination) + slot, 16)
-            store_bags(tables, out, sample, inside, dim, column, total)
+            store_bags(tables, out, sample, mask, dim, column, total)
         if destination != channel.rank:
             stored = tl.minimum(tables.batch - first, pooling.slice)
             tile = destination * mapping.channels + table % mapping.channels
@@ -161,11 +161,11 @@ def pool_alone(tables, pooling, bags, out, tickets, report, world, ORDER: tl.con
         address, rows, dim, column = find_table(tables, table)
         for part in range(0, pooling.slice, pooling.bags):
             sample = group * pooling.slice + part + tl.arange(0, pooling.bags)
-            inside = sample < tables.batch
+            mask = sample < tables.batch
             row = destination * tables.batch + sample
-            start, end = read_bags(tables, pooling, bags, table, world, row, inside, report)
+            start, end = read_bags(tables, pooling, bags, table, world, row, mask, report)
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
-            store_bags(tables, out, row, inside, dim, column, total)
+            store_bags(tables, out, row, mask, dim, column, total)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
 
 

@@ -70,14 +70,14 @@ def find_table(tables, table):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def read_bags(tables, pooling, bags, table, world, sample, inside, report):  # type: ignore[no-untyped-def]
+def read_bags(tables, pooling, bags, table, world, sample, mask, report):  # type: ignore[no-untyped-def]
     """Return (start, end) of each sample's indices in the table; sample: int32 [bags], of the global batch.
 
     Offsets that are out of range are recorded in `report` and read as an empty bag.
     """
     bag = tl.cast(table, tl.int64) * (tables.batch * world) + sample
-    start = tl.load(bags.offsets + bag, mask=inside, other=0)
-    end = tl.load(bags.offsets + bag + 1, mask=inside, other=0)
+    start = tl.load(bags.offsets + bag, mask=mask, other=0)
+    end = tl.load(bags.offsets + bag + 1, mask=mask, other=0)
     if pooling.checks:
         is_bad = (start < 0) | (end < start) | (end > tables.total)
         worst = tl.max(tl.where(is_bad, bag, -1), 0)
@@ -110,18 +110,18 @@ def pool_bags(tables, pooling, bags, address, rows, dim, dtype, table, start, en
     for _ in range(0, longest, pooling.rows):
         following = at + pooling.rows
         next_row = tl.load(bags.indices + following, mask=following < end[:, None], other=0)
-        inside = at < end[:, None]
+        lookup_mask = at < end[:, None]
         if pooling.checks:
-            is_bad = inside & ((row < 0) | (row >= rows))
+            is_bad = lookup_mask & ((row < 0) | (row >= rows))
             worst = tl.where(is_bad, tl.cast(at, tl.int64), worst)
-            inside = inside & (is_bad == 0)
+            lookup_mask = lookup_mask & (is_bad == 0)
         offset = row.to(tl.int64) * dim
-        mask = inside[:, :, None]
+        mask = lookup_mask[:, :, None]
         if tables.dim != tables.block:
             mask = mask & (columns < dim)[None, None, :]
         values = tl.load(base + (offset[:, :, None] + columns[None, None, :]), mask=mask, other=0.0).to(tl.float32)
         if bags.weights is not None:
-            weight = tl.load(bags.weights + at, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.load(bags.weights + at, mask=lookup_mask, other=0.0).to(tl.float32)
             values *= weight[:, :, None]
         total += tl.sum(values, 1)
         at = following
@@ -138,10 +138,10 @@ def pool_bags(tables, pooling, bags, address, rows, dim, dtype, table, start, en
 
 
 @triton.jit
-def store_bags(tables, out, sample, inside, dim, column, total):  # type: ignore[no-untyped-def]
+def store_bags(tables, out, sample, sample_mask, dim, column, total):  # type: ignore[no-untyped-def]
     """Round a tile to the output's dtype and store it: rows `sample` of `out`, from `column` on."""
     columns = tl.arange(0, tables.block)
-    mask = inside[:, None]
+    mask = sample_mask[:, None]
     if tables.dim != tables.block:
         mask = mask & (columns < dim)[None, :]
     offset = tl.multiple_of(sample.to(tl.int64) * tables.width, tables.out_multiple) + column

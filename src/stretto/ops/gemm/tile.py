@@ -268,26 +268,26 @@ def multiply_tile(gemm, a, b, row, column, ready, first=0, last=None):  # type: 
         left = a + ready + tl.cast(row, tl.int64) * k
         right = b + tl.cast(column, tl.int64) * (1 if gemm.transposed else k)
         for start in range(begin, end, gemm.block_k):
-            inside = (rows < gemm.m - row) & (steps[None, :] < k - start)
-            x = _load(left + start + (rows * k + steps[None, :]), inside)
-            inside = (columns < n - column) & (steps[:, None] < k - start)
+            mask = (rows < gemm.m - row) & (steps[None, :] < k - start)
+            x = _load(left + start + (rows * k + steps[None, :]), mask)
+            mask = (columns < n - column) & (steps[:, None] < k - start)
             if gemm.transposed:
                 at = tl.cast(start, tl.int64) * n
-                y = _load(right + at + (steps[:, None] * n + columns), inside)
+                y = _load(right + at + (steps[:, None] * n + columns), mask)
             else:
-                y = _load(right + start + (columns * k + steps[:, None]), inside)
+                y = _load(right + start + (columns * k + steps[:, None]), mask)
             total = tl.dot(x, y, total, input_precision=gemm.precision)
     return total
 
 
 @triton.jit
-def _load(at, inside):  # type: ignore[no-untyped-def]
+def _load(at, mask):  # type: ignore[no-untyped-def]
     """Load what is inside, and zeros elsewhere; fp8, which has no zero in Triton, by way of int8."""
     dtype: tl.constexpr = at.dtype.element_ty
     if dtype.is_fp8():
-        value = tl.load(at.to(tl.pointer_type(tl.int8), bitcast=True), mask=inside, other=0).to(dtype, bitcast=True)
+        value = tl.load(at.to(tl.pointer_type(tl.int8), bitcast=True), mask=mask, other=0).to(dtype, bitcast=True)
     else:
-        value = tl.load(at, mask=inside, other=0)
+        value = tl.load(at, mask=mask, other=0)
     return value
 
 
@@ -384,8 +384,8 @@ def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def
     else:
         rows = (row + tl.arange(0, gemm.block_m))[:, None]
         columns = (column + tl.arange(0, gemm.block_n))[None, :]
-        inside = (rows < m) & (columns < gemm.n)
-        tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
+        mask = (rows < m) & (columns < gemm.n)
+        tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -419,5 +419,5 @@ def store_rows(gemm, out, bias, total, row, column, rows):  # type: ignore[no-un
         total += load_bias(bias, column, gemm.n, gemm.block_n)
     rows_at = (row + tl.arange(0, total.shape[0]))[:, None]
     columns = (column + tl.arange(0, gemm.block_n))[None, :]
-    inside = (rows_at < rows) & (columns < gemm.n)
-    tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=inside)
+    mask = (rows_at < rows) & (columns < gemm.n)
+    tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=mask)

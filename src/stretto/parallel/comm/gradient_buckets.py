@@ -11,7 +11,7 @@ from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_red
 class GradientBucket:
     """Gradients that one message sums over the same ranks.
 
-    Calls come in this order: `add` for each gradient, `pack`, `start`, `deliver`.
+    Calls come in this order: `add` for each gradient, `pack`, `start`, `add_to_grad`.
     """
 
     def __init__(self, groups: tuple[dist.ProcessGroup, ...]) -> None:
@@ -38,7 +38,7 @@ class GradientBucket:
         assert self._flat is not None
         self._pending, self._flat = start_all_reduce(self._flat, self.groups[0]), None
 
-    def deliver(self) -> None:
+    def add_to_grad(self) -> None:
         """Wait for the sum, sum over the other groups, and add the result to the parameters' `.grad`."""
         assert self._pending is not None
         flat = self._pending.wait()

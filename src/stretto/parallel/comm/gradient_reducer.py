@@ -3,8 +3,9 @@
 The states of one gradient, from where the backward pass makes it to `.grad`:
 
     a linear's, an embedding's or the head's weight         a norm, a bias, positions, a replicated module
-    WeightShard.deliver calls `scatter`                      autograd's hooks: `_before_accumulation`,
-        |                                                    `_after_accumulation`
+    WeightShard.start_reduction calls                       autograd's hooks: `_before_accumulation`,
+    `reduce_scatter_gradient`                                   `_after_accumulation`
+        |                                                        |
         | starts a reduce-scatter over z   [S]                   |
     SCATTERING  at most SCATTERS_IN_FLIGHT; waited               |
         | for in the order of starts: `_settle`                  |
@@ -57,9 +58,9 @@ if TYPE_CHECKING:
 class GradientReducer:
     """Reduces the gradients of one model's parameters, over z to shards and over the other axes in buckets.
 
-    Weights come by `scatter`, in the order in which the backward pass makes their gradients; norms, biases and
-    positions come through autograd's hooks (`watch`). While `is_syncing` is False, gradients accumulate unsummed; the
-    next pass that syncs sums all of them.
+    Weights come by `reduce_scatter_gradient`, in the order in which the backward pass makes their gradients; norms,
+    biases and positions come through autograd's hooks (`watch`). While `is_syncing` is False, gradients accumulate
+    unsummed; the next pass that syncs sums all of them.
 
     A backward pass inside another one (reentrant activation checkpointing) has its gradients summed at its own end.
 
@@ -85,7 +86,8 @@ class GradientReducer:
         self._was_compared = False  # whether ranks have compared which gradients they sum
 
     def watch(self, parameter: nn.Parameter, axes: Sequence[str], *, is_weight: bool) -> None:
-        """Sum this parameter's gradients over `axes` from now on. Those of a weight come by `scatter`."""
+        """Sum this parameter's gradients over `axes` from now on. Those of a weight come by
+        `reduce_scatter_gradient`."""
         self._groups[parameter] = tuple(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1)
         if is_weight:
             self._weights.add(parameter)
@@ -131,7 +133,7 @@ class GradientReducer:
             self.ring.drop()
         self._passes.clear()
 
-    def scatter(self, parameter: nn.Parameter, start: Callable[[], Pending]) -> None:
+    def reduce_scatter_gradient(self, parameter: nn.Parameter, start: Callable[[], Pending]) -> None:
         """Take a weight's gradient. `start` begins the reduce-scatter over z that leaves this rank's shard of it."""
         current = self._enter()
         pending = start()
@@ -243,7 +245,7 @@ class GradientReducer:
             for bucket in current.closed:
                 bucket.start()
         while current.closed:  # each bucket is freed before the next one's gradients are made
-            current.closed.popleft().deliver()
+            current.closed.popleft().add_to_grad()
         self._expected |= current.counts
         del self._passes[task]
         self.at_end()

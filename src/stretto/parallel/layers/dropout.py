@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from stretto.axes import BATCH
+from stretto.axes import LOSS
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import TokenShards
@@ -69,7 +69,8 @@ class ParallelDropout(ShardedModule):
             here = slice(0, rows * middle)
         else:
             (rows, middle), here = self.tokens.shape, self.tokens.here
-        first = self.grid.coordinate(BATCH) * (self.rows or rows) + self.first
+        # Over LOSS: all ranks that see other tokens draw other parts of the mask.
+        first = self.grid.coordinate(LOSS) * (self.rows or rows) + self.first
         position = torch.arange(here.start, here.stop, device=x.device) + first * middle
         element = position[..., None] * (columns * self.grid.size(self.axis)) + column
         bits = _mix(_mix(element * _signed(0x9E3779B97F4A7C15)) + seed)

@@ -50,7 +50,7 @@ class _VocabularyLookup(torch.autograd.Function):
             gradient = ctx.tokens.gather_rows(gradient).view(*ids.shape, gradient.shape[-1])
         gradient = gradient.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
-        weight.deliver(ctx.parameter, rows)
+        weight.start_reduction(ctx.parameter, rows)
         return None, None, None, None, None, None, None
 
 

@@ -200,15 +200,15 @@ class LinearPlan:
             )
         return kept
 
-    def deliver_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
+    def reduce_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
         """Make the weight's gradient from x [tokens, in] and the output's gradient [tokens, out], and start its sum."""
         left, right = (x, gradient) if self.is_transposed else (gradient, x)
         dtype = self.shard.gradient_dtype(parameter)
-        self.shard.deliver(parameter, self._multiply("weight", left.t(), right, dtype))
+        self.shard.start_reduction(parameter, self._multiply("weight", left.t(), right, dtype))
 
 
 class _Linear3D(torch.autograd.Function):
-    """Takes the DTensor parameter itself: its gradient goes there by `WeightShard.deliver`, not through autograd."""
+    """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd."""
 
     @staticmethod
     def forward(
@@ -240,7 +240,7 @@ class _Linear3D(torch.autograd.Function):
         elif wants_weight:
             whole = plan.gather_gradient(gradient)
         if wants_weight:
-            plan.deliver_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
+            plan.reduce_weight_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = gradient.flatten(0, -2).sum(0)
         return None if pending is None else pending.wait(), None, grad_bias, None, None

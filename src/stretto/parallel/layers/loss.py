@@ -124,7 +124,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         hidden = grad_hidden * gradient.to(grad_hidden.dtype)
         if is_asked_for(ctx, 1):
-            ctx.plan.shard.deliver(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
+            ctx.plan.shard.start_reduction(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
         return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
@@ -146,7 +146,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.Proce
     return loss, logits
 
 
-class _SumOverBatch(torch.autograd.Function):
+class _SumOverLossGroup(torch.autograd.Function):
     """Sum the ranks' parts of the loss. Gradients flow to a rank's own part: those of parameters are summed later."""
 
     @staticmethod
@@ -165,7 +165,7 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`.
     """
     counts = torch.as_tensor(count, device=total.device).clone()
-    return _SumOverBatch.apply(total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS))
+    return _SumOverLossGroup.apply(total / all_reduce(counts, grid.group(LOSS)), grid.group(LOSS))
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
@@ -174,7 +174,7 @@ def is_mean_over_batch(loss: Tensor) -> bool:
     for node in waiting:  # breadth first: it is among the last things that were done
         if node is None or node in seen:
             continue
-        if node.name() == "_SumOverBatchBackward":
+        if node.name() == "_SumOverLossGroupBackward":
             return True
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
@@ -204,7 +204,7 @@ class ParallelLoss(nn.Module):
                 "this model changes its logits between head and loss (scales or caps them, say), which a sharded loss "
                 "would miss: call parallelize(..., sharded_loss=False)"
             )
-        batch = head.grid.group(LOSS)
+        loss_group = head.grid.group(LOSS)
         check_ids(targets, head.vocab, "target", ignored=IGNORED_TARGET)
         tokens = logits.shape[:-1].numel()
         if hidden is not None and head.plan.tokens is not None:
@@ -216,11 +216,11 @@ class ParallelLoss(nn.Module):
             )
         targets = targets.flatten()
         if num_targets is None:
-            num_targets = all_reduce((targets != IGNORED_TARGET).sum(), batch)
+            num_targets = all_reduce((targets != IGNORED_TARGET).sum(), loss_group)
         if hidden is None:  # the model's forward was not told of the targets: these are whole logits
             wide = logits.to(statistics_dtype(logits)).flatten(0, -2)
             total = F.cross_entropy(wide, targets, ignore_index=IGNORED_TARGET, reduction="sum")
-            return _SumOverBatch.apply(total / num_targets, batch)
+            return _SumOverLossGroup.apply(total / num_targets, loss_group)
         precision = head.plan.shard.precision
         hidden = precision.cast(hidden).flatten(0, -2)
         if head.plan.tokens is not None:
@@ -229,4 +229,4 @@ class ParallelLoss(nn.Module):
         bias = None if head.bias is None else local(head.bias)
         # A Function's own flags say that gradients are needed under no_grad too.
         part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head, torch.is_grad_enabled())
-        return _SumOverBatch.apply(part, batch)
+        return _SumOverLossGroup.apply(part, loss_group)

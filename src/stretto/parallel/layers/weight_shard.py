@@ -60,7 +60,7 @@ class WeightShard:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
         self.gatherer.register(self, WeightToGather(parameter, self.rows, self.precision.compute), may_keep=may_keep)
 
-    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def start_reduction(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Start to reduce the gradient of the whole rows; it is in `parameter.grad` when `backward()` returns."""
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
@@ -68,7 +68,7 @@ class WeightShard:
             start = partial(start_scatter_rows, gradient, self.local_rows, self.group)
         else:
             start = partial(self.ring.start, gradient, self.local_rows, parameter.dtype)
-        self.gradients.scatter(parameter, start)
+        self.gradients.reduce_scatter_gradient(parameter, start)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
         """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""

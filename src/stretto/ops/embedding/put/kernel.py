@@ -59,9 +59,9 @@ def begin_putting(channel, exchange, counts, fingerprint, BLOCK: tl.constexpr): 
     """
     epoch = tl.load(channel.state + EPOCH) + 1
     word = tl.arange(0, BLOCK)
-    inside = word < channel.world * channel.capacity
-    arriving = tl.load(counts + word, mask=inside, other=0)
-    tl.store(exchange.targets + word, tl.load(exchange.targets + word, mask=inside, other=0) + arriving, mask=inside)
+    mask = word < channel.world * channel.capacity
+    arriving = tl.load(counts + word, mask=mask, other=0)
+    tl.store(exchange.targets + word, tl.load(exchange.targets + word, mask=mask, other=0) + arriving, mask=mask)
     tl.debug_barrier()
     tl.store(channel.state + EPOCH, epoch)
     tl.store(exchange.tickets, 0)
@@ -108,14 +108,14 @@ def pool_and_put(  # type: ignore[no-untyped-def]
         counter = exchange.signals + channel.rank * channel.capacity + table % channel.capacity
         for part in range(0, pooling.slice, pooling.bags):
             sample = first + part + tl.arange(0, pooling.bags)
-            inside = sample < tables.batch
+            mask = sample < tables.batch
             start, end = read_bags(
-                tables, pooling, bags, table, channel.world, destination * tables.batch + sample, inside, report
+                tables, pooling, bags, table, channel.world, destination * tables.batch + sample, mask, report
             )
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
             if in_reach:
                 there = tl.multiple_of(tiles.peer_pointer(channel, out, destination), 16)
-                store_bags(tables, there, sample, inside, dim, column, total)
+                store_bags(tables, there, sample, mask, dim, column, total)
             else:
                 samples = (first, first + part, end_sample)
                 put_bags(channel, exchange, tables, pooling, out, counter, samples, destination, dim, column, total)
