@@ -48,10 +48,10 @@ def test_the_threads_of_a_collectives_kernel_sleep_where_it_begins(name):
     from stretto.collectives.executor.cuda.variant import Variant, read_sources, write_macros
 
     variant = Variant("float16", "sum", "Simple")
-    lanes = lower_to_fused_program(find("two-shot-all-reduce").compile(ranks=2), in_place=True)
+    fused = lower_to_fused_program(find("two-shot-all-reduce").compile(ranks=2), in_place=True)
     match name:
         case "fused":
-            source = write_source(lanes, 0, 2, variant)
+            source = write_source(fused, 0, 2, variant)
         case "interpreted":
             source = write_interpreter(2, 0, variant)
         case _:

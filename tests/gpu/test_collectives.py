@@ -302,7 +302,7 @@ def test_a_peer_that_never_comes_is_named_after_the_time_limit(lost: Path, proto
     for rank in range(world - 1):
         said = (lost / f"lost-{protocol}-{rank}.txt").read_text()
         assert f"rank {rank} of {world}: two-shot-all-reduce, call 3, thread block" in said
-        # By copy engines calls meet before they send.
+        # By copy engines calls begin with a barrier, before they send.
         what = "to begin" if protocol == "Copy" else "message"
         assert re.search(f"waited in vain for rank {world - 1}('s)? {what}", said)
         assert float(said.split(" s:")[0]) < 10

@@ -70,7 +70,7 @@ _FIRST_COLUMNS = (Column("algorithm", "algorithm"), Column("mode", "mode"), Colu
 _COMPOSITION_COLUMNS = (
     *_FIRST_COLUMNS,
     Column("composed", "composed of NCCL calls (us)", "{:.1f}"),
-    Column("kernel", "one kernel, lanes (us)", "{:.1f}"),
+    Column("kernel", "one kernel, fused (us)", "{:.1f}"),
     Column("interpreted", "one kernel, interpreted (us)", "{:.1f}"),
     Column("ratio", "composed / best kernel", "{:.2f}"),
     Column("library", "NCCL's own (us)", "{:.1f}"),
@@ -212,7 +212,7 @@ def _composition_runs(
     """One algorithm as NCCL calls, as a fused kernel and interpreted; and NCCL's own collective."""
     ranks = workspace.world_size
     variant = Variant("bfloat16", "sum", setting.protocol)
-    lanes = FusedScheduleKernel(compile_for(algorithm, ranks, 1), workspace, variant, in_place=False)
+    fused = FusedScheduleKernel(compile_for(algorithm, ranks, 1), workspace, variant, in_place=False)
     schedule = compile_for(algorithm, ranks, setting.instances)
     interpreted = InterpretedSchedule(schedule, workspace, variant, in_place=False)
     sizes = (input.numel(), input.dtype, input.device)
@@ -227,7 +227,7 @@ def _composition_runs(
     is_reduction = algorithm != "two-step-all-to-all"
     return {
         "composed": partial(composed, input, output),
-        "kernel": partial(lanes, input, output),
+        "kernel": partial(fused, input, output),
         "interpreted": partial(interpreted, input, output),
         "library": partial(dist.all_reduce, output) if is_reduction else partial(dist.all_to_all_single, output, input),
     }

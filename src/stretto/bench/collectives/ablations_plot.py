@@ -29,7 +29,7 @@ def plot_composition(result: Path, picture: Path) -> None:
         ("composed", "composed of NCCL calls", PEER),
         ("library", "NCCL's own", OTHER_PEER),
         ("interpreted", "one kernel, interpreted", EXPOSED),
-        ("kernel", "one kernel, lanes", OURS),
+        ("kernel", "one kernel, fused", OURS),
     ]
     _plot(json.loads(result.read_text()), picture, lines, "One kernel against the same algorithm composed")
 

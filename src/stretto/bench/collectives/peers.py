@@ -51,12 +51,12 @@ class HandwrittenAllReduce:
     def __call__(self, input: Tensor, output: Tensor) -> None:
         """Sum `input` (bf16) over the ranks into `output`."""
         count = input.numel() * 2 // 8
-        lanes = count if self._shots == 1 else count // self._world
+        num_vectors = count if self._shots == 1 else count // self._world
         self._function.set("input", input.data_ptr())
         self._function.set("output", output.data_ptr())
         self._function.set("count", count)
-        threads = 128 if lanes <= 128 * 128 else 512
-        self._function.launch(max(1, min(-(-lanes // threads), 128)), threads)
+        threads = 128 if num_vectors <= 128 * 128 else 512
+        self._function.launch(max(1, min(-(-num_vectors // threads), 128)), threads)
 
 
 @dataclass(frozen=True)

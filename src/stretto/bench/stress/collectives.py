@@ -23,7 +23,10 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 BY_COPIES = ("direct-all-gather", "direct-reduce-scatter", "direct-all-to-all", "two-shot-all-reduce")
 FUSED_KERNEL = "collectives.executor.cuda.fused.codegen:run/1"
 INTERPRETER_KERNEL = "collectives.executor.cuda.interpreter.cu:run"
-COPY_KERNELS = tuple(f"collectives.executor.cuda.copy_engine.flags.cu:{name}" for name in ("begin", "tell", "finish"))
+COPY_KERNELS = tuple(
+    f"collectives.executor.cuda.copy_engine.flags.cu:{name}"
+    for name in ("wait_for_peers", "signal_arrival", "release_mailboxes")
+)
 
 # Configurations take these in turn, so that each protocol runs with each of them several times.
 DTYPES = ("bfloat16", "float32", "float16", "int32", "float64", "uint8", "int8", "int64", "int16")

@@ -19,8 +19,8 @@ def list_kernels(root: Path | None = None) -> list[str]:
     """All kernels of the library below a folder (default: this package), sorted.
 
     A Triton kernel is called by its module and name without the package's: "ops.small_m.gemm_exchange". A CUDA kernel
-    is called by its file and name, "collectives.executor.cuda.copy_engine.flags.cu:begin", and where a Python module
-    writes several of one name by their order: "collectives.executor.cuda.fused.codegen:run/2".
+    is called by its file and name, "collectives.executor.cuda.copy_engine.flags.cu:signal_arrival", and where a Python
+    module writes several of one name by their order: "collectives.executor.cuda.fused.codegen:run/2".
     """
     root = Path(str(files("stretto"))) if root is None else root
     sources = {

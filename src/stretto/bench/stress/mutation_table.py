@@ -454,14 +454,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "LL128",
         "wait",
         "for a line",
-        (Edit(_PRIMITIVES, "return PROTOCOL == SIMPLE || slot % 8 != 7 || second == flag;", "return true;"),),
+        (Edit(_PRIMITIVES, "return PROTOCOL == SIMPLE || vector % 8 != 7 || second == flag;", "return true;"),),
         "fused/*/LL128",
     ),
     Mutation(
         "LL128",
         "acquire",
         "of a line by all its threads",
-        (Edit(_PRIMITIVES, "  return __all_sync(0xffffffffu, here);", "  return here;"),),
+        (Edit(_PRIMITIVES, "  return __all_sync(0xffffffffu, predicate);", "  return predicate;"),),
         "fused/*/LL128",
         (f"{_SOURCE}test_ll128_reads_a_line_by_a_whole_warp",),
     ),
@@ -571,8 +571,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 _PRIMITIVES,
-                "while (see_flag(flag) < tick && wait.again(level, message)) {",
-                "while (false && see_flag(flag) < tick && wait.again(level, message)) {",
+                "while (see_flag(flag) < epoch && wait.again(level, message)) {",
+                "while (false && see_flag(flag) < epoch && wait.again(level, message)) {",
             ),
         ),
         "copy/*",

@@ -10,7 +10,13 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
     4a. a schedule: installed by the user, or on GPUs the fastest known one
          runner.py           the interface `Runner`, one for each device type
          host_runner.py      CPU: a worker thread of the group (agreement.py: all ranks call the same), shared memory
-         cuda_runner.py      GPU: kernels on the current stream
+         cuda_runner.py      GPU: kernels on the current stream, by these modules of `stretto.collectives`:
+           executor/cuda/communicator.py     memory that the group's GPUs share; finds the fastest known schedule
+           selection.py                      the table that says which it is, by collective, dtype and size
+           executor/cuda/fused/kernel.py     runs a schedule as one fused kernel; instead of it:
+           executor/cuda/copy_engine/executor.py   for large arrays, where the table says so: copy engines
+           executor/cuda/interpreter.py            for an installed schedule that is too long for one kernel
+           executor/cuda/nvrtc.py            compiles the CUDA C++ of all of these, and launches it
          calls.py            `run_staged`: strided tensors and lists to the flat buffers of the executor, and back
          nccl_warmup.py      has NCCL connect too, for messages that may follow
     4b. no schedule: the dispatcher returns None, and `StrettoBackend` calls gloo or NCCL

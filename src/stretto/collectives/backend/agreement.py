@@ -4,7 +4,7 @@ Who writes: a rank writes its call's description into its own buffer, then incre
 waits: every rank waits for every peer's BEGUN to reach this call's number, then reads all descriptions. Why the buffer
 may be reused: descriptions alternate between two halves, and a rank writes the half of call n again for call n + 2,
 when all peers have begun call n + 1 and so have read those of call n. Since a rank begins a call only when it has
-finished the previous one, the slots of a schedule's FIFOs are free once all ranks have met here.
+finished the previous one, the slots of a schedule's FIFOs are free once all ranks have arrived here.
 """
 
 import json
@@ -27,7 +27,7 @@ class DisagreementError(ValueError):
 
 
 class Agreement:
-    """Meeting place of a group's ranks, used by one thread. All ranks construct it together."""
+    """A barrier of a group's ranks at which they compare their calls, used by one thread. All construct it together."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         memory = allocate(3 * _BYTES, group, signals=2, timeout=timeout)
@@ -35,7 +35,7 @@ class Agreement:
         self._memory = memory
         self._calls = 0
 
-    def meet(self, call: str, description: dict[str, object], timeout: float) -> None:
+    def wait_and_compare(self, call: str, description: dict[str, object], timeout: float) -> None:
         """Wait until all ranks have arrived with the same description; `call`: one line for error messages.
 
         DisagreementError where descriptions differ, or one has the key "refused"; the next call may go on. PeerError

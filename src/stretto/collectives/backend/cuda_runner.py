@@ -131,7 +131,7 @@ class CudaRunner:
             if self._obstacle is None:
                 self._communicator = CudaCommunicator(group)
             else:
-                logger.debug("group %s runs no schedules of its own accord: %s", self._member.name, self._obstacle)
+                logger.debug("group %s runs no schedules on its GPUs: %s", self._member.name, self._obstacle)
         return self._communicator
 
     def _kernel(

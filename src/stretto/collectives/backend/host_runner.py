@@ -1,9 +1,9 @@
 """Runs schedules on CPU tensors: the host executor, on shared memory that is allocated once, in the group's own thread.
 
-A call is a job of the worker thread. Its ranks meet (`Agreement`), which ensures that all make the same call and that
-all FIFO slots are free; then the schedule runs on the call's tensors. The calling thread goes on, and may wait for the
-Work. After an error that may leave a rank in the middle of a schedule, the group's memory is not used again: every
-later call raises.
+A call is a job of the worker thread. Its ranks begin it with a barrier (`Agreement`), which ensures that all make the
+same call and that all FIFO slots are free; then the schedule runs on the call's tensors. The calling thread goes on,
+and may wait for the Work. After an error that may leave a rank in the middle of a schedule, the group's memory is not
+used again: every later call raises.
 """
 
 import threading
@@ -150,7 +150,7 @@ class HostRunner:
 
     def _run_parts(self, prepared: _PreparedSchedule, call: BackendCall) -> None:
         if call.note == "uneven sizes":
-            self._meet(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
+            self._wait_and_compare(call, {"refused": "its sizes are not equal, as even_sizes=True had promised"})
         collective = prepared.schedule.collective.name
         average = self._member.size if call.reduction == "avg" else 1
         in_place = runs_in_place(prepared.schedule)
@@ -186,13 +186,13 @@ class HostRunner:
             description = own | from_plan
         except ValueError as error:
             description = own | {"refused": str(error)}
-        self._meet(call, description)
-        assert plan is not None  # otherwise `_meet` has raised
+        self._wait_and_compare(call, description)
+        assert plan is not None  # otherwise `_wait_and_compare` has raised
         return self._execute(prepared, plan, input, output, call.timeout)
 
-    def _meet(self, call: BackendCall, description: dict[str, object]) -> None:
+    def _wait_and_compare(self, call: BackendCall, description: dict[str, object]) -> None:
         assert self._agreement is not None
-        self._agreement.meet(call.describe(), description, call.timeout)
+        self._agreement.wait_and_compare(call.describe(), description, call.timeout)
 
     def _execute(
         self, prepared: _PreparedSchedule, plan: ExecutionPlan, input: Tensor, output: Tensor | None, timeout: float

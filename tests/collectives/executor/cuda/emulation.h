@@ -173,7 +173,7 @@ static void store_relaxed(char* to, u64 first, u64 second) {
   write(to, first, second);
 #endif
 #if PROTOCOL == LL
-  rest();  // so that what a message's first lanes bring about is seen before its last ones are sent
+  rest();  // so that what a message's first vectors bring about is seen before its last ones are sent
 #endif
 }
 static void load_relaxed(const char* from, u64& first, u64& second) {

@@ -118,7 +118,7 @@ def test_the_interpreter_counts_a_step_for_other_thread_blocks_after_a_barrier_a
 def test_sums_of_16_bits_are_made_in_fp32_and_rounded_once():
     text = ptx("one-shot-all-reduce", Variant("bfloat16", "sum", "LL"))
     body = text[text.index(".entry run") :]
-    # Four elements in a lane of 8 bytes: three additions each, and each is rounded once.
+    # Four elements in a vector of 8 bytes: three additions each, and each is rounded once.
     assert len(re.findall(r"add\.f32|add\.rn\.f32", body)) == 12
     assert len(re.findall(r"cvt\.rn\.bf16\.f32", body)) == 4
 

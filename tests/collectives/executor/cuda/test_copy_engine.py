@@ -32,7 +32,7 @@ def small_pieces(monkeypatch):
 
 def count_pieces(kernel):
     """Of the last call of a new size, by a rank that sends."""
-    return 1 + max(dict(push.tell.values)["index"] for push in copies_of(kernel))
+    return 1 + max(dict(push.signal_arrival.values)["index"] for push in copies_of(kernel))
 
 
 def copies_of(kernel):
@@ -71,7 +71,7 @@ def test_it_gives_the_collectives_numbers_in_one_piece_and_in_many(name, folder,
 
 @pytest.mark.exhaustive
 @needs_compiler
-def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces):
+def test_more_pieces_than_mailbox_sets_wait_for_those_before_them(folder, small_pieces):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
     add_copy_areas(workspaces, planner.HEAD + (1 << 16))
@@ -86,7 +86,7 @@ def test_more_pieces_than_slots_wait_for_those_before_them(folder, small_pieces)
         check(fused, torch.bfloat16, "sum", True, 100, 0, rng)
     assert count_pieces(kernels[0]) == 1
     check(kernels, torch.bfloat16, "avg", True, 9001, 0, rng)
-    assert count_pieces(kernels[0]) > 2 * planner.SLOTS
+    assert count_pieces(kernels[0]) > 2 * planner.MIN_MAILBOX_SETS
 
 
 @needs_compiler

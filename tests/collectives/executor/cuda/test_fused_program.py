@@ -1,4 +1,4 @@
-"""Lane programs give the right numbers when all ranks go through the levels one after another, on numbers."""
+"""Fused programs give the right numbers when all ranks go through the levels one after another, on numbers."""
 
 import random
 
@@ -28,7 +28,7 @@ def run(fused, inputs):
     ]
     mail = [{} for _ in range(collective.ranks)]
     values = [{} for _ in range(collective.ranks)]
-    for level in range(fused.levels + 1):
+    for level in range(fused.num_hops + 1):
         arrived = [dict(box) for box in mail]  # what is sent in this level comes in the next
         for rank in random.sample(range(collective.ranks), collective.ranks):
             program, held = fused.ranks[rank], values[rank]
@@ -87,7 +87,7 @@ def test_a_two_shot_all_reduce_is_three_levels_without_a_copy():
     assert len(second.reduces) == 3
     assert fused.ranks[2].rounded == {second.reduces[-1].value}  # only the whole sum travels
     assert second.reduces[-1].completes
-    assert fused.meets
+    assert fused.has_implicit_barrier
 
 
 def test_ranks_that_round_at_different_places_round_every_sum():
@@ -120,7 +120,7 @@ def test_a_broadcast_does_not_keep_its_root_until_all_have_begun():
         for rank in (1, 2):
             chunk(0, "in", 0).copy(rank, "out", 0)
 
-    assert not lower_to_fused_program(star.compile(), in_place=True).meets
+    assert not lower_to_fused_program(star.compile(), in_place=True).has_implicit_barrier
 
 
 def test_a_send_is_not_held_up_by_what_its_rank_receives_before_it_in_the_program():
@@ -135,8 +135,8 @@ def test_a_send_is_not_held_up_by_what_its_rank_receives_before_it_in_the_progra
             for rank in range(3):
                 chunk(rank, "in", 0).copy((rank + 1) % 3, "out", index)
 
-    # A lane sends all at once, and then waits for the rank before it alone.
-    assert not lower_to_fused_program(shift.compile(), in_place=False).meets
+    # A thread sends all at once, and then waits for the rank before it alone.
+    assert not lower_to_fused_program(shift.compile(), in_place=False).has_implicit_barrier
 
 
 @pytest.mark.exhaustive

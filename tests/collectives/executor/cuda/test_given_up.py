@@ -110,7 +110,7 @@ def test_beside_copy_engines_a_rank_that_has_failed_tells_nobody_that_anything_i
     with pytest.raises(PeerError, match="rank 0's message"):
         workspaces[1].check()
     head = workspaces[0].area_memories[1][: planner.HEAD].view(torch.int64)
-    assert head[planner.ENTERS // 8] != 0, "a rank that has begun says so"
+    assert head[planner.ENTRY_FLAGS // 8] != 0, "a rank that has begun says so"
     assert head[0] == 0, "rank 0 said that it was done"
     assert not head[planner.FLAGS // 8 :].any(), "rank 0 said that its messages were there"
 

@@ -1,4 +1,4 @@
-"""The kernels' own source on a CPU: lane programs and the interpreter, every protocol, any size and place."""
+"""The kernels' own source on a CPU: fused programs and the interpreter, every protocol, any size and place."""
 
 import random
 import re
@@ -124,7 +124,7 @@ def test_the_interpreter_runs_on_four_ranks_in_two_nodes(folder):
         ("binomial-broadcast", "LL", "float64", "sum"),
     ],
 )
-def test_lane_programs_run_beside_the_interpreter_in_one_workspace(name, protocol, dtype, reduction, folder):
+def test_fused_programs_run_beside_the_interpreter_in_one_workspace(name, protocol, dtype, reduction, folder):
     rng = random.Random(SEED)
     workspaces = make_workspaces(2, folder)
     in_place = rng.random() < 0.5
@@ -150,7 +150,7 @@ def test_what_is_larger_than_the_mailboxes_goes_in_pieces(folder):
 
 
 def test_a_piece_leaves_the_next_one_alone(folder, monkeypatch):
-    """A block of 24 threads goes beyond the end of a piece of 32 lanes, where it must not write.
+    """A block of 24 threads goes beyond the end of a piece of 32 vectors, where it must not write.
 
     LL128's threads all meet for a line here, so that its blocks end with a piece.
     """
@@ -345,8 +345,8 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
         plan = kernel._plan((size // 2, size // 2))
         assert plan.threads % 128 == 0
         assert plan.threads <= most
-        for _, slots, blocks in plan.pieces:
+        for _, num_vectors, blocks in plan.pieces:
             assert blocks <= 99
-            assert -(-slots // (blocks * plan.threads * unroll)) == -(-slots // (99 * most * unroll))
+            assert -(-num_vectors // (blocks * plan.threads * unroll)) == -(-num_vectors // (99 * most * unroll))
     with pytest.raises(ValueError, match="1 to 99 blocks, so that it leaves others a place, not 132: 99 would do"):
         kernel.tune(None, 132)

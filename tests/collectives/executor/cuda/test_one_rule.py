@@ -141,7 +141,7 @@ def without_waits(schedule):
 def test_a_relayed_message_overwrites_nothing_that_its_first_sender_has_yet_to_read(protocol, workspaces):
     """Two chunks go from rank 0 to rank 1 and at once back, a chunk further on: the second is read before it is stored.
 
-    By LL and LL128 a lane of the first may be back before rank 0 has come to the second.
+    By LL and LL128 a thread of the first may be back before rank 0 has come to the second.
     """
     with trace(Collective("custom", 2, 3, 3, lambda rank, index: None, in_place=True)) as traced:
         chunk(0, "in", 0, 2).copy(1, "in", 0).copy(0, "in", 1)

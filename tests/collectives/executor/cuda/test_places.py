@@ -17,7 +17,7 @@ from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 PLACES = 8
-ELEMENTS = PLACES * 128 * 4  # of a chunk: what as many blocks of 128 lanes of 16 bytes hold
+ELEMENTS = PLACES * 128 * 4  # of a chunk: what as many blocks of 128 threads of 16 bytes hold
 OTHERS = 2  # that the stand-in for NCCL takes, of which each waits for its peer
 SEED = random.randrange(2**31)
 

@@ -1,7 +1,7 @@
 // The interpreter of schedules (MSCCLang, section 6.2): one launch, a CUDA block for each thread block of the
 // schedule, all resident at once (cooperative), tile after tile, step after step.
 //
-// Waits: a receive waits for its message; a send for a free slot of its connection, which the receiver counts at the
+// Waits: a receive waits for its message; a send for a free FIFO slot of its connection, which the receiver counts at the
 // sender; a step that depends on another thread block's step for that block's count of ended steps, on this GPU. All
 // counts carry the call's epoch in their upper half, so they need no reset. Why memory may be used again: FIFOs and
 // counts use two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a fused
@@ -22,13 +22,13 @@
 struct StepRow { int kind, source, destination, size, awaited_block, awaited_step; };
 struct BlockRow {
   int send_peer, receive_peer, send_number, receive_number, first_step, steps;
-  u64 send_start, send_stride, receive_start, receive_stride;  // slots: from the half's start, and their bytes
+  u64 send_start, send_stride, receive_start, receive_stride;  // FIFO slots: from the half's start, and their bytes
 };
 
 struct Call {
   char *input, *output, *scratch;
-  u64 block_bytes, chunk_bytes, tile_bytes, lanes, tiles;
-  u64 block_chunks, slots;
+  u64 block_bytes, chunk_bytes, tile_bytes, num_vectors, tiles;
+  u64 block_chunks, slots;  // slots: of each connection's FIFO
 
   // Where a chunk begins and how long it is: the last one of a block may be short. Scratch has whole chunks.
   __device__ __forceinline__ char* chunk(int place, u64& length) const {
@@ -52,10 +52,10 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
   // overwrite the next one before the sender has read it. (Within one chunk each vector overwrites only itself.)
   if (step.size > 1 && step.kind & RECEIVES && step.kind & SENDS) {
     for (int c = 0; c < step.size; ++c)
-      for (u64 slot = threadIdx.x; slot < call.lanes; slot += blockDim.x) {
+      for (u64 vector = threadIdx.x; vector < call.num_vectors; vector += blockDim.x) {
         Pack pack;
         do converge();
-        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag) || !wait.again(at_step, FOR_MESSAGE)));
+        while (!warp_all(take(incoming, c * call.num_vectors + vector, pack, in_flag) || !wait.again(at_step, FOR_MESSAGE)));
       }
     __syncthreads();
   }
@@ -64,12 +64,12 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
     u64 source_length = 0, destination_length = 0;
     const char* source = step.kind & READS ? call.chunk(step.source + c, source_length) : 0;
     char* destination = step.destination >= 0 ? call.chunk(step.destination + c, destination_length) : 0;
-    for (u64 slot = threadIdx.x; slot < call.lanes; slot += blockDim.x) {
+    for (u64 vector = threadIdx.x; vector < call.num_vectors; vector += blockDim.x) {
 #if PROTOCOL == LL128
-      u64 in_tile = slot / 8 * 120 + slot % 8 * 16;
-      int width = slot % 8 == 7 ? 8 : 16;
+      u64 in_tile = vector / 8 * 120 + vector % 8 * 16;
+      int width = vector % 8 == 7 ? 8 : 16;
 #else
-      u64 in_tile = slot * PACK_BYTES;
+      u64 in_tile = vector * PACK_BYTES;
       int width = PACK_BYTES;
 #endif
       width = valid(call.tile_bytes, in_tile, width);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
       Pack pack;
       if (step.kind & RECEIVES) {
         do converge();
-        while (!everywhere(take(incoming, c * call.lanes + slot, pack, in_flag) || !wait.again(at_step, FOR_MESSAGE)));
+        while (!warp_all(take(incoming, c * call.num_vectors + vector, pack, in_flag) || !wait.again(at_step, FOR_MESSAGE)));
       }
       if (step.kind & REDUCES) {
         Pack left = step.kind & RECEIVES ? pack : load(destination + at, valid(destination_length, at, width));
@@ -88,19 +88,20 @@ __device__ __forceinline__ void do_step(const StepRow& step, const Call& call, u
       }
       if (step.kind & WRITES) store(destination + at, pack, valid(destination_length, at, width));
       if (step.kind & SENDS) {
-        const bool keeps = anywhere(is_lost || wait.is_given_up);
+        const bool keeps = warp_any(is_lost || wait.is_given_up);
         converge();
-        if (!keeps) put(outgoing, c * call.lanes + slot, pack, out_flag);
+        if (!keeps) put(outgoing, c * call.num_vectors + vector, pack, out_flag);
       }
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-    run(char* input, char* output, char* scratch, u64 block_bytes, u64 chunk_bytes, u64 tile_bytes, u64 lanes, u64 tiles,
-        u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, Report* report, u32* failed,
-        u64 limit, u64 kernel, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
-  const Call call = {input, output, scratch, block_bytes, chunk_bytes, tile_bytes, lanes, tiles, block_chunks, slots};
+    run(char* input, char* output, char* scratch, u64 block_bytes, u64 chunk_bytes, u64 tile_bytes, u64 num_vectors,
+        u64 tiles, u64 block_chunks, u64 slots, const BlockRow* blocks, const StepRow* steps, State* state, Report* report,
+        u32* failed, u64 limit, u64 kernel, char* const* peers, u64 counts, u64 region, u64 half, u64 connections) {
+  const Call call = {input,      output,      scratch, block_bytes,  chunk_bytes,
+                     tile_bytes, num_vectors, tiles,   block_chunks, slots};
   const BlockRow block = blocks[blockIdx.x];
   const u32 epoch = next_epoch(state);
   const u64 call_flag = (u64)epoch << 32, side = (epoch & 1) * half;

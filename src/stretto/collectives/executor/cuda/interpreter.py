@@ -32,7 +32,7 @@ logger = logging.getLogger("stretto.collectives")
 
 DEFAULT_TILE_BYTES = 64 << 10
 PARAMETERS = (
-    *("input", "output", "scratch", "block_bytes", "chunk_bytes", "tile_bytes", "lanes", "tiles", "block_chunks"),
+    *("input", "output", "scratch", "block_bytes", "chunk_bytes", "tile_bytes", "num_vectors", "tiles", "block_chunks"),
     *("slots", "blocks", "steps", "state", "report", "failed", "limit", "kernel", "peers", "counts", "region", "half"),
     "connections",
 )
@@ -283,7 +283,7 @@ class InterpretedSchedule:
             "block_bytes": plan.layout.block_elements * itemsize,
             "chunk_bytes": chunk_bytes,
             "tile_bytes": tile_bytes,
-            "lanes": vectors,
+            "num_vectors": vectors,
             "tiles": tiles,
             "block_chunks": plan.layout.block_chunks,
             "slots": plan.slots,

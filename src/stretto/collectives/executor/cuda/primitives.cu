@@ -2,7 +2,21 @@
 // defined before it: ELEMENT (the C++ type), OPERATION (SUM, MAX, MIN, PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE),
 // WORLD, UNROLL.
 //
-// A thread handles PACK_BYTES of a chunk at once (a vector), which take 16 bytes (`slot`) of a message.
+// A thread handles one vector at once: PACK_BYTES of a chunk, which take 16 bytes of a message. Vector v begins at
+// byte 16 v of the message. What a message looks like (`put`, `take`):
+//
+//     LL, 8 bytes of data a vector; each store of 16 bytes carries two flags, which are the halves of one 64-bit flag:
+//
+//         byte 0           4                8               12             16
+//         | data 0 to 3    | flag, upper 32 | data 4 to 7    | flag, lower 32 |   vector 0
+//
+//     LL128, a line of 128 bytes is eight vectors of eight threads: 120 bytes of data, then a flag of 8 bytes:
+//
+//         byte 0        16       32            96       112          120         128
+//         | vector 0    | vector 1 | ... | vector 6      | vector 7: data | flag      |
+//         | data 0..15  | 16..31   | ... | 96..111       | 112..119       | 64 bits   |
+//
+//     Simple, 16 bytes of data a vector, and its flag outside of the message.
 //
 // How data is published: LL writes 4 bytes of data with a 4-byte flag beside them, twice in a 16-byte store; LL128 writes
 // lines of 120 bytes of data and an 8-byte flag, eight threads a line in one store of a warp, which NVLink keeps whole
@@ -17,7 +31,7 @@
 // of each rank's memory, by the parity of its number.
 //
 // After a wait of this process has timed out, in whichever group, nothing is published: a thread that has given up, or
-// begins when the process has failed (`Wait`), puts no message of LL, its warp no line of LL128 (`anywhere`), and its
+// begins when the process has failed (`Wait`), puts no message of LL, its warp no line of LL128 (`warp_any`), and its
 // block raises no flag of Simple. Its own messages cannot hold data that never arrived, so its peers' waits time out, too,
 // and fail by themselves. Nor does it store to memory whose reuse it has not awaited. Tokens, by which ranks signal that
 // they have begun a call, carry no data and are always sent.
@@ -63,26 +77,26 @@ template <typename T> __device__ __forceinline__ void narrow(T& to, T x) { to = 
 __device__ __forceinline__ void narrow(bf16& to, float x) { to.bits = to_bf16(x); }
 __device__ __forceinline__ void narrow(fp16& to, float x) { to.bits = to_fp16(x); }
 
-union Lane {
+union PackedElements {
   Pack pack;
   ELEMENT elements[ELEMENTS];
-  __device__ Lane() {}
+  __device__ PackedElements() {}
 };
 
 __device__ __forceinline__ Wide widen(const Pack& pack) {
-  Lane lane;
-  lane.pack = pack;
+  PackedElements packed;
+  packed.pack = pack;
   Wide wide;
 #pragma unroll
-  for (int i = 0; i < ELEMENTS; ++i) wide.values[i] = widen(lane.elements[i]);
+  for (int i = 0; i < ELEMENTS; ++i) wide.values[i] = widen(packed.elements[i]);
   return wide;
 }
 
 __device__ __forceinline__ Pack narrow(const Wide& wide) {
-  Lane lane;
+  PackedElements packed;
 #pragma unroll
-  for (int i = 0; i < ELEMENTS; ++i) narrow(lane.elements[i], wide.values[i]);
-  return lane.pack;
+  for (int i = 0; i < ELEMENTS; ++i) narrow(packed.elements[i], wide.values[i]);
+  return packed.pack;
 }
 
 // NaN propagates, as in torch.maximum.
@@ -115,21 +129,21 @@ __device__ __forceinline__ Wide complete(Wide sum) {
 
 // The user's tensors begin and end anywhere: whole, aligned vectors take one access, others one for each element.
 __device__ __noinline__ Pack load_slowly(const char* from, int bytes) {
-  Lane lane;
+  PackedElements packed;
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) lane.pack.words[i] = 0;
+  for (int i = 0; i < WORDS; ++i) packed.pack.words[i] = 0;
 #pragma unroll
   for (int i = 0; i < ELEMENTS; ++i)
-    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) lane.elements[i] = ((const ELEMENT*)from)[i];
-  return lane.pack;
+    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) packed.elements[i] = ((const ELEMENT*)from)[i];
+  return packed.pack;
 }
 
 __device__ __noinline__ void store_slowly(char* to, Pack pack, int bytes) {
-  Lane lane;
-  lane.pack = pack;
+  PackedElements packed;
+  packed.pack = pack;
 #pragma unroll
   for (int i = 0; i < ELEMENTS; ++i)
-    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) ((ELEMENT*)to)[i] = lane.elements[i];
+    if ((int)((i + 1) * sizeof(ELEMENT)) <= bytes) ((ELEMENT*)to)[i] = packed.elements[i];
 }
 
 __device__ __forceinline__ Pack load(const char* from, int bytes) {
@@ -239,47 +253,49 @@ struct Wait {
 };
 
 // `flag` is the call's epoch in its upper half; the lower half distinguishes messages that share a place.
-__device__ __forceinline__ void put(char* message, u64 slot, const Pack& pack, u64 flag) {
+__device__ __forceinline__ void put(char* message, u64 vector, const Pack& pack, u64 flag) {
 #if PROTOCOL == LL
-  store_relaxed(message + slot * 16, (pack.words[0] & 0xffffffff) | (flag & 0xffffffff00000000),
+  store_relaxed(message + vector * 16, (pack.words[0] & 0xffffffff) | (flag & 0xffffffff00000000),
                  pack.words[0] >> 32 | flag << 32);
 #elif PROTOCOL == LL128
-  store_relaxed(message + slot * 16, pack.words[0], slot % 8 == 7 ? flag : pack.words[WORDS - 1]);
+  store_relaxed(message + vector * 16, pack.words[0], vector % 8 == 7 ? flag : pack.words[WORDS - 1]);
 #else
-  store_weak(message + slot * 16, pack.words[0], pack.words[WORDS - 1]);
+  store_weak(message + vector * 16, pack.words[0], pack.words[WORDS - 1]);
 #endif
 }
 
 // Reads a vector of a message; returns whether it has arrived (Simple: it has, since its flag was awaited before).
-__device__ __forceinline__ bool take(const char* message, u64 slot, Pack& pack, u64 flag) {
+__device__ __forceinline__ bool take(const char* message, u64 vector, Pack& pack, u64 flag) {
   u64 first, second;
-  load_relaxed(message + slot * 16, first, second);
+  load_relaxed(message + vector * 16, first, second);
 #if PROTOCOL == LL
   pack.words[0] = second << 32 | (first & 0xffffffff);
   return (u32)(first >> 32) == (u32)(flag >> 32) && (u32)(second >> 32) == (u32)flag;
 #else
   pack.words[0] = first;
   pack.words[WORDS - 1] = second;
-  return PROTOCOL == SIMPLE || slot % 8 != 7 || second == flag;
+  return PROTOCOL == SIMPLE || vector % 8 != 7 || second == flag;
 #endif
 }
 
-// Eight threads read a line, and one of them its flag: it must share what it knows.
-__device__ __forceinline__ bool everywhere(bool here) {
+// A vote of the warp by LL128, otherwise the thread's own predicate: whether the predicate holds in all threads. Eight
+// threads read a line, and one of them its flag: it must share what it knows.
+__device__ __forceinline__ bool warp_all(bool predicate) {
 #if PROTOCOL == LL128
-  return __all_sync(0xffffffffu, here);
+  return __all_sync(0xffffffffu, predicate);
 #else
-  return here;
+  return predicate;
 #endif
 }
 
-// Whether a message must not be put: a thread's message of LL by itself, a line of LL128 if one of the warp's
-// threads has given up. (Simple asks all of its block, at a barrier.)
-__device__ __forceinline__ bool anywhere(bool here) {
+// The same vote for whether the predicate holds in any thread: it decides whether a message must not be put, a thread's
+// message of LL by itself, a line of LL128 if one of the warp's threads has given up. (Simple asks all of its block, at a
+// barrier.)
+__device__ __forceinline__ bool warp_any(bool predicate) {
 #if PROTOCOL == LL128
-  return __any_sync(0xffffffffu, here);
+  return __any_sync(0xffffffffu, predicate);
 #else
-  return here;
+  return predicate;
 #endif
 }
 
@@ -300,9 +316,9 @@ __device__ __forceinline__ void await_flag(const u64* flag, u64 value, Wait& wai
   }
 }
 
-// The same for numbers of 64 bits, which never wrap around.
-__device__ __forceinline__ void await_tick(const u64* flag, u64 tick, Wait& wait, u32 level, u32 message) {
-  while (see_flag(flag) < tick && wait.again(level, message)) {
+// The same for epochs of 64 bits (of copy engines' pieces), which never wrap around.
+__device__ __forceinline__ void await_epoch(const u64* flag, u64 epoch, Wait& wait, u32 level, u32 message) {
+  while (see_flag(flag) < epoch && wait.again(level, message)) {
   }
 }
 

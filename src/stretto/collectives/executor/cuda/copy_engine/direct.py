@@ -10,7 +10,7 @@ Nothing is forwarded, so all copies are queued at the call's start, in as few co
 All-gather on 4 ranks, rank 0's streams:
 
     copy stream      to rank 1 (whole)   to rank 2 (whole)   to rank 3, part 0    part 1   part 2
-    caller's stream                   store from rank 3   store from rank 2    store from rank 1: part 0, 1, 2   finish
+    caller's stream                   store from rank 3   store from rank 2    store from rank 1: part 0, 1, 2   release
 
 A call that the mailboxes have no room for goes in rounds of this kind, one after another.
 """
@@ -85,18 +85,18 @@ class DirectCopyPlanner(CopyPlanner):
         queued = [(send, whole) for send in sends if send not in in_parts]
         queued += [(send, part) for part in parts for send in in_parts]
         empty = CopyStep(
-            begin=None,
-            begun="begun",
+            wait_for_peers=None,
+            peers_ready="peers ready",
             overwrites=None,
             kernel=None,
             done=None,
             copies=(),
             sent=None,
-            finish=None,
+            release_mailboxes=None,
             is_last=False,
         )
         send_step = empty._replace(
-            begin=self._begin(number, symmetric),
+            wait_for_peers=self._wait_for_peers(number, symmetric),
             copies=tuple(self._copy(send, part, number, layout, symmetric) for send, part in queued),
         )
         receive_steps = [
@@ -104,10 +104,10 @@ class DirectCopyPlanner(CopyPlanner):
             for receiver in self._receivers
             for part in (parts if receiver.in_parts else [whole])
         ]
-        end_step = empty._replace(finish=self._finish(number, last), is_last=number == last)
+        end_step = empty._replace(release_mailboxes=self._release_mailboxes(number, last), is_last=number == last)
         return [send_step, *receive_steps, end_step]
 
-    def _count_slots(self) -> int:
+    def _count_mailbox_sets(self) -> int:
         return 1
 
     def _load_kernels(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.collectives.executor.cuda.copy_engine.direct import DirectCopyPlanner, is_single_hop
 from stretto.collectives.executor.cuda.copy_engine.lowering import ZeroCopy, find_zero_copy, lower_to_copies
 from stretto.collectives.executor.cuda.copy_engine.planner import (
-    ENTERS,
+    ENTRY_FLAGS,
     ByteLayout,
     CopyPlanner,
     CopyStep,
@@ -45,9 +45,12 @@ from stretto.collectives.schedule import Schedule
 
 PROTOCOL = "Copy"
 _WAIT = ("state", "report", "failed", "limit", "kernel", "base", "index")
-BEGIN_PARAMETERS = (*_WAIT, "behind", "rank", "world", "done", "peers", "enters", "entered", "key")
-TELL_PARAMETERS = ("failed", "base", "index", "flag")
-FINISH_PARAMETERS = (*_WAIT, "is_last", "rank", "world", "peers", "done")
+WAIT_FOR_PEERS_PARAMETERS = (
+    *_WAIT,
+    *("num_mailbox_sets", "rank", "world", "release_flags", "peers", "entry_flags_offset", "entry_flags", "tensor_key"),
+)
+SIGNAL_ARRIVAL_PARAMETERS = ("failed", "base", "index", "flag")
+RELEASE_MAILBOXES_PARAMETERS = (*_WAIT, "is_last", "rank", "world", "peers", "release_flags_offset")
 _MAX_PLANS = 256  # of different sizes or symmetric tensors, that are kept
 
 
@@ -119,12 +122,12 @@ class CopyEngineExecutor:
 
     def _issue(self, step: CopyStep, streams: CopyStreams, buffers: tuple[int, int], *, is_first: bool) -> None:
         """Put a step's launches and copies on the streams, in order."""
-        if step.begin is not None:
-            step.begin.run(streams.handle("wait"))
-            streams.mark(step.begun, "wait")
-            streams.follow(step.begun, "copy")
+        if step.wait_for_peers is not None:
+            step.wait_for_peers.run(streams.handle("wait"))
+            streams.mark(step.peers_ready, "wait")
+            streams.follow(step.peers_ready, "copy")
             if is_first:  # no kernel holds multiprocessors, or reports a wait, while peers have yet to begin
-                streams.follow(step.begun, "caller")
+                streams.follow(step.peers_ready, "caller")
         if step.kernel is not None:
             if step.overwrites is not None:
                 streams.follow(step.overwrites, "caller")
@@ -137,13 +140,13 @@ class CopyEngineExecutor:
                 streams.copy(copy.target, buffers[copy.buffer] + copy.offset, copy.num_bytes, "copy")
             streams.mark("copied", "copy")
             streams.follow("copied", "flag")
-            copy.tell.run(streams.handle("flag"))
+            copy.signal_arrival.run(streams.handle("flag"))
         if step.sent is not None:
             streams.mark(step.sent, "copy")
-        if step.is_last:  # `finish` changes the base, which kernels of all streams have read by then
+        if step.is_last:  # `release_mailboxes` changes the base, which kernels of all streams have read by then
             streams.join()
-        if step.finish is not None:
-            step.finish.run(streams.handle("caller"))
+        if step.release_mailboxes is not None:
+            step.release_mailboxes.run(streams.handle("caller"))
 
     def _abort(self, streams: CopyStreams) -> None:
         """Refuse all further calls: the next one would take for its own what peers have sent for this one."""
@@ -198,15 +201,19 @@ class CopyEngineExecutor:
         }
         macros = write_macros(self._compiled, workspace.world_size, workspace.rank)
         source = macros + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
-        begin = workspace.load(source, list(BEGIN_PARAMETERS), "begin")
-        tell = workspace.load(source, list(TELL_PARAMETERS), "tell")
-        finish = workspace.load(source, list(FINISH_PARAMETERS), "finish")
-        for kernel, names in ((begin, BEGIN_PARAMETERS), (tell, TELL_PARAMETERS), (finish, FINISH_PARAMETERS)):
+        wait_for_peers = workspace.load(source, list(WAIT_FOR_PEERS_PARAMETERS), "wait_for_peers")
+        signal_arrival = workspace.load(source, list(SIGNAL_ARRIVAL_PARAMETERS), "signal_arrival")
+        release_mailboxes = workspace.load(source, list(RELEASE_MAILBOXES_PARAMETERS), "release_mailboxes")
+        for kernel, names in (
+            (wait_for_peers, WAIT_FOR_PEERS_PARAMETERS),
+            (signal_arrival, SIGNAL_ARRIVAL_PARAMETERS),
+            (release_mailboxes, RELEASE_MAILBOXES_PARAMETERS),
+        ):
             for name, value in self._fixed.items():
                 if name in names:
                     kernel.set(name, value)
-        begin.set("done", own_memory)
-        begin.set("enters", ENTERS)
-        begin.set("entered", own_memory + ENTERS)
-        finish.set("done", 0)
-        self._flag_kernels = FlagKernels(begin, tell, finish)
+        wait_for_peers.set("release_flags", own_memory)
+        wait_for_peers.set("entry_flags_offset", ENTRY_FLAGS)
+        wait_for_peers.set("entry_flags", own_memory + ENTRY_FLAGS)
+        release_mailboxes.set("release_flags_offset", 0)
+        self._flag_kernels = FlagKernels(wait_for_peers, signal_arrival, release_mailboxes)

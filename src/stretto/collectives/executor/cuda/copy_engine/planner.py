@@ -11,18 +11,18 @@ sends inputs, level 1 reduces them and sends the sums; the list is read from lef
 
     what each stream executes of it, from left to right:
 
-    wait stream  begin 0                                                        (and begin 3: waits for slot 0)
-    copy stream  send 0.0  send 1.0  send 0.1  send 2.0  send 1.1  send 2.1
-    flag stream       tell 0.0  tell 1.0  tell 0.1  tell 2.0  tell 1.1  tell 2.1
-    caller's                  kernel 0.1         kernel 1.1         kernel 2.1       finish 2
+    wait stream  wait 0                                                        (and wait 3: for mailbox set 0)
+    copy stream  send 0.0    send 1.0    send 0.1    send 2.0    send 1.1    send 2.1
+    flag stream          signal 0.0  signal 1.0  signal 0.1  signal 2.0  signal 1.1  signal 2.1
+    caller's                       kernel 0.1            kernel 1.1            kernel 2.1            release 2
 
-- `begin` (flags.cu) waits until peers have begun the call, and later until they have released the slot of mailboxes
-  that a piece uses again: pieces p and p + slots share a slot.
-- A send is a copy into a peer's mailbox, then `tell`, a kernel that puts the piece's number, its tick, into the
-  receiver's flag. It has a stream of its own: a copy of 4 bytes would queue behind all copies that wait for the same
-  engine.
+- `wait_for_peers` (flags.cu; "wait" above) waits until peers have begun the call, and later until they have released
+  the set of mailboxes that a piece uses again: pieces p and p + (number of sets) share a mailbox set.
+- A send is a copy into a peer's mailbox, then `signal_arrival` ("signal"), a kernel that puts the piece's number, its
+  epoch, into the receiver's flag. It has a stream of its own: a copy of 4 bytes would queue behind all copies that wait
+  for the same engine.
 - A level's kernel waits for its messages' flags, reduces and stores.
-- `finish` tells the peers that this rank is done with the piece's slot.
+- `release_mailboxes` ("release") tells the peers that this rank is done with the piece's mailbox set.
 """
 
 from abc import ABC, abstractmethod
@@ -44,15 +44,15 @@ from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
 
 MAX_PARTS = 16  # of a message: with pieces as `split_into_pieces` makes them, enough for any memory
-SLOTS = 3  # the pieces that a peer may be ahead by
+MIN_MAILBOX_SETS = 3  # of a pipelined call: the pieces that a peer may be ahead by
 LARGEST_PIECE = 64 << 20  # bytes of a chunk, where the memory suffices: the larger, the nearer to a link's speed
 PIECE_SHARE = 3 / 4  # of the bytes that are left, which a piece takes
 SMALLEST_PIECE = 4 << 20  # about the size of the last piece: nothing hides the work after its messages
-ENTERS = 8 << 10
+ENTRY_FLAGS = 8 << 10
 FLAGS = 16 << 10
 HEAD = 256 << 10
-"""Bytes before the mailboxes: the last piece that each peer is done with, 64 bits a rank; from ENTERS on the call that
-each has begun; and from FLAGS on a flag for each message, or part of one."""
+"""Bytes before the mailboxes: the last piece that each peer is done with, 64 bits a rank; from ENTRY_FLAGS on the
+call that each has begun; and from FLAGS on a flag for each message, or part of one."""
 KERNEL_BLOCKS = 64
 
 
@@ -90,41 +90,42 @@ class KernelLaunch(NamedTuple):
 
 
 class PeerCopy(NamedTuple):
-    """A copy to a peer: from an offset in the input (buffer 0) or output (1) to an address; then `tell` signals it."""
+    """A copy to a peer, from an offset in the input (buffer 0) or output (1) to an address, and its signal after it."""
 
     buffer: int
     offset: int
     num_bytes: int
     target: int
-    tell: KernelLaunch
+    signal_arrival: KernelLaunch
 
 
 class CopyStep(NamedTuple):
     """What is issued together, in the order of the fields. Events order the streams; their names identify them.
 
-    begin: launched on the wait stream, and recorded as the event `begun`, which the copies wait for. kernel: runs on
-    the caller's stream, after the event `overwrites` where it writes over chunks that are being sent; `done` is
-    recorded after it, if copies need its result. copies: go on the copy stream; `sent` is recorded after them, if a
-    later kernel writes over what they send. finish: runs on the caller's stream; is_last: it ends the call.
+    wait_for_peers: launched on the wait stream, and recorded as the event `peers_ready`, which the copies wait for.
+    kernel: runs on the caller's stream, after the event `overwrites` where it writes over chunks that are being sent;
+    `done` is recorded after it, if copies need its result. copies: go on the copy stream; `sent` is recorded after
+    them, if a later kernel writes over what they send. release_mailboxes: runs on the caller's stream; is_last: it ends
+    the call.
     """
 
-    begin: KernelLaunch | None
-    begun: Hashable
+    wait_for_peers: KernelLaunch | None
+    peers_ready: Hashable
     overwrites: Hashable
     kernel: KernelLaunch | None
     done: Hashable
     copies: tuple[PeerCopy, ...]
     sent: Hashable
-    finish: KernelLaunch | None
+    release_mailboxes: KernelLaunch | None
     is_last: bool
 
 
 class FlagKernels(NamedTuple):
     """The kernels of flags.cu, which wait for peers and signal to them."""
 
-    begin: Launchable
-    tell: Launchable
-    finish: Launchable
+    wait_for_peers: Launchable
+    signal_arrival: Launchable
+    release_mailboxes: Launchable
 
 
 def split_into_pieces(size: int, largest: int, share: float = PIECE_SHARE) -> tuple[tuple[int, int], ...]:
@@ -148,13 +149,13 @@ def require_copyable(fused: FusedProgram, name: str) -> None:
     """Raise ValueError for a schedule that copy engines cannot run, before the group allocates memory for it."""
     for program in fused.ranks:
         lower_to_copies(program, name, {})
-    if FLAGS + 8 * max(count_slots(fused), MAX_PARTS) * fused.mailboxes > HEAD:
+    if FLAGS + 8 * max(count_mailbox_sets(fused), MAX_PARTS) * fused.mailboxes > HEAD:
         raise ValueError(f"{name} has {fused.mailboxes} messages to a rank: there are no flags for these")
 
 
-def count_slots(fused: FusedProgram) -> int:
-    """The slots of mailboxes of a pipelined call: one more than its levels."""
-    return max(SLOTS, fused.levels + 2)
+def count_mailbox_sets(fused: FusedProgram) -> int:
+    """The mailbox sets of a pipelined call: one more than its levels."""
+    return max(MIN_MAILBOX_SETS, fused.num_hops + 2)
 
 
 class CopyPlanner(ABC):
@@ -180,9 +181,9 @@ class CopyPlanner(ABC):
         self._workspace, self._area, self._variant = workspace, workspace.copy_area(), variant
         self._block_chunks, self._mailboxes, self._flag_kernels = block_chunks, fused.mailboxes, flag_kernels
         self._fixed = fixed
-        self._slots = self._count_slots()
-        room = (self._area.size - HEAD) // max(self._slots * self._mailboxes, 1) // 256 * 256
-        self._largest = min(LARGEST_PIECE, room) if self._slots > 1 else room  # the largest piece: a round takes all
+        self._num_mailbox_sets = sets = self._count_mailbox_sets()
+        room = (self._area.size - HEAD) // max(sets * self._mailboxes, 1) // 256 * 256
+        self._largest = min(LARGEST_PIECE, room) if sets > 1 else room  # the largest piece: a round takes all
         # Messages that nobody reduces or moves need no pieces.
         self._is_whole = len(zero_copy) == sum(program.mailboxes for program in fused.ranks)
         self.kernels: list[Launchable | None] = []
@@ -193,8 +194,8 @@ class CopyPlanner(ABC):
         """The steps of a call. symmetric: the tensor that zero-copy messages go into, None if there are none."""
 
     @abstractmethod
-    def _count_slots(self) -> int:
-        """How many sets of mailboxes there are."""
+    def _count_mailbox_sets(self) -> int:
+        """How many mailbox sets there are."""
 
     @abstractmethod
     def _load_kernels(self) -> None:
@@ -210,27 +211,28 @@ class CopyPlanner(ABC):
         kernel.set("stride", self._largest)
         return kernel
 
-    def _begin(self, piece: int, symmetric: SymmetricView | None) -> KernelLaunch | None:
-        """The wait before a piece; None where its slot was free before: the first piece waits for all that have one."""
-        if 0 < piece < self._slots:
+    def _wait_for_peers(self, piece: int, symmetric: SymmetricView | None) -> KernelLaunch | None:
+        """The wait before a piece; None where its mailbox set was free: the first piece waits for all that have one."""
+        if 0 < piece < self._num_mailbox_sets:
             return None
         key = 0 if symmetric is None else symmetric.key
-        values = (("index", piece), ("key", key), ("behind", self._slots))
-        return KernelLaunch(self._flag_kernels.begin, 1, 32, values)
+        values = (("index", piece), ("tensor_key", key), ("num_mailbox_sets", self._num_mailbox_sets))
+        return KernelLaunch(self._flag_kernels.wait_for_peers, 1, 32, values)
 
-    def _finish(self, piece: int, last: int) -> KernelLaunch | None:
-        """The release of a piece's slot; None where nobody waits for it."""
-        if last - self._slots < piece < last:
+    def _release_mailboxes(self, piece: int, last: int) -> KernelLaunch | None:
+        """The release of a piece's mailbox set; None where nobody waits for it."""
+        if last - self._num_mailbox_sets < piece < last:
             return None
         values = (("index", piece), ("is_last", int(piece == last)))
-        return KernelLaunch(self._flag_kernels.finish, 1, 32, values)
+        return KernelLaunch(self._flag_kernels.release_mailboxes, 1, 32, values)
 
     def _compute(
         self, kernel: Launchable | None, level: Level, part: ChunkSlice, piece: int, layout: ByteLayout
     ) -> KernelLaunch:
         """The launch of a level's kernel on a slice of the chunks."""
         assert kernel is not None
-        mailboxes, own_memory = piece % self._slots * self._mailboxes, self._area.addresses[self._workspace.rank]
+        own_memory = self._area.addresses[self._workspace.rank]
+        mailboxes = piece % self._num_mailbox_sets * self._mailboxes
         vectors = -(-part.size // 16)
         values = (
             ("mail", own_memory + HEAD + mailboxes * self._largest + part.mailbox_offset),
@@ -239,7 +241,7 @@ class CopyPlanner(ABC):
             ("block_bytes", layout.block),
             ("chunk_bytes", layout.chunk),
             ("begin", part.begin),
-            ("slots", vectors),
+            ("num_vectors", vectors),
         )
         # Half of the multiprocessors at most: the kernels that signal what they wait for need a place, too.
         half = max(self._workspace.multiprocessors // 2, 1)
@@ -251,7 +253,7 @@ class CopyPlanner(ABC):
         self, send: OutgoingChunk, part: ChunkSlice, piece: int, layout: ByteLayout, symmetric: SymmetricView | None
     ) -> PeerCopy:
         """The copy of a slice of a message, into the peer's mailbox or its tensor."""
-        mailbox = piece % self._slots * self._mailboxes + send.message
+        mailbox = piece % self._num_mailbox_sets * self._mailboxes + send.message
         peer = self._area.addresses[send.peer]
         target = peer + HEAD + mailbox * self._largest + part.mailbox_offset
         flag = peer + FLAGS + 8 * (mailbox + part.part * self._mailboxes)
@@ -265,7 +267,7 @@ class CopyPlanner(ABC):
             offset=self._find(send.place, layout) + part.begin,
             num_bytes=min(max(end - part.begin, 0), part.size),
             target=target,
-            tell=KernelLaunch(self._flag_kernels.tell, 1, 32, (("index", piece), ("flag", flag))),
+            signal_arrival=KernelLaunch(self._flag_kernels.signal_arrival, 1, 32, (("index", piece), ("flag", flag))),
         )
 
     def _length(self, place: ChunkPlace, layout: ByteLayout) -> int:
@@ -293,8 +295,8 @@ class PipelinedCopyPlanner(CopyPlanner):
             for piece, level in order_pieces(len(pieces), depth)
         )
 
-    def _count_slots(self) -> int:
-        return count_slots(self._fused)
+    def _count_mailbox_sets(self) -> int:
+        return count_mailbox_sets(self._fused)
 
     def _load_kernels(self) -> None:
         for number, level in enumerate(self._levels):
@@ -311,20 +313,20 @@ class PipelinedCopyPlanner(CopyPlanner):
     ) -> CopyStep:
         """Level `number` of a piece; a rank may have fewer levels than the deepest of all."""
         level = self._levels[number] if number < len(self._levels) else CopyLevel(None, (), ())
-        slot, last, is_end = piece % self._slots, len(pieces) - 1, number == depth - 1
+        mailbox_set, last, is_end = piece % self._num_mailbox_sets, len(pieces) - 1, number == depth - 1
         sends = order_by_distance(level.sends, self._workspace.rank, self._workspace.world_size)
         kernel = None
         if level.kernel is not None:
             kernel = self._compute(self.kernels[number], level.kernel, pieces[piece], piece, layout)
         return CopyStep(
-            begin=self._begin(piece, symmetric) if number == 0 else None,
-            begun=("begun", slot),
-            overwrites=("sent", slot, number - 1) if number in self._overwriting else None,
+            wait_for_peers=self._wait_for_peers(piece, symmetric) if number == 0 else None,
+            peers_ready=("peers ready", mailbox_set),
+            overwrites=("sent", mailbox_set, number - 1) if number in self._overwriting else None,
             kernel=kernel,
-            done=("done", slot, number) if any(send.needs_kernel for send in sends) else None,
+            done=("done", mailbox_set, number) if any(send.needs_kernel for send in sends) else None,
             copies=tuple(self._copy(send, pieces[piece], piece, layout, symmetric) for send in sends),
-            sent=("sent", slot, number) if number + 1 in self._overwriting else None,
-            finish=self._finish(piece, last) if is_end else None,
+            sent=("sent", mailbox_set, number) if number + 1 in self._overwriting else None,
+            release_mailboxes=self._release_mailboxes(piece, last) if is_end else None,
             is_last=is_end and piece == last,
         )
 

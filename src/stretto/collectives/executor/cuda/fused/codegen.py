@@ -33,7 +33,7 @@ PARAMETERS = (
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
     ("u64", "begin"),  # where in each chunk the piece of this launch begins, in bytes
-    ("u64", "slots"),  # the vectors of the piece, each 16 bytes of a mailbox
+    ("u64", "num_vectors"),  # the vectors of the piece, each 16 bytes of a mailbox
 )
 
 LEVEL_PARAMETERS = (
@@ -46,13 +46,13 @@ LEVEL_PARAMETERS = (
     ("u64", "kernel"),
     ("const u64*", "base"),  # the number of pieces of all calls before this one
     ("u64", "index"),  # which piece of this call it is
-    ("char*", "mail"),  # the mailboxes of the piece's slot
+    ("char*", "mail"),  # the piece's mailbox set
     ("u64*", "flags"),  # and their flags
     ("u64", "stride"),
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
     ("u64", "begin"),
-    ("u64", "slots"),
+    ("u64", "num_vectors"),
 )
 
 
@@ -102,7 +102,7 @@ class _Writer:
     def __init__(self, fused: FusedProgram, program: FusedRankProgram, block_chunks: int, variant: Variant) -> None:
         self.program = program
         self.world = fused.collective.ranks
-        self.meets = fused.meets
+        self.has_implicit_barrier = fused.has_implicit_barrier
         self.in_place = fused.collective.in_place
         self.block_chunks = block_chunks
         self.most_threads = most_threads(fused, variant)
@@ -119,7 +119,7 @@ class _Writer:
         yield "  const u64 flag = (u64)epoch << 32 | epoch;"
         yield "  const u64 side = (epoch & 1) * half, mail = side + region;"
         yield "  Wait wait(state, report, failed, limit, kernel, epoch);"
-        if not self.meets:
+        if not self.has_implicit_barrier:
             yield from self._send_tokens()
         yield "  u32 turn = 0;"
         yield from self._each_vector()
@@ -128,7 +128,7 @@ class _Writer:
             yield f"    // level {number}"
             yield from self._level(number, level)
         yield "  }"
-        if not self.meets:
+        if not self.has_implicit_barrier:
             yield from self._await_tokens()
         yield f"  end_call(state, epoch, peer_{self.program.rank} + side, half, wait);"
         yield "}"
@@ -136,16 +136,16 @@ class _Writer:
     def _each_vector(self) -> Iterator[str]:
         """The head of the loop over this thread's vectors."""
         yield "  const u64 span = (u64)gridDim.x * blockDim.x * UNROLL;"
-        yield "  for (u64 start = (u64)blockIdx.x * blockDim.x * UNROLL; start < slots; start += span) {"
-        yield "    u64 slot[UNROLL], at[UNROLL]; int width[UNROLL];"
+        yield "  for (u64 start = (u64)blockIdx.x * blockDim.x * UNROLL; start < num_vectors; start += span) {"
+        yield "    u64 vector[UNROLL], at[UNROLL]; int width[UNROLL];"
         yield "    EACH {"  # memory behind a piece belongs to the next piece
-        yield "      slot[u] = start + u * blockDim.x + threadIdx.x;"
+        yield "      vector[u] = start + u * blockDim.x + threadIdx.x;"
         if self.is_line:
-            yield "      at[u] = begin + slot[u] / 8 * 120 + slot[u] % 8 * 16;"
-            yield "      width[u] = slot[u] >= slots ? 0 : slot[u] % 8 == 7 ? 8 : 16;"
+            yield "      at[u] = begin + vector[u] / 8 * 120 + vector[u] % 8 * 16;"
+            yield "      width[u] = vector[u] >= num_vectors ? 0 : vector[u] % 8 == 7 ? 8 : 16;"
         else:
-            yield "      at[u] = begin + slot[u] * PACK_BYTES;"
-            yield "      width[u] = slot[u] < slots ? PACK_BYTES : 0;"
+            yield "      at[u] = begin + vector[u] * PACK_BYTES;"
+            yield "      width[u] = vector[u] < num_vectors ? PACK_BYTES : 0;"
         yield "    }"
 
     def _level(self, number: int, level: Level) -> Iterator[str]:
@@ -164,11 +164,14 @@ class _Writer:
             yield "    }"
         if level.sends:
             # A value whose message never arrived is not sent on.
-            yield f"    const bool keeps_{number} = anywhere(wait.is_given_up);"
+            yield f"    const bool keeps_{number} = warp_any(wait.is_given_up);"
             yield "    converge();"
         for send in level.sends:
             mailbox = self._mailbox(send.peer, send.message)
-            yield (f"    EACH if (slot[u] < slots && !keeps_{number}) put({mailbox}, slot[u], v{send.value}[u], flag);")
+            yield (
+                f"    EACH if (vector[u] < num_vectors && !keeps_{number}) "
+                f"put({mailbox}, vector[u], v{send.value}[u], flag);"
+            )
         if self.is_simple and level.sends:
             yield "    wait.is_given_up = __syncthreads_or(wait.is_given_up);"
             for thread, send in enumerate(level.sends):
@@ -199,10 +202,10 @@ class _Writer:
         for receive in level.receives:
             mailbox = self._mailbox(self.program.rank, receive.message)
             yield (
-                f"      EACH if (slot[u] < slots && !take({mailbox}, slot[u], v{receive.value}[u], flag)) "
+                f"      EACH if (vector[u] < num_vectors && !take({mailbox}, vector[u], v{receive.value}[u], flag)) "
                 f"{{ has_come = false; missing = {receive.message}; }}"
             )
-        yield f"      if (everywhere(has_come || !wait.again({number}, missing))) break;"
+        yield f"      if (warp_all(has_come || !wait.again({number}, missing))) break;"
         yield "    }"
 
     def _send_tokens(self) -> Iterator[str]:
@@ -245,17 +248,17 @@ class _Writer:
 
 
 class _LevelWriter(_Writer):
-    """Writes the kernel of one level. A message has arrived once its flag has reached the piece's tick."""
+    """Writes the kernel of one level. A message has arrived once its flag has reached the piece's epoch."""
 
     def level_kernel(self, number: int, level: Level, awaits: Sequence[ReceiveChunk]) -> Iterator[str]:
         parameters = ", ".join(f"{kind} {name}" for kind, name in LEVEL_PARAMETERS)
         yield f'extern "C" __global__ void __launch_bounds__({MAX_THREADS}) run({parameters}) {{'
-        yield "  const u64 tick = *base + index + 1;"
-        yield "  Wait wait(state, report, failed, limit, kernel, (u32)tick);"
+        yield "  const u64 epoch = *base + index + 1;"
+        yield "  Wait wait(state, report, failed, limit, kernel, (u32)epoch);"
         for thread, receive in enumerate((*level.receives, *awaits)):
             yield (
                 f"  if (threadIdx.x == {thread % MAX_THREADS}) "
-                f"await_tick(flags + {receive.message}, tick, wait, {number}, {receive.message});"
+                f"await_epoch(flags + {receive.message}, epoch, wait, {number}, {receive.message});"
             )
         yield "  __syncthreads();"
         if level.operations:
@@ -270,4 +273,4 @@ class _LevelWriter(_Writer):
         yield f"    Pack {names};"
         for receive in level.receives:
             mailbox = f"mail + {receive.message} * stride"
-            yield f"    EACH if (slot[u] < slots) take({mailbox}, slot[u], v{receive.value}[u], 0);"
+            yield f"    EACH if (vector[u] < num_vectors) take({mailbox}, vector[u], v{receive.value}[u], 0);"

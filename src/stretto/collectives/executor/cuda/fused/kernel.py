@@ -86,9 +86,9 @@ class FusedScheduleKernel:
             self._current = plan
         function.set("input", input.data_ptr())
         function.set("output", input.data_ptr() if output is None else output.data_ptr())
-        for begin, slots, blocks in plan.pieces:
+        for begin, num_vectors, blocks in plan.pieces:
             function.set("begin", begin)
-            function.set("slots", slots)
+            function.set("num_vectors", num_vectors)
             function.launch(blocks, plan.threads)
 
     def tune(self, threads: int | None, max_blocks: int) -> None:
@@ -117,39 +117,39 @@ class FusedScheduleKernel:
     def _plan(self, sizes: tuple[int | None, int | None]) -> "_Launches":
         layout = find_aligned_layout(self.collective, sizes, self._itemsize, needs_even=self.needs_even)
         chunk_bytes = layout.chunk_elements * self._itemsize
-        slots = self._slots(chunk_bytes)
+        num_vectors = self._count_vectors(chunk_bytes)
         # A piece is whole warps of vectors, so that it is also whole lines of LL128 and a multiple of any element.
         most = self._capacity // (16 * max(self.fused.mailboxes, 1)) // 32 * 32
         if most == 0:
             raise ValueError(f"{self.name} has {self.fused.mailboxes} messages to a rank: there is no memory for these")
-        threads = self.threads or self._choose_threads(min(slots, most))
+        threads = self.threads or self._choose_threads(min(num_vectors, most))
         pieces = []
         # Without data there is no launch: no rank would wait in it, and waiting is what keeps the ranks together.
-        for start in range(0, slots, most):
-            here = min(most, slots - start)
+        for start in range(0, num_vectors, most):
+            here = min(most, num_vectors - start)
             blocks = min(-(-here // (threads * self.variant.unroll)), self.max_blocks)
             pieces.append((start * DATA_BYTES[self.variant.protocol], here, blocks))
         parameters = {
             "block_bytes": layout.block_elements * self._itemsize,
             "chunk_bytes": chunk_bytes,
-            "stride": 16 * min(slots, most),
+            "stride": 16 * min(num_vectors, most),
         }
         if len(self._plans) == MAX_PLANS:
             self._plans.clear()
         plan = self._plans[sizes] = _Launches(tuple(parameters.items()), threads, tuple(pieces))
         return plan
 
-    def _choose_threads(self, slots: int) -> int:
+    def _choose_threads(self, num_vectors: int) -> int:
         """The fewest threads with which the allowed blocks get equal shares, in as few rounds as possible.
 
         A last round of a few blocks takes as long as a full one, and more blocks spread the waiting better than larger
         blocks.
         """
-        vectors = -(-slots // self.variant.unroll)
-        rounds = max(-(-vectors // (self.max_blocks * self._most_threads)), 1)
-        return -(-max(vectors, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
+        turns = -(-num_vectors // self.variant.unroll)
+        rounds = max(-(-turns // (self.max_blocks * self._most_threads)), 1)
+        return -(-max(turns, 1) // (self.max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
 
-    def _slots(self, chunk_bytes: int) -> int:
+    def _count_vectors(self, chunk_bytes: int) -> int:
         """The vectors of 16 bytes that a chunk takes in a mailbox."""
         if self.variant.protocol == "LL128":
             lines = -(-chunk_bytes // 120)

@@ -7,7 +7,7 @@ ranks have to be awaited.
 
 Operations fall into levels by the messages that they need: level 0 needs none, level n one that was sent in level
 n - 1. All ranks go through the levels in order, so a receive waits only for sends of an earlier level, and no wait can
-last for ever. Every message has a mailbox of its own, so no send waits for a free slot. Two-shot all-reduce, 2 ranks:
+last for ever. Every message has a mailbox of its own, so no send has to wait. Two-shot all-reduce, 2 ranks:
 
                level 0             level 1                          level 2
              |                   |                                |
@@ -23,7 +23,7 @@ The passes are functions over one immutable list of operations, in an order in w
 
     schedule --_trace--> operations --_sum_inputs--> which input chunks each value is the sum of
                                     --_find_levels--> the level in which each value is there
-                                    --_all_meet--> whether the messages alone keep calls apart
+                                    --_has_implicit_barrier--> whether the messages alone keep calls apart
                                     --_find_sent_sums, _replicas_agree--> which sums are rounded
                                     --_assemble--> one rank's program, level by level
 """
@@ -124,11 +124,14 @@ class FusedRankProgram:
 
 @dataclass(frozen=True)
 class FusedProgram:
-    """All ranks' programs. meets: whether, by the messages alone, no rank can end before all have begun."""
+    """All ranks' programs.
+
+    has_implicit_barrier: whether, by the messages alone, no rank can end before all have begun.
+    """
 
     collective: Collective
     ranks: tuple[FusedRankProgram, ...]
-    meets: bool
+    has_implicit_barrier: bool
 
     @property
     def mailboxes(self) -> int:
@@ -136,8 +139,8 @@ class FusedProgram:
         return max(program.mailboxes for program in self.ranks)
 
     @property
-    def levels(self) -> int:
-        """The messages, one upon another, that the collective waits for."""
+    def num_hops(self) -> int:
+        """The most messages in a chain in which each needs the one before it: the deepest rank's levels less one."""
         return max(len(program.levels) for program in self.ranks) - 1
 
 
@@ -155,7 +158,7 @@ def lower_to_fused_program(schedule: Schedule, *, in_place: bool) -> FusedProgra
             _assemble(schedule.name, collective, rank, trace, inputs, levels, None if rounds_all else sent_sums)
             for rank in range(collective.ranks)
         ),
-        _all_meet(trace, levels, collective.ranks),
+        _has_implicit_barrier(trace, levels, collective.ranks),
     )
 
 
@@ -330,7 +333,7 @@ def _find_levels(trace: _Trace) -> dict[Value, int]:
     return found
 
 
-def _all_meet(trace: _Trace, levels: Mapping[Value, int], ranks: int) -> bool:
+def _has_implicit_barrier(trace: _Trace, levels: Mapping[Value, int], ranks: int) -> bool:
     """Whether each rank knows at its end, from the messages that it has received, that all ranks have begun.
 
     A message shows that its sender has begun, and all ranks of which the sender knew it by the level of the send. A
