@@ -22,6 +22,7 @@ RENAMED = {
     ("stretto.collectives.selection", "Way"): "AlgorithmChoice",
     ("stretto.collectives.selection", "default_way"): "default_choice",
     ("stretto.collectives.selection", "find_ways"): "find_choices",
+    ("stretto.tiles", "open_lane"): "open_side_stream",
     ("stretto.tuning", "Store"): "TuningStore",
 }
 

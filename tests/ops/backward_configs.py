@@ -15,7 +15,7 @@ def push_by_copies() -> Iterator[None]:
     choose = backward.choose_backward_config
 
     def choose_copies(block_bytes: int, device: torch.device) -> BackwardConfig:
-        return choose(block_bytes, device)._replace(pushes=0)
+        return choose(block_bytes, device)._replace(push_programs=0)
 
     backward.choose_backward_config = choose_copies  # type: ignore[assignment]
     try:

@@ -115,7 +115,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], stream_k.split_last_round.__wrapped__
+    more, deal = [], stream_k.split_last_wave.__wrapped__
 
     def see(count, *arguments):
         dealt = deal(count, *arguments)
@@ -124,8 +124,8 @@ def share(what, shape, plan):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_k, "_FIX_UP_STEPS", 1)  # so that it is worth it for few steps
-        patch.setattr(stream_k, "split_last_round", see)
-        patch.setattr(scatter_module, "split_last_round", see)
+        patch.setattr(stream_k, "split_last_wave", see)
+        patch.setattr(scatter_module, "split_last_wave", see)
         result = globals()[what](shape, torch.bfloat16, False, True, plan)
     return max(more), *result
 

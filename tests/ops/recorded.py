@@ -279,7 +279,7 @@ def main(seed: int, calls: int) -> None:
             run_look_up(kind)
             return
         for workspace in workspaces.values():
-            object.__setattr__(workspace, "turns", itertools.cycle([number % 2]))
+            object.__setattr__(workspace, "slot_cycle", itertools.cycle([number % 2]))
         run_call(make_call(kind), workspaces)
 
     rng, found, wrong = random.Random(seed), 0, []

@@ -184,7 +184,7 @@ OPERATORS = {
     "copied": "matmul_reduce_scatter",
 }
 LARGE = ["gather", "scatter", "copied"]
-SHARED = StreamK(132, 16, 8, torch.empty(1), WORDS)  # of the last round's tiles, in halves
+SHARED = StreamK(132, 16, 8, torch.empty(1), WORDS)  # of the last wave's tiles, in halves
 LOOPS = {
     "gather": 2,
     "scatter": 1,

@@ -63,7 +63,7 @@ def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan
 @pytest.mark.parametrize(
     ("ranks", "shape"), [(2, (32, 64, 264)), (4, (30, 20, 296)), (2, (19, 33, 267)), (2, (30, 32, 480))]
 )
-def test_tiles_of_the_last_round_are_shared_by_steps_over_k(interpret, ranks, shape, plan):
+def test_tiles_of_the_last_wave_are_shared_by_steps_over_k(interpret, ranks, shape, plan):
     """By three programs: the fourth of four tiles, with odd sizes as well; or two tiles, each in three parts."""
     what = "multiply_and_scatter" if plan == "tiles" else "gather_and_multiply"
     shared = interpret(ranks, "share", what, shape, plan)

@@ -237,7 +237,7 @@ def _launch_by_copies(
     block_channel = workspace.channel
     world = block_channel.world_size
     producer, consumer = map_rows(rows, world, config, k * x.element_size())
-    slot = next(workspace.turns)
+    slot = next(workspace.slot_cycle)
     offset = slot * workspace.slot_bytes
     gathered = block_channel.tensor((rows * world, k), x.dtype, offset=offset)
     own_scales = None if scales is None else scales.rows.contiguous()

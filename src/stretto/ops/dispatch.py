@@ -76,7 +76,7 @@ def define_operator(
     autograd: Autograd | None = None,
     tensors: slice = slice(3),
 ) -> Callable[..., Any]:
-    """Register the operator `stretto::name`; returns the function that calls it by the shortest way.
+    """Register the operator `stretto::name`; returns the function that calls it, by the eager fast path where it can.
 
     run: the implementation, whose annotations make the schema; autocast is off inside of it, since an operator's dtype
     is its operands'. fake: checks the arguments and returns empty outputs. count_flops: takes the arguments, tensors as
@@ -423,7 +423,9 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
 def _read_times(device: torch.device) -> dict[str, dict[str, float]]:
     """{problem: {encoded configuration: seconds}} of this machine, without entries that this version cannot read."""
     times = autotuner(device).read()
-    return {problem: {config.encode(): second for config, second in of.items()} for problem, of in times.items()}
+    return {
+        problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in times.items()
+    }
 
 
 def find_machine(x: Tensor, weight: Tensor) -> Machine:

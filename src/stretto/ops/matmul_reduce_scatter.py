@@ -30,7 +30,7 @@ from stretto.ops.dispatch import (
     save_operands,
 )
 from stretto.ops.gemm.config import LIBRARY, Blocks, KernelConfig, divide_up, encode_implementation, limit_waiting
-from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_round
+from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_wave
 from stretto.ops.gemm.tile import (
     Gemm,
     Scales,
@@ -218,7 +218,7 @@ def launch_scatter(
         launch_scatter_by_copies(config, x, weight, bias, out, dtype, group, world, scales)
         return
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
-    stream_k, units = split_last_round(count, x.shape[1], blocks)
+    stream_k, units = split_last_wave(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "double_buffered" if size <= TWO_SLOTS_BYTES else "barrier")
     workspace.channel.check()

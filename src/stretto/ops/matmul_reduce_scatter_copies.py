@@ -36,7 +36,7 @@ from stretto.ops.workspace import CHANNELS, abandon, count_bytes, find_workspace
 
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
-_ADDING = 1  # the number of the side stream of sums
+_ADDING = 1  # the index of the side stream of sums
 
 
 @lru_cache(maxsize=4096)
@@ -74,8 +74,8 @@ def launch_scatter_by_copies(
         call.multiply()
         with tiles.copy_engine(channel, opens=False):
             call.push()
-            tiles.open_lane(channel, _ADDING)
-        with tiles.copy_engine(channel, lane=_ADDING, opens=False):
+            tiles.open_side_stream(channel, _ADDING)
+        with tiles.copy_engine(channel, stream_index=_ADDING, opens=False):
             for piece in call.schedule.adds:
                 tiles.rank_await_count(call.counters, piece.counter, piece.target)
                 call.add(piece.start, piece.stop)
@@ -85,15 +85,15 @@ def launch_scatter_by_copies(
         raise
     finally:  # also after a failed launch: the next call's copies must come after these
         tiles.join_copies(channel)
-    if added < call.count:
-        call.add(added, call.count)
+    if added < call.tiles_per_owner:
+        call.add(added, call.tiles_per_owner)
 
 
 class _CopyEngineScatter:
     """One call: its operands and sizes, and its steps, which `launch_scatter_by_copies` puts on streams.
 
-    count: tiles of an owner. partials: what the kernel stores and counts, tiles [world * count, block_m, block_n] by
-    owner in the schedule's order. received_at: offset of the buffer that peers push to, in bytes.
+    partials: what the kernel stores and counts, tiles [world * tiles_per_owner, block_m, block_n] by owner in the
+    schedule's order. received_at: offset of the buffer that peers push to, in bytes.
     """
 
     begun: tiles.Channel
@@ -114,15 +114,15 @@ class _CopyEngineScatter:
         self.config, self.blocks, self.world = config, config.blocks, world
         self.bias, self.out, (rows, n) = bias, out, out.shape
         sizes = self.blocks.m, self.blocks.n
-        self.count = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
-        size = count_bytes((world - 1) * self.count, *sizes, dtype=dtype)
+        self.tiles_per_owner = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
+        size = count_bytes((world - 1) * self.tiles_per_owner, *sizes, dtype=dtype)
         workspace = find_workspace(group, x.device, size, "copy_engine")
-        self.channel, slot = workspace.channel, next(workspace.turns)
+        self.channel, slot = workspace.channel, next(workspace.slot_cycle)
         self.slot = slot if workspace.slots == 2 else None
         self.received_at = slot * workspace.slot_bytes
-        self.pieces = size_pieces(self.count, count_bytes(*sizes, dtype=dtype), config)
+        self.pieces = size_pieces(self.tiles_per_owner, count_bytes(*sizes, dtype=dtype), config)
         self.counters = workspace.arrivals
-        self.partials = torch.empty(world * self.count, *sizes, dtype=dtype, device=x.device)
+        self.partials = torch.empty(world * self.tiles_per_owner, *sizes, dtype=dtype, device=x.device)
         self.gemm, self.a, self.b, _ = describe_gemm(x, weight, None, self.blocks, scales=scales)
         parts = count_store_parts(self.blocks, x.element_size(), dtype.itemsize)
         self.target: Any = self.partials
@@ -130,9 +130,9 @@ class _CopyEngineScatter:
             self.gemm = self.gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
             self.target = describe_matrix(self.partials.view(-1, sizes[1]), (sizes[0], sizes[1] // parts))
         self.key = dtype, specialization_key(config, x, weight, self.gemm, bias, out)
-        self.programs = min(self.blocks.programs, world * self.count)
+        self.programs = min(self.blocks.programs, world * self.tiles_per_owner)
         rank, is_shifted = self.channel.rank, config.is_shifted
-        self.schedule = schedule_copies(rank, world, self.count, self.programs, self.pieces, is_shifted)
+        self.schedule = schedule_copies(rank, world, self.tiles_per_owner, self.programs, self.pieces, is_shifted)
 
     def begin(self) -> None:
         """Begin the call; from then on peers may push to the receive buffer."""
@@ -158,8 +158,8 @@ class _CopyEngineScatter:
         In the order in which they are multiplied, on one stream: several copies at once are slower.
         """
         rank = self.channel.rank
-        for owner, position, pieces in self.schedule.pushes:
-            here, there = position * self.count, find_place(rank, owner, self.world) * self.count
+        for owner, position, pieces in self.schedule.push_order:
+            here, there = position * self.tiles_per_owner, find_place(rank, owner, self.world) * self.tiles_per_owner
             received = self.find_received(owner)
             for piece in pieces:
                 tiles.rank_await_count(self.counters, piece.counter, piece.target)
@@ -180,7 +180,7 @@ class _CopyEngineScatter:
                 self.begun,
                 map_owners(self.world),
                 self.gemm,
-                self.partials[self.schedule.own * self.count :],
+                self.partials[self.schedule.own * self.tiles_per_owner :],
                 self.find_received(),
                 self.out,
                 self.bias,
@@ -193,8 +193,8 @@ class _CopyEngineScatter:
         )
 
     def find_received(self, rank: int | None = None) -> Tensor:
-        """A rank's (by default this one's) receive buffer: [(world - 1) * count, block_m, block_n]."""
-        sizes = (self.world - 1) * self.count, *self.partials.shape[1:]
+        """A rank's (by default this one's) receive buffer: [(world - 1) * tiles_per_owner, block_m, block_n]."""
+        sizes = (self.world - 1) * self.tiles_per_owner, *self.partials.shape[1:]
         return self.channel.tensor(sizes, self.partials.dtype, offset=self.received_at, rank=rank)
 
 
@@ -202,23 +202,23 @@ class _CopyEngineScatter:
 def multiply_tiles(  # type: ignore[no-untyped-def]
     rank, pieces, counters, gemm, a, b, stored, rows, WORLD: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """stored [world, count, block_m, block_n] = tiles of a @ b.T, those of rank + 1 first, own ones last; persistent.
+    """stored [world, tiles_per_owner, block_m, block_n] = tiles of a @ b.T, rank + 1's first, own last; persistent.
 
     Signals: each thread counts a tile, without a barrier, so that the loop is flattened: when the tile after it has
     been multiplied, since its stores are done by then, but in the last two waves at once.
     Waits: none, so a program that is not yet scheduled delays the call, and no more.
     Reuse: `stored` is this call's own; copies and sums read it before whatever follows on the caller's stream.
     """
-    count = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
+    tiles_per_owner = tl.cdiv(rows, gemm.block_m) * tl.cdiv(gemm.n, gemm.block_n)
     programs = tl.num_programs(0)
     own = WORLD - 1 if SHIFTED else rank
-    for index in tl.range(tl.program_id(0), WORLD * count, programs, flatten=True):
+    for index in tl.range(tl.program_id(0), WORLD * tiles_per_owner, programs, flatten=True):
         owner, _, row, column = locate_owned(rank, WORLD, gemm, rows, index, SHIFTED)
         total = multiply_tile(gemm, a, b, owner * rows + row, column, 0)
         total = scale_tile(gemm, gemm.row_scales, total, owner * rows + row, column, gemm.m)
         before = index - programs
-        is_early = (before >= 0) & (before + 2 * programs < WORLD * count)
-        _count_tile(pieces, counters, gemm, before, is_early, count, own, WORLD)
+        is_early = (before >= 0) & (before + 2 * programs < WORLD * tiles_per_owner)
+        _count_tile(pieces, counters, gemm, before, is_early, tiles_per_owner, own, WORLD)
         if gemm.stores_by_tma:
             store_tile(gemm, stored, total, index * gemm.block_m, 0, 0)
         else:
@@ -229,7 +229,9 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                 _store_columns(gemm, start + gemm.block_n // 2, right)
             else:
                 _store_columns(gemm, start, total)
-        _count_tile(pieces, counters, gemm, index, index + 2 * programs >= WORLD * count, count, own, WORLD)
+        _count_tile(
+            pieces, counters, gemm, index, index + 2 * programs >= WORLD * tiles_per_owner, tiles_per_owner, own, WORLD
+        )
 
 
 @triton.jit
@@ -240,17 +242,20 @@ def _store_columns(gemm, start, columns):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_tile(pieces, counters, gemm, index, counts, count, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the index-th tile in its piece's counter, if `counts` (see `schedule_copies`)."""
+def _count_tile(pieces, counters, gemm, index, should_count, tiles_per_owner, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count the index-th tile in its piece's counter, if `should_count`.
+
+    Pieces and counters are those of `schedule_copies`: the head of copy_schedule.py has a table of an example.
+    """
     index = tl.maximum(index, 0)
-    position = index // count
-    tile = index - position * count
-    last_round = (WORLD * count - 1) // tl.num_programs(0) * tl.num_programs(0)
-    split = tl.minimum(tl.maximum(last_round - position * count, 0), count)
-    counts = counts & ((position != own) | (tile < split))
+    position = index // tiles_per_owner
+    tile = index - position * tiles_per_owner
+    last_wave = (WORLD * tiles_per_owner - 1) // tl.num_programs(0) * tl.num_programs(0)
+    split = tl.minimum(tl.maximum(last_wave - position * tiles_per_owner, 0), tiles_per_owner)
+    should_count = should_count & ((position != own) | (tile < split))
     piece = tl.where(tile < split, tile // pieces.size, tl.cdiv(split, pieces.size))
     counter = counters + position * pieces.number + piece
-    tiles.producer_tile_count(counter, tl.cast(counts, tl.int32), pieces.threads, after_tma=gemm.stores_by_tma)
+    tiles.producer_tile_count(counter, tl.cast(should_count, tl.int32), pieces.threads, after_tma=gemm.stores_by_tma)
 
 
 @triton.jit(do_not_specialize=["first", "last"])
@@ -259,7 +264,8 @@ def add_tiles(  # type: ignore[no-untyped-def]
 ):
     """out [rows, n], of own tiles `first` to `last` - 1: the sums over the ranks, in their order, + bias.
 
-    stored: own partial sums [count, block_m, block_n]; received: the others' [world - 1, count, block_m, block_n].
+    stored: own partial sums [tiles_per_owner, block_m, block_n]; received: the others' [world - 1, tiles_per_owner,
+    block_m, block_n].
     Waits: the first launch of a call, for all tiles that others push. It is launched when this rank has pushed all of
     its own, so ranks do not wait for each other in a cycle.
     Reuse: `received` is one of two slots, in turn, or the only one. Ranks push there only when all ranks have begun the
@@ -269,9 +275,9 @@ def add_tiles(  # type: ignore[no-untyped-def]
     height: tl.constexpr = max(1, min(gemm.block_m, _ADDED_ELEMENTS // width))
     parts: tl.constexpr = gemm.block_m // height
     row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, width)
-    count = row_tiles * column_tiles
+    tiles_per_owner = row_tiles * column_tiles
     offsets = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
-    ready = count * 0
+    ready = tiles_per_owner * 0
     if WAITS:
         for distance in tl.static_range(1, channel.world):
             other = (channel.rank + distance) % channel.world
@@ -281,7 +287,7 @@ def add_tiles(  # type: ignore[no-untyped-def]
         total = tl.zeros((height, width), tl.float32)
         for source in tl.static_range(channel.world):
             place = (channel.rank + channel.world - 1 - source) % channel.world  # unused if source is rank
-            there = find_rows(gemm, received + ready, place * count + tile, within)
+            there = find_rows(gemm, received + ready, place * tiles_per_owner + tile, within)
             start = tl.where(source == channel.rank, find_rows(gemm, stored, tile, within), there)
             total += tl.load(start + offsets).to(tl.float32)
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)

@@ -32,14 +32,14 @@ _ARRIVALS = 1024
 class OperatorWorkspace:
     """A channel whose buffer on each rank has `slots` slots of `slot_bytes`.
 
-    arrivals: int32 counters, 0 between calls. turns: the slot of each call whose slot the host chooses.
+    arrivals: int32 counters, 0 between calls. slot_cycle: the slot of each call whose slot the host chooses.
     """
 
     channel: BlockChannel
     slot_bytes: int
     slots: int
     arrivals: Tensor
-    turns: Iterator[int]
+    slot_cycle: Iterator[int]
 
     def words(self, slots: int, dtype: torch.dtype) -> int:
         """The numbers of a dtype that so many slots hold."""

@@ -109,10 +109,10 @@ class Builder:
         grid, source = self.grid, self._initializer.real(name, module)
         output_axis, input_axis = linear_axes(role)
         is_transposed = is_conv1d(module)
-        cut = sharding_of(role, "weight", is_transposed=is_transposed)
-        rows = cut.splits[0] if not is_transposed else cut.splits[1]
+        sharding = sharding_of(role, "weight", is_transposed=is_transposed)
+        rows = sharding.splits[0] if not is_transposed else sharding.splits[1]
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
-        weight, shard = self._weight(module, source, cut, rows, may_keep=self.keep_gathered, ring=ring)
+        weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keep_gathered, ring=ring)
         bias = None
         if module.bias is not None:
             bias = self._parameter(module.bias, source.bias, self._sharding(role, "bias"))  # type: ignore[arg-type]
@@ -121,13 +121,13 @@ class Builder:
             shard,
             input_axis=input_axis,
             output_axis=output_axis,
-            output_group=grid.group(input_axis),
-            input_group=grid.group(output_axis),
+            output_reduce_group=grid.group(input_axis),
+            input_grad_reduce_group=grid.group(output_axis),
             is_transposed=is_transposed,
             keep_gathered=self.keep_gathered,
             hides_all_reduce=self.overlap.all_reduce,
             matmuls=self.matmuls,
-            place=self.linears,
+            linear_index=self.linears,
             is_rowwise=role.role == "rowwise",
             tokens=self.tokens,
         )
@@ -138,11 +138,11 @@ class Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source, cut = self._initializer.real(name, module), self._sharding(role, "weight")
+        source, sharding = self._initializer.real(name, module), self._sharding(role, "weight")
         if role.role == "positions":
-            weight = self._parameter(module.weight, source.weight, cut)  # type: ignore[arg-type]
+            weight = self._parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
-        weight, shard = self._weight(module, source, cut, cut.splits[0], may_keep=False, ring=None)
+        weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
         first = self._first(module.num_embeddings)
         return ParallelEmbedding(weight, first, shard, self.grid.group("x"), module.padding_idx, self.tokens)
 
@@ -168,17 +168,17 @@ class Builder:
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:
         """How a parameter is sharded. With sequence sharding, one used on this rank's tokens is also summed over x."""
-        cut = sharding_of(role, part)
+        sharding = sharding_of(role, part)
         is_of_tokens = role.role in ("norm", "positions") or (role.role == "rowwise" and part == "bias")
         if self.tokens is not None and is_of_tokens:
-            return dataclasses.replace(cut, sum_axes=(*cut.sum_axes, "x"))
-        return cut
+            return dataclasses.replace(sharding, sum_axes=(*sharding.sum_axes, "x"))
+        return sharding
 
     def _weight(
         self,
         module: nn.Module,
         source: nn.Module | Namespace,
-        cut: ParameterSharding,
+        sharding: ParameterSharding,
         rows: Split,
         *,
         may_keep: bool,
@@ -190,7 +190,7 @@ class Builder:
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
-        weight = self._parameter(original, source.weight, cut)  # type: ignore[arg-type]
+        weight = self._parameter(original, source.weight, sharding)  # type: ignore[arg-type]
         coordinates = {axis: grid.coordinate(axis) for axis in grid.sizes}
         before_z = ParameterLayout(tuple(original.shape), (rows,)).local_shape(grid.sizes, coordinates)[0]
         local_rows = layout_of(weight).local_shape(grid.sizes, coordinates)[0]
@@ -200,11 +200,11 @@ class Builder:
         shard.watch(weight, may_keep=may_keep)
         return weight, shard
 
-    def _parameter(self, original: nn.Parameter, whole: Tensor, cut: ParameterSharding) -> nn.Parameter:
+    def _parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:
         if id(original) not in self._made:
-            layout = ParameterLayout(tuple(original.shape), cut.splits)
+            layout = ParameterLayout(tuple(original.shape), sharding.splits)
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
-            self.gradient_reducer.watch(parameter, cut.sum_axes, is_weight=cut.is_weight)
+            self.gradient_reducer.watch(parameter, sharding.sum_axes, is_weight=sharding.is_weight)
             self._made[id(original)] = parameter
         return self._made[id(original)]
 

@@ -115,8 +115,8 @@ def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compu
     tokens = config.micro_batch * workload.seq_len
     outputs, input_gradients, gradients = [], [], []
     for linear in model.linears:
-        over, into = grid[linear.output_axis], grid[linear.input_axis]
-        k, n = linear.inputs / into, linear.outputs / over
+        output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
+        k, n = linear.inputs / input_shards, linear.outputs / output_shards
         outputs.append(device.matmul(tokens, n, k, "NT"))
         input_gradients.append(device.matmul(tokens, k, n, "NN"))
         gradients.append(device.matmul(n, k, tokens, "TN"))
@@ -155,10 +155,10 @@ def _element_wise(workload: StepWorkload, grid: GridSizes, token_parts: int) -> 
     forward, backward = (sum(numbers) for numbers in zip(*of_layers, strict=True))
     for linear in workload.model.linears:
         if linear.has_bias:  # summed for its gradient; and added by a kernel of its own after a sum over ranks
-            over, into = grid[linear.output_axis], grid[linear.input_axis]
-            outputs = linear.outputs / over / (token_parts if linear.is_rowwise else 1)
+            output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
+            outputs = linear.outputs / output_shards / (token_parts if linear.is_rowwise else 1)
             backward += outputs
-            forward += 3 * outputs if into > 1 else 0
+            forward += 3 * outputs if input_shards > 1 else 0
     return forward * workload.element, backward * workload.element
 
 
@@ -210,6 +210,6 @@ def _shapes(model: Architecture, batch: int, seq_len: int, gpus: int) -> Iterato
             continue
         tokens = batch // grid.batch_parts * seq_len
         for linear in model.linears:
-            over, into = grid[linear.output_axis], grid[linear.input_axis]
-            k, n = linear.inputs // into, linear.outputs // over
+            output_shards, input_shards = grid[linear.output_axis], grid[linear.input_axis]
+            k, n = linear.inputs // input_shards, linear.outputs // output_shards
             yield from ((tokens, n, k), (tokens, k, n), (n, k, tokens))

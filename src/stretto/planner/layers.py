@@ -1,7 +1,12 @@
 """The kinds of layers that a transformer block is a list of, each with what it computes, sends and keeps.
 
-To plan another kind (experts, say), add a class here and put it into `Architecture.block`. Linears are described by
-their sizes alone, and everything that is modelled of them (collectives, products, memory) follows from these.
+Linears are described by their sizes alone, and everything that is modelled of them (collectives, products, memory)
+follows from these. To plan another kind of layer, add a class here, and change besides:
+
+- `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs sizes of its own;
+- `Architecture.parameters` and `memory.local_parameters`, if the layer has parameters other than its linears' weights
+  and biases: those of norms (`block_norms`, `head_norm_weights`), embeddings and head are counted there by name;
+- `communication` and `cost`, if the layer sends anything but its linears' collectives (experts' all-to-all, say).
 """
 
 from abc import ABC, abstractmethod

@@ -40,7 +40,7 @@ def activations_of_a_block(model: Architecture, grid: GridSizes, token_parts: in
     return sum(layer.kept(grid, token_parts) for layer in model.block), model.hidden / grid.y / token_parts
 
 
-def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, weight_stays: bool) -> float:
+def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, keeps_head_weight: bool) -> float:
     """Bytes of the loss's logits, and of the head's weight and its gradient, as the loss is computed."""
     model, element, master = workload.model, workload.element, workload.master
     outputs = -(-model.head_outputs // grid.x)
@@ -48,7 +48,7 @@ def _logits(workload: StepWorkload, grid: GridSizes, tokens: int, *, weight_stay
     match model.logits:
         case "sliced":  # a slice is there in fp32 and once more in dtype
             return min(outputs * tokens, LOGITS_SLICE) * (master + element) + weight * (
-                master + (3 if weight_stays else 2) * element
+                master + (3 if keeps_head_weight else 2) * element
             )
         case "whole":  # and wide three times: softmax, its gradient, and the gradient before it
             return model.head_outputs * tokens * (element + 3 * master) + 2 * weight * element
@@ -76,22 +76,26 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < workload.master
     kept, own_input = activations_of_a_block(model, grid, config.token_parts)
-    pushes = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
-    stays = (
-        pushes
+    uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1
+    keeps_gathered_weights = (
+        uses_copy_engines
         and config.options.overlap.hides_any
         and config.options.keep_gathered
         and not config.options.checkpoint_activations
     )
-    in_use = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
-    one = block_weights * (model.layers if stays else 1) if config.options.keep_gathered else in_use
+    gathered_at_once = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
+    gathered_in_backward = (
+        block_weights * (model.layers if keeps_gathered_weights else 1)
+        if config.options.keep_gathered
+        else gathered_at_once
+    )
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
-    ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if pushes else 0.0
+    ring = (SCATTERS_IN_FLIGHT + 1) * largest * workload.element if uses_copy_engines else 0.0
     if config.options.checkpoint_activations:
-        activations, gathered = model.layers * own_input * tokens, in_use
+        activations, gathered = model.layers * own_input * tokens, gathered_at_once
     else:
         activations = model.layers * kept * tokens
-        gathered = model.layers * block_weights if config.options.keep_gathered else in_use
+        gathered = model.layers * block_weights if config.options.keep_gathered else gathered_at_once
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
     parts = config.token_parts
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens
@@ -111,14 +115,14 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
             "gradients": earlier,
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": (activations + edges) * element,
-            "logits": _logits(workload, grid, tokens, weight_stays=stays),
+            "logits": _logits(workload, grid, tokens, keeps_head_weight=keeps_gathered_weights),
             "temporary": ring,
         },
         {  # the end of the backward pass
             "gradients": gradients,
-            "gathered_weights": one * element if is_copied else 0.0,
+            "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
             "activations": kept * tokens * element,
-            "logits": head * element if stays else 0.0,
+            "logits": head * element if keeps_gathered_weights else 0.0,
             "temporary": (widest + max(2 * largest, table) + scattered) * element + bucket + ring,
         },
     ]
@@ -126,7 +130,7 @@ def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = Fal
         moments.append(
             {  # the last block, computed again
                 "gradients": max(earlier, of_head),
-                "gathered_weights": one * element if is_copied else 0.0,
+                "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
                 "activations": (activations + kept * tokens) * element,
                 "logits": 0.0,
                 "temporary": (widest + 2 * largest + scattered) * element + ring,

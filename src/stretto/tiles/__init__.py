@@ -15,6 +15,7 @@ memory.
     interpreter, compile_only        kernels without a GPU: run by Triton's interpreter, or only compiled
 """
 
+from stretto.deprecated import alias
 from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish
 from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
 from stretto.tiles.channel import BlockChannel, Channel
@@ -22,7 +23,7 @@ from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_pus
 from stretto.tiles.host import (
     copy_engine,
     join_copies,
-    open_lane,
+    open_side_stream,
     rank_await_count,
     rank_copy_data,
     rank_notify,
@@ -82,7 +83,7 @@ __all__ = [
     "kind_of",
     "look_up_tiles",
     "may_publish",
-    "open_lane",
+    "open_side_stream",
     "pack",
     "peer_pointer",
     "peer_rows",
@@ -110,3 +111,5 @@ __all__ = [
     "unpack",
     "whole_tiles",
 ]
+
+__getattr__ = alias(__name__, {"open_lane": "open_side_stream"})

@@ -58,7 +58,7 @@ class BlockChannel:
     Its calls run one after another, on one stream, in the same order on all ranks. Make one with `allocate`.
 
     distances: bytes from this rank's buffer to each rank's, as they are mapped here. launch: launches the channel's
-    kernels. open_lanes: the side streams that the current call has used.
+    kernels. open_side_streams: the side streams that the current call has used.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -89,7 +89,7 @@ class BlockChannel:
         self._described: dict[tuple[str, str, bool], Channel] = {}
         self._current: Channel | None = None
         self._sides: dict[int, SideStream] = {}
-        self.open_lanes: set[int] = set()
+        self.open_side_streams: set[int] = set()
         register_record(self._record.words.data_ptr(), self)
 
     @classmethod
@@ -273,13 +273,13 @@ class BlockChannel:
             raise ValueError("no call that began by begin is under way: call begin first (enter is for kernels alone)")
         return self._current
 
-    def side_stream(self, lane: int = 0) -> SideStream | None:
+    def side_stream(self, index: int = 0) -> SideStream | None:
         """Return one of the channel's side streams for copies; None on the host backend."""
         if self.device.type != "cuda":
             return None
-        if lane not in self._sides:
-            self._sides[lane] = SideStream(self.device)
-        return self._sides[lane]
+        if index not in self._sides:
+            self._sides[index] = SideStream(self.device)
+        return self._sides[index]
 
     def notified_words(self, index: int, rank: int) -> tuple[Tensor, Tensor]:
         """Return int32 [1] twice: this rank's counter of a channel at `rank`, and its value in `sends`."""

@@ -6,6 +6,7 @@ that CUDA graphs replay), a wait as a kernel of one block. On the host backend t
 
 import contextlib
 import ctypes
+import warnings
 
 from torch import Tensor
 
@@ -15,33 +16,38 @@ from stretto.tiles.signals import wait_for_all, wait_for_channel
 from stretto.tiles.streams import find_driver, find_handle
 
 
-def copy_engine(channel: BlockChannel, *, lane: int = 0, opens: bool = True) -> contextlib.AbstractContextManager[None]:
+def copy_engine(
+    channel: BlockChannel, *, stream_index: int = 0, opens: bool = True, lane: int | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Inside, `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream of the channel, beside the kernels.
 
     They come after what the current stream had before; with opens=False, after what it had when the side stream was
-    opened, earlier in the call. lane: which side stream, where there are several. Leaving the context does not wait:
-    launch the kernels that overlap with the copies, then call `join_copies`.
+    opened, earlier in the call. stream_index: which side stream, where there are several (lane: its old name). Leaving
+    the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
     """
+    if lane is not None:
+        warnings.warn("copy_engine's lane is now stream_index", DeprecationWarning, stacklevel=2)
+        stream_index = lane
     if opens:
-        open_lane(channel, lane)
-    return channel.side_stream(lane) or contextlib.nullcontext()
+        open_side_stream(channel, stream_index)
+    return channel.side_stream(stream_index) or contextlib.nullcontext()
 
 
-def open_lane(channel: BlockChannel, lane: int) -> None:
-    """Fork a side stream of the channel: what it gets from now on comes after what the current stream has so far."""
-    side = channel.side_stream(lane)
+def open_side_stream(channel: BlockChannel, index: int) -> None:
+    """Fork a side stream of the channel: make it wait for all work that the current stream has so far."""
+    side = channel.side_stream(index)
     if side is not None:
         side.open()
-        channel.open_lanes.add(lane)
+        channel.open_side_streams.add(index)
 
 
 def join_copies(channel: BlockChannel) -> None:
     """Make the current stream wait for all of the call's copies; each call does this once."""
-    for lane in sorted(channel.open_lanes):
-        side = channel.side_stream(lane)
+    for index in sorted(channel.open_side_streams):
+        side = channel.side_stream(index)
         if side is not None:
             side.join()
-    channel.open_lanes.clear()
+    channel.open_side_streams.clear()
 
 
 def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:
@@ -51,10 +57,10 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
     dtype, device and shape; with `rows`, their numbers of rows may differ. They are contiguous or, without `rows`,
     matrices with contiguous rows, as copy engines take them. ValueError for others, and for rows out of range.
     """
-    cut = 0 if rows is None else 1
+    first_dim = 0 if rows is None else 1
     if (
-        min(destination.dim(), source.dim()) < cut
-        or destination.shape[cut:] != source.shape[cut:]
+        min(destination.dim(), source.dim()) < first_dim
+        or destination.shape[first_dim:] != source.shape[first_dim:]
         or destination.dtype != source.dtype
         or destination.device != source.device
     ):

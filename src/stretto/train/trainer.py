@@ -1,4 +1,7 @@
-"""The training loop: `train(config)`, which every rank of a job calls."""
+"""The training loop: `train(config)`, which every rank of a job calls.
+
+It loops over optimizer steps. The loop over a step's micro-batches is in `stretto.train.step_executor`.
+"""
 
 import logging
 import resource

@@ -1,4 +1,4 @@
-"""Autotuner: times the candidates of a choice, keeps the times for later runs, and chooses alike on all ranks.
+"""Autotuning: functions that time a choice's candidates and make ranks agree, and `Autotuner`, which keeps the times.
 
 Every tuned choice (layouts of a GEMM, kernel configurations of operators and embeddings, algorithms of collectives)
 is made of these parts:
@@ -7,7 +7,7 @@ is made of these parts:
 - `time_runs` times a candidate on this rank; `slowest_times` makes them the group's, since a call takes as long as it
   takes on its slowest rank. All ranks then hold the same times, and so choose the same candidate.
 - `TimeKeys` turns a typed problem and choice into the key under which the seconds are stored, and back.
-- `Autotuner` reads the times that are known, and adds new ones.
+- `Autotuner` reads the times that are known from the store, and adds new ones. It measures nothing itself.
 - `decide_on_rank_0` gives all ranks what rank 0 has read or decided, where they may see other files.
 """
 
@@ -130,7 +130,7 @@ class TimeKeys(Generic[Problem, Choice]):
 
 
 class Autotuner(Generic[Problem, Choice]):
-    """The measured times of one kind of choice on one kind of machine."""
+    """Reads and keeps the measured times of one kind of choice on one kind of machine; `time_runs` measures them."""
 
     def __init__(self, machine: str, keys: TimeKeys[Problem, Choice], store: TuningStore | None = None) -> None:
         self.machine = machine
@@ -159,7 +159,7 @@ class Autotuner(Generic[Problem, Choice]):
             self.machine,
             {
                 self.keys.name(problem, choice): [second]
-                for problem, of in times.items()
-                for choice, second in of.items()
+                for problem, seconds in times.items()
+                for choice, second in seconds.items()
             },
         )

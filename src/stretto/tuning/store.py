@@ -18,7 +18,9 @@ FOLDER_VARIABLE = "STRETTO_CACHE"
 
 
 class TuningStore:
-    """Seconds of the ways to do something, by a key that says what, where (machine, versions) and how large.
+    """Keeps the measured seconds of each choice (a kernel configuration, a GEMM layout), by machine and by key.
+
+    A key names the problem, its sizes and, where it has one time only, the choice.
 
     `path`: the file (default: tuning.json in $STRETTO_CACHE, or in ~/.cache/stretto). A file that cannot be read or
     written costs a warning and the time to measure again, never the run.
@@ -28,7 +30,10 @@ class TuningStore:
         self.path = path or cache_folder() / "tuning.json"
 
     def read(self, machine: str) -> dict[str, tuple[float, ...]]:
-        """What is known of a machine: key to seconds of each way. Values that are no times are left out."""
+        """What is known of a machine: each key's seconds, one number for each choice that the key covers.
+
+        Values that are no times are left out.
+        """
         known = self._load().get(machine, {})
         if not isinstance(known, dict):
             return {}

@@ -251,7 +251,7 @@ class EmbeddingCase(StressCase):
             return nullcontext()
         choose = backward.choose_backward_config
         return mock.patch.object(
-            backward, "choose_backward_config", lambda *arguments: choose(*arguments)._replace(pushes=0)
+            backward, "choose_backward_config", lambda *arguments: choose(*arguments)._replace(push_programs=0)
         )
 
     def poison(self) -> None:

@@ -308,7 +308,7 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
     "pull-unshifted": ("tiles begin with rank 0's rows", OperatorVariant("", 64, 192, 128, PULL._replace(**UNSHIFTED))),
     "pull-few": ("two rows a rank", OperatorVariant("", 2, 512, 256, PULL._replace(blocks=FEW))),
     "shared": (
-        "the last round of tiles is shared by steps over k",
+        "the last wave of tiles is shared by steps over k",
         OperatorVariant("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
     ),
     "copies-shared": (
@@ -332,7 +332,7 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
     ),
     "programs-transposed": ("weight transposed", OperatorVariant("", 64, 192, 128, PUSH, is_transposed=True)),
     "programs-shared": (
-        "the last round is shared by steps over k",
+        "the last wave is shared by steps over k",
         OperatorVariant("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
     ),
     "copies": ("copy engines push tiles", OperatorVariant("", 64, 192, 128, COPIES)),

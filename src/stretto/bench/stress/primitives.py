@@ -46,7 +46,7 @@ class TileCase(StressCase):
             data_bytes=2 * 4 * self.numbers,
             backend="cuda" if team.is_cuda else "host",
         )
-        self.turns = itertools.cycle(range(2))
+        self.slot_cycle = itertools.cycle(range(2))
         self.inputs = [self.make_input(entry) for entry in range(ENTRIES)]
         self.expected = [self.expect(entry) for entry in range(ENTRIES)]
 
@@ -102,7 +102,7 @@ class PushCase(TileCase):
         super().__init__(team)
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        slot = next(self.turns) if self._has_slots else 0
+        slot = next(self.slot_cycle) if self._has_slots else 0
         channel = self.begin("broadcast", slot if self._has_slots else None)
         gathered = self.buffer(*out.shape, slot=slot)
         kernels.push_tiles[(2,)](channel, self.producer, x, gathered, BLOCK=self.columns, num_warps=_WARPS)
@@ -125,7 +125,7 @@ class PullCase(TileCase):
     """A kernel pulls tiles from their owners' memory, which was written before the call began."""
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        buffer = self.buffer(*x.shape, slot=next(self.turns))  # others may still read the slot of the call before
+        buffer = self.buffer(*x.shape, slot=next(self.slot_cycle))  # others may still read the slot of the call before
         buffer.copy_(x)
         channel = self.begin("local")
         gathered = torch.empty_like(out)
@@ -288,7 +288,7 @@ class CopyCase(TileCase):
         super().__init__(team)
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        channel, slot = self.channel, next(self.turns)
+        channel, slot = self.channel, next(self.slot_cycle)
         begun = self.begin("broadcast", slot)
         gathered = self.buffer(*out.shape, slot=slot)
         own = slice(self.rank * self.rows, (self.rank + 1) * self.rows)
@@ -333,7 +333,7 @@ class DescriptorCase(TileCase):
         super().__init__(team)
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        slot = next(self.turns)
+        slot = next(self.slot_cycle)
         block = [self.tile_rows, self.columns]
         channel = self.begin("broadcast", None if self._form == "store" else slot)
         grid = (self.own_tiles * self.world,)
@@ -367,12 +367,12 @@ class CountedCase(TileCase):
         self._threads = 32 * _WARPS if team.is_cuda else 1
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        channel, slot = self.channel, next(self.turns)
+        channel, slot = self.channel, next(self.slot_cycle)
         begun = self.begin("broadcast", slot)
         gathered = self.buffer(*out.shape, slot=slot)
         own = slice(self.rank * self.rows, (self.rank + 1) * self.rows)
         stored = torch.empty_like(x)
-        tiles.open_lane(channel, 0)
+        tiles.open_side_stream(channel, 0)
         kernels.store_and_count[(self.own_tiles,)](
             x, stored, self._counter, self._threads, ROWS=self.tile_rows, BLOCK=self.columns, num_warps=_WARPS
         )

@@ -61,8 +61,8 @@ class BackwardConfig(NamedTuple):
     """How the backward pass is launched. `limit`, `chunks` and `rows` may change its bits.
 
     limit: most lookups of a chunk. chunks, rows: of a tile of `reduce_chunks`. num_warps, programs (on each
-    multiprocessor): of `reduce_chunks`. pushes: programs that push gradients, or 0 for copy engines; all ranks have the
-    same. block: sorted lookups that a program of `count_chunks` and `place_chunks` takes.
+    multiprocessor): of `reduce_chunks`. push_programs: programs that push gradients, or 0 for copy engines; all
+    ranks have the same. block: sorted lookups that a program of `count_chunks` and `place_chunks` takes.
     """
 
     limit: int
@@ -70,7 +70,7 @@ class BackwardConfig(NamedTuple):
     rows: int
     num_warps: int
     programs: int
-    pushes: int
+    push_programs: int
     block: int
 
 
@@ -190,7 +190,7 @@ def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel
 
 def _push(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement, config: BackwardConfig) -> None:
     """Push each rank's columns to their owner, and wait for the columns that others push; on the current stream."""
-    if not config.pushes:
+    if not config.push_programs:
         _copy_columns(staging, grad, placement)
         return
     rows = 4
@@ -200,7 +200,7 @@ def _push(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement, config
     block = min(round_up_to_power(max(placement.widths)), 2048)
     arguments = begun, mapping, grad, staging.columns, staging.everyones, placement.local_batch, placement.width
     key = placement, tiles.kind_of(grad)
-    staging.channel.launch(push_gradients, key, config.pushes, (*arguments, rows, block), num_warps=8)
+    staging.channel.launch(push_gradients, key, config.push_programs, (*arguments, rows, block), num_warps=8)
 
 
 def _copy_columns(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement) -> None:

@@ -18,7 +18,7 @@ from stretto.ops.gemm.config import (
     bound_programs,
     divide_up,
 )
-from stretto.ops.gemm.stream_k import count_rounds
+from stretto.ops.gemm.stream_k import count_waves
 
 SMALL_M_ROWS = 64
 """Up to so many rows a product takes as long as its weight takes to stream from memory."""
@@ -169,7 +169,7 @@ def count_grouped_rows(problem: GemmProblem) -> int:
 def _estimate(problem: GemmProblem, shards: int, blocks: Blocks) -> float:
     """How long the problem's tiles take, in elements of one wave of tiles."""
     count = shards * divide_up(problem.m // shards, blocks.m) * divide_up(problem.n, blocks.n)
-    return count_rounds(count, problem.k, blocks) * blocks.m * blocks.n
+    return count_waves(count, problem.k, blocks) * blocks.m * blocks.n
 
 
 def small_m_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: int) -> Blocks:

@@ -1,7 +1,7 @@
 """Stream-K: tiles of the last wave are split over k, and their partial sums are added up by a fix-up.
 
 A last wave of tiles that would leave most programs idle is split by steps over k into work units that are aligned: see
-`split_last_round`. A work unit is a whole tile, or some of a tile's steps.
+`split_last_wave`. A work unit is a whole tile, or some of a tile's steps.
 """
 
 from functools import lru_cache
@@ -46,18 +46,18 @@ def count_splits(count: int, k: int, blocks: Blocks) -> int:
     return splits if saved > _LEAST_SAVED * divide_up(count, blocks.programs) else 1
 
 
-def count_rounds(count: int, k: int, blocks: Blocks) -> float:
+def count_waves(count: int, k: int, blocks: Blocks) -> float:
     """How long `count` tiles take, in waves of whole tiles."""
     return count // blocks.programs + _count_last(count, k, blocks, count_splits(count, k, blocks))
 
 
 def _count_last(count: int, k: int, blocks: Blocks, splits: int) -> float:
-    steps, rounds = divide_up(k, blocks.k), divide_up(count % blocks.programs * splits, blocks.programs)
-    return rounds * divide_up(steps, splits) / steps + (_FIX_UP_STEPS / steps if splits > 1 else 0)
+    steps, waves = divide_up(k, blocks.k), divide_up(count % blocks.programs * splits, blocks.programs)
+    return waves * divide_up(steps, splits) / steps + (_FIX_UP_STEPS / steps if splits > 1 else 0)
 
 
 @lru_cache(maxsize=4096)
-def split_last_round(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[StreamK, int]:
+def split_last_wave(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[StreamK, int]:
     """(how `count` tiles are split, the number of work units); the first `kept` tiles stay whole.
 
     All units of a wave begin at one of few steps, so that the operands that tiles share are loaded at one time. Units
@@ -72,8 +72,8 @@ def split_last_round(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple
 
 
 def make_stream_k(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[StreamK, int]:
-    """`split_last_round`, with the buffers of its fix-up; arrivals: int32 zeros on the operands' device."""
-    stream_k, units = split_last_round(count, k, blocks, kept)
+    """`split_last_wave`, with the buffers of its fix-up; arrivals: int32 zeros on the operands' device."""
+    stream_k, units = split_last_wave(count, k, blocks, kept)
     if stream_k is DATA_PARALLEL or units - stream_k.whole_tiles > arrivals.numel():
         return DATA_PARALLEL, count
     places = units - stream_k.whole_tiles + count - stream_k.whole_tiles

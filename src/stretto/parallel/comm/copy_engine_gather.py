@@ -103,7 +103,7 @@ class CopyEngineAllGather:
         self._is_open = True
 
     def end(self) -> None:
-        """End the forward pass: what comes after it on this stream comes after all copies."""
+        """End the forward pass: make the current stream wait for all copies, before any work that is enqueued later."""
         if self._is_open and self._channel is not None:
             from stretto.tiles import join_copies
 
@@ -217,7 +217,7 @@ class CopyEngineGatherer(WeightGatherer):
             self.copies.begin()
 
     def end_forward(self) -> None:
-        """Order what comes after the forward pass after all copies."""
+        """Make the current stream wait for all copies of the forward pass."""
         self.others.end_forward()
         if not in_backward():
             self.copies.end()

@@ -5,8 +5,8 @@ beside them. Copy engines send a gradient's parts into a ring of slots that each
 followed by a signal. When the sum is needed, one kernel waits for the signals and adds the parts in fp32 in rank order,
 straight into the parameter's dtype.
 
-Ranks count starts, and signal to each other which start they have summed last, so that no slot is overwritten while it
-is read. Counts and signals lie in device memory and only count up: CUDA graphs replay.
+Each rank numbers its reduce-scatters and signals to the others the number of the last one that it has summed, so that
+no slot is overwritten while it is read. Numbers and signals lie in device memory and only count up: CUDA graphs replay.
 """
 
 from collections import deque
@@ -27,7 +27,8 @@ from stretto.tiles.waits import OF_PEER, await_slot
 
 SLOTS = SCATTERS_IN_FLIGHT + 1
 OPERATOR = "the reduce-scatter of gradients over z"
-# What a peer's signals count: the last start whose part has arrived here, and the last start that was summed there.
+# What a peer's signals say: the number of the last reduce-scatter whose part has arrived here, and of the last one that
+# was summed there.
 ARRIVED = tl.constexpr(0)
 RELEASED = tl.constexpr(1)
 _WORK = dist.Work()  # stands for a collective that no process group runs
@@ -49,7 +50,10 @@ class ScatterRing:
         self._largest = max(self._largest, -(-rows // self.group.size()) * columns)
 
     def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype) -> Pending:
-        """Start by copy engines, or through the process group what these do not take. The first call is collective."""
+        """Start a reduce-scatter: by copy engines, or through the process group where they do not take the gradient.
+
+        The first call is collective.
+        """
         if self._scatter is None:
             if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -70,7 +74,8 @@ class ScatterRing:
 class CopyEngineReduceScatter:
     """Reduce-scatters one model's weight gradients over one group, up to `part` bytes to each rank.
 
-    Sums are taken in the order of starts. All ranks start the same gradients, in the same order.
+    Gradients are summed in the order in which their reduce-scatters were started. All ranks start the same ones, in the
+    same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, part: int, backend: str = "cuda") -> None:
@@ -87,10 +92,12 @@ class CopyEngineReduceScatter:
         device = self._channel.device
         self._description = self._channel.describe(OPERATOR)
         self._started = torch.zeros(1, dtype=torch.int32, device=device)
-        self._words = torch.zeros(SLOTS, dtype=torch.int32, device=device)  # the number of the start in each slot
+        self._words = torch.zeros(
+            SLOTS, dtype=torch.int32, device=device
+        )  # the number of the reduce-scatter in each slot
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
-        self._outstanding: deque[_Summed] = deque()
-        self._count = 0  # starts since none was outstanding
+        self._outstanding: deque[PendingReduceScatter] = deque()
+        self._count = 0  # reduce-scatters started since none was outstanding
         self._task = -1
 
     def takes(self, gradient: Tensor) -> bool:
@@ -103,7 +110,7 @@ class CopyEngineReduceScatter:
     def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype) -> Pending:
         """Begin to sum the whole gradient [rows, ...]; the result is this rank's local_rows of it, in `dtype`.
 
-        PeerError if a wait of an earlier start has timed out.
+        PeerError if a wait of an earlier reduce-scatter has timed out.
         """
         channel, world, rank = self._channel, self.group.size(), self.group.rank()
         channel.check()
@@ -125,7 +132,7 @@ class CopyEngineReduceScatter:
             pushed = None if side is None else side.stream.record_event()
         own = gradient[rank * chunk : rank * chunk + local_rows]
         result = torch.empty_like(own, dtype=dtype)
-        pending = _Summed(result, _WORK, gradient, self, slot, own, pushed)
+        pending = PendingReduceScatter(result, _WORK, gradient, self, slot, own, pushed)
         self._outstanding.append(pending)
         return pending
 
@@ -134,8 +141,8 @@ class CopyEngineReduceScatter:
         while self._outstanding:
             self._outstanding[0].wait()
 
-    def finish(self, pending: "_Summed") -> None:
-        """Enqueue the sum of the oldest start, which must be `pending`."""
+    def finish(self, pending: "PendingReduceScatter") -> None:
+        """Enqueue the sum of the oldest outstanding reduce-scatter, which must be `pending`."""
         assert self._outstanding.popleft() is pending, "gradients are summed in the order in which they were started"
         own, count = pending.own, pending.own.numel()
         first = self._place(pending.slot, 0, own)
@@ -162,8 +169,8 @@ class CopyEngineReduceScatter:
 
 
 @dataclass(frozen=True, eq=False)
-class _Summed(Pending):
-    """A start that is to be summed. `wait` enqueues its sum, once."""
+class PendingReduceScatter(Pending):
+    """A reduce-scatter whose parts are on their way. `wait` enqueues the kernel that sums them, once."""
 
     scatter: CopyEngineReduceScatter | None = None
     slot: int = 0
@@ -179,11 +186,12 @@ class _Summed(Pending):
 
 @triton.jit
 def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
-    """Count a start, and wait until its slot is free at all other ranks. One program.
+    """Number a reduce-scatter, and wait until its slot is free at all other ranks. One program.
 
     Signals: none here; a copy engine signals `word` after it. Waits: for the others' sums of all but the last `lag`
-    starts, each of which is enqueued there before this start is. Reuse: this wait is what allows a slot's reuse. After
-    a failed wait, `word` keeps an old number, so that peers do not take what is copied then for this start's.
+    reduce-scatters, each of which is enqueued there before this one is. Reuse: this wait is what allows a slot's reuse.
+    After a failed wait, `word` keeps an old number, so that peers do not take what is copied then for this
+    reduce-scatter's parts.
     """
     tick = (tl.load(started).to(tl.int64) + 1).to(tl.int32)
     tl.debug_barrier()
@@ -198,8 +206,8 @@ def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
 def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """out [count] = the sum over ranks, in their order, of their parts [world, stride], of which `own` is this rank's.
 
-    Waits: for all others' copies of this start, which depend on copy engines and on what those ranks had enqueued
-    before. Signals: when its last program is done, that the slot may be overwritten.
+    Waits: for all others' copies of this reduce-scatter, which depend on copy engines and on what those ranks had
+    enqueued before. Signals: when its last program is done, that the slot may be overwritten.
     """
     tick = tl.load(word)
     ready = tick * 0

@@ -1,7 +1,10 @@
 """Gathers weights over z: the interface `WeightGatherer`, and its implementation by prefetched all-gathers.
 
-Singh, section 5.1.4, "OAG". The other implementation is `stretto.parallel.comm.copy_engine_gather`; layers do not know
-which one they use.
+Singh, section 5.1.4, "OAG". The other implementation is `stretto.parallel.comm.copy_engine_gather`. `Builder`
+(`stretto.parallel.builder`) chooses one for the model; layers do not know which one they use.
+
+In FSDP2's words: `gather` is unshard. A weight that is kept gathered from the forward to the backward pass
+(`keep_gathered`) has reshard_after_forward=False; one that is gathered again there has reshard_after_forward=True.
 """
 
 from abc import ABC, abstractmethod

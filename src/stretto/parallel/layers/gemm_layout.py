@@ -104,7 +104,7 @@ class MatmulTuner:
 
     def multiply(
         self,
-        place: int,
+        linear_index: int,
         role: str,
         a: Tensor,
         b: Tensor,
@@ -112,15 +112,15 @@ class MatmulTuner:
         out: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """a [m, k] @ b [k, n], one of the products (`role`) of the linear that has number `place`.
+        """a [m, k] @ b [k, n], one of the products (`role`) of the linear that has number `linear_index`.
 
         Contiguous; in `out` if that is given, or in `dtype`.
         """
         layout = PLAIN
         if self._seen is not None:
-            self._seen.setdefault((place, role), Product.of(a, b))
+            self._seen.setdefault((linear_index, role), Product.of(a, b))
         elif self.is_on:
-            product, layout = self._chosen.get((place, role), (None, PLAIN))
+            product, layout = self._chosen.get((linear_index, role), (None, PLAIN))
             # Shapes other than the first step's (of a last, smaller batch, say) were not timed.
             layout = layout if product == Product.of(a, b) else PLAIN
         return layout.multiply(a, b, out=out, dtype=dtype)
@@ -139,17 +139,17 @@ class MatmulTuner:
                 fresh[product.key] = known[product.key] = tuple(
                     _time(layout, product, self.device) for layout in GEMM_LAYOUTS
                 )
-        places = sorted(seen)
-        times = slowest_times([known[seen[place].key] for place in places], self.device, self.world)
+        keys = sorted(seen)  # (linear_index, role)
+        times = slowest_times([known[seen[key].key] for key in keys], self.device, self.world)
         if fresh and dist.get_node_local_rank(0) == 0:  # by now every rank has read the store
             store.add(machine, fresh)
-        for place, row in zip(places, times, strict=True):
+        for key, row in zip(keys, times, strict=True):
             fastest = min(range(len(GEMM_LAYOUTS)), key=lambda number: row[number])
-            self._chosen[place] = (seen[place], GEMM_LAYOUTS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
+            self._chosen[key] = (seen[key], GEMM_LAYOUTS[fastest] if row[fastest] < MARGIN * row[0] else PLAIN)
 
     def chosen(self) -> dict[tuple[int, str], GemmLayout]:
         """The chosen layouts, by linear and product; {} before `finish`."""
-        return {place: layout for place, (_, layout) in self._chosen.items()}
+        return {key: layout for key, (_, layout) in self._chosen.items()}
 
 
 def _time(layout: GemmLayout, product: Product, device: torch.device) -> float:

@@ -87,22 +87,25 @@ class LinearPlan:
     """One linear's part of Algorithm 3: over which ranks the forward and the backward pass sum.
 
     A colwise linear sums its output over y, along which its input's features are split, and its input's gradient over
-    x, along which its output's are; a rowwise one the other way round. `name` is its name in the model, `place` its
-    number among the model's linears. `is_transposed`: the weight is stored [in, out] (Conv1D) rather than [out, in].
-    `tokens`: None without sequence sharding.
+    x, along which its output's are; a rowwise one the other way round. So `output_reduce_group`, which sums the output,
+    has the ranks of the input's axis, and `input_grad_reduce_group`, which sums the input's gradient, those of the
+    output's.
+
+    `name` is its name in the model, `linear_index` its number among the model's linears. `is_transposed`: the weight is
+    stored [in, out] (Conv1D) rather than [out, in]. `tokens`: None without sequence sharding.
     """
 
     name: str
     shard: WeightShard
     input_axis: str
     output_axis: str
-    output_group: dist.ProcessGroup
-    input_group: dist.ProcessGroup
+    output_reduce_group: dist.ProcessGroup
+    input_grad_reduce_group: dist.ProcessGroup
     is_transposed: bool
     keep_gathered: bool
     hides_all_reduce: bool
     matmuls: MatmulTuner
-    place: int
+    linear_index: int
     is_rowwise: bool = False
     tokens: TokenShards | None = None
 
@@ -110,15 +113,15 @@ class LinearPlan:
     def input_edge(self) -> ReplicatedTokens | ShardedTokens:
         """Where the input enters, and the input's gradient leaves."""
         if self.tokens is not None and not self.is_rowwise:
-            return ShardedTokens(self.input_group, self.hides_all_reduce)
-        return ReplicatedTokens(self.input_group)
+            return ShardedTokens(self.input_grad_reduce_group, self.hides_all_reduce)
+        return ReplicatedTokens(self.input_grad_reduce_group)
 
     @cached_property
     def output_edge(self) -> ReplicatedTokens | ShardedTokens:
         """Where the output leaves, and the output's gradient enters."""
         if self.tokens is not None and self.is_rowwise:
-            return ShardedTokens(self.output_group, self.hides_all_reduce)
-        return ReplicatedTokens(self.output_group)
+            return ShardedTokens(self.output_reduce_group, self.hides_all_reduce)
+        return ReplicatedTokens(self.output_reduce_group)
 
     def make_output(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None
@@ -164,21 +167,23 @@ class LinearPlan:
 
     def _multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims."""
-        product = self.matmuls.multiply(self.place, role, a.flatten(0, -2), b, dtype=dtype)
+        product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
         return product.view(*a.shape[:-1], b.shape[1])
 
     def _multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""
         rows, (inputs, columns) = x.flatten(0, -2), matrix.shape
         num_bytes = rows.shape[0] * columns * x.element_size()
-        if self.output_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
+        if self.output_reduce_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
             product = self._multiply("output", x, matrix)
-            return product if self.output_group.size() == 1 else all_reduce(own(product), self.output_group)
+            return (
+                product if self.output_reduce_group.size() == 1 else all_reduce(own(product), self.output_reduce_group)
+            )
         y = x.new_empty(rows.shape[0], columns)
         pending = []
         for some_rows, out in zip(rows.chunk(2), y.chunk(2), strict=True):
-            self.matmuls.multiply(self.place, "output", some_rows, matrix, out=out)
-            pending.append(start_all_reduce(out, self.output_group))
+            self.matmuls.multiply(self.linear_index, "output", some_rows, matrix, out=out)
+            pending.append(start_all_reduce(out, self.output_reduce_group))
             if not self.hides_all_reduce:
                 pending[-1].wait()
         for half in pending:
@@ -282,7 +287,7 @@ class ParallelLinear(ShardedModule):
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
         plan = self.plan
-        if plan.input_group.size() * plan.output_group.size() > 1:
+        if plan.input_grad_reduce_group.size() * plan.output_reduce_group.size() > 1:
             check_features(x, plan.input_axis, plan.name)
         device, dtype = x.device.type, plan.shard.precision.compute or self.weight.dtype
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:

@@ -97,7 +97,7 @@ class _HeadLoss(torch.autograd.Function):
         length = max(1, LOGITS_SLICE // max(widest, 1))
         for start in range(0, hidden.shape[0], length):
             part = slice(start, start + length)
-            logits = all_reduce(hidden[part] @ weight.t(), plan.output_group).to(exact)
+            logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group).to(exact)
             if bias is not None:
                 logits[:, :rows] += bias
             logits[:, rows:] = -torch.inf
@@ -113,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_hidden[part] = gradient @ weight
             grad_weight += gradient.t() @ hidden[part]
         if grad_hidden is not None and grad_weight is not None:
-            all_reduce(grad_hidden, plan.input_group)
+            all_reduce(grad_hidden, plan.input_grad_reduce_group)
             ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(hidden.dtype), grad_bias)
         ctx.plan, ctx.parameter = plan, parameter
         return total * scale
