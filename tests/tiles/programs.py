@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.memory import PeerError, failures
-from stretto.tiles.call_state import LATE, USED
+from stretto.tiles.call_state import LATE, RECORDED, USED
 from stretto.tiles.waits import OF_HOST
 
 assert tiles.INTERPRETED.value, "tests.tiles.programs is for processes that interpret their kernels"
@@ -487,6 +487,22 @@ def follow_another_failure():
             channel.begin("second", shards, shards, "broadcast")
         dist.barrier()
     failures.check()  # nothing is left
+    return str(told.value)
+
+
+def give_up_beside_another_program():
+    """A wait gives up after another program of its channel has set the flag, which has not marked the channel yet."""
+    rank = dist.get_rank()
+    shards = tiles.shard_tiles(16, 2, 8, channels=2)
+    with make_channel(timeout=1.0) as channel:
+        device = channel.begin("first", shards, shards, "broadcast")
+        for _ in range(2):
+            with pytest.raises(PeerError) as told:
+                kernels.wait_for_tile[(1,)](device, shards, 2 * (1 - rank), 1 - rank, None)
+            assert int(channel._record.failed) != 0
+            device.state[RECORDED.value] = 0
+            channel._record.words[0] = 0
+        dist.barrier()
     return str(told.value)
 
 

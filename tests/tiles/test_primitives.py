@@ -97,6 +97,11 @@ def test_a_channel_whose_wait_ended_with_another_groups_failure_stays_broken_whe
         assert said.startswith(f"rank {rank} of 2: first, call 1: {awaited}")
 
 
+def test_programs_of_a_channel_that_give_up_together_do_not_take_each_other_for_another_group(interpret):
+    for rank, text in enumerate(interpret(2, "give_up_beside_another_program")):
+        assert text.startswith(f"rank {rank} of 2: first, call 1: waited in vain for rank {1 - rank}, tile ")
+
+
 def test_misuse_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly")
 
