@@ -506,6 +506,19 @@ def give_up_beside_another_program():
     return str(told.value)
 
 
+def begin_after_another_failure():
+    """LATE of a call that begins after a wait of this process has failed; the flag has a number of that channel's."""
+    shards = tiles.shard_tiles(16, 2, 8, channels=2)
+    with make_channel(timeout=60.0) as channel:
+        device = channel.begin("first", shards, shards, "broadcast")
+        channel._record.failed.fill_(123_456_789)
+        with pytest.raises(PeerError):
+            channel.begin("second", shards, shards, "broadcast")
+        late = int(device.state[LATE.value])
+        dist.barrier()
+    return late
+
+
 def ask_wrongly():
     """Every misuse, with the words that its error must have."""
     static, table = tiles.shard_tiles, torch.zeros(3, dtype=torch.int32)

@@ -102,6 +102,10 @@ def test_programs_of_a_channel_that_give_up_together_do_not_take_each_other_for_
         assert text.startswith(f"rank {rank} of 2: first, call 1: waited in vain for rank {1 - rank}, tile ")
 
 
+def test_polls_of_a_call_that_begins_after_a_failure_give_up_on_a_tile_that_there_is(interpret):
+    assert interpret(2, "begin_after_another_failure") == [1, 1]
+
+
 def test_misuse_is_refused_before_anything_runs(interpret):
     interpret(2, "ask_wrongly")
 

@@ -51,7 +51,8 @@ def begin_call(channel, producer, counts, slot, MEETS: tl.constexpr, BLOCK: tl.c
         tl.store(channel.state + USED + slot, epoch)
     for claimed in tl.static_range(CLAIMED, PRODUCED + 1):
         tl.store(channel.state + claimed, 0)
-    tl.store(channel.state + LATE, tl.load(channel.failed))  # after a failed wait, polls give up at once
+    # After a failed wait, polls give up at once, as if one had given up on tile 0.
+    tl.store(channel.state + LATE, tl.minimum(tl.load(channel.failed), 1))
     if MEETS:
         publishes = may_publish(channel)
         for distance in tl.static_range(1, channel.world):
