@@ -13,7 +13,7 @@ import torch
 
 from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.memory.shared_gpus import OVERLAPPING, SWITCH
-from tests.gpu import compile_once as compile_once_cache
+from tests.gpu import compile_once
 from tests.pool import Pool
 
 SHARED = (2, 3, 4, 5, 8)
@@ -89,6 +89,6 @@ class GpuRanks:
                 ranks_of_a_gpu = -(-self._world // count_gpus())
                 self.environment |= self._started.enter_context(self._make_daemon(share_for(ranks_of_a_gpu)))
                 self.environment[CONNECTIONS] = str(max(2, CONNECTIONS_OF_A_GPU // ranks_of_a_gpu))
-        compile_once = {compile_once_cache.VARIABLE: compile_once_cache.NAME}
-        self._pool = self._make_pool(self._world, self.environment | compile_once, backend=backend)
+        cache = {compile_once.VARIABLE: compile_once.NAME}
+        self._pool = self._make_pool(self._world, self.environment | cache, backend=backend)
         self._started.callback(self._pool.close)
