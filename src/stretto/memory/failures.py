@@ -127,8 +127,8 @@ class FailureRecord:
     """One workspace's row of the failure table.
 
     words: int32 [16], in pinned host memory where there are GPUs; kernels write to it. failed: int32 [1] on `device`,
-    the failure flag, which all records of the device share: 0, or any other number. was_raised: whether the host has raised the failure; the
-    watchdog ignores such failures.
+    the failure flag, which all records of the device share: 0, or any other number. was_raised: whether the host has
+    raised the failure; the watchdog ignores such failures.
     """
 
     def __init__(
