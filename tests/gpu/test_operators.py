@@ -258,8 +258,7 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
         plan = rng.choice(PLANS[name])
         if isinstance(plan, ops.KernelConfig) and not takes(plan, operand):
             plan = "kernel"
-        if device == "cpu" or (plan == "auto" and shared_gpus.is_enabled()):
-            plan = "kernel"  # the library's collectives would go by way of the host, which no graph holds
+        plan = keep_to_kernels(plan, name, device)
 
         def run(x: torch.Tensor, name: str = name, plan: Any = plan) -> torch.Tensor:
             return OPERATORS[name](x, weight, implementation=plan)
@@ -278,6 +277,18 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
     return made
 
 
+def keep_to_kernels(plan: str | ops.KernelConfig, name: str, device: str) -> str | ops.KernelConfig:
+    """A plan without the library's collectives, which go by way of the host on a shared GPU: no graph holds that.
+
+    An all-reduce by tiles, which "kernel" may be, ends with the library's all-gather.
+    """
+    if device == "cpu":
+        return "kernel"
+    if shared_gpus.is_enabled() and not isinstance(plan, ops.KernelConfig):
+        return MOVES["reduce"][0] if name == "reduce" else "kernel"
+    return plan
+
+
 def make_scaled_case(
     rng: random.Random, device: str, rows: int, n: int, k: int
 ) -> list[tuple[str, torch.Tensor, torch.Tensor, Any]]:
@@ -288,8 +299,7 @@ def make_scaled_case(
     columns = torch.rand(n, device=device) * (1 + rank)
     for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):
         plan = rng.choice(["auto", "kernel", *MOVES[name]])
-        if device == "cpu" or (plan == "auto" and shared_gpus.is_enabled()):
-            plan = "kernel"
+        plan = keep_to_kernels(plan, name, device)
         factors = torch.rand(operand.shape[0], device=device) + 0.1
 
         def run(factors: torch.Tensor, name: str = name, plan: Any = plan, operand: torch.Tensor = operand) -> Any:

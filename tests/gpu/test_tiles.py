@@ -82,7 +82,7 @@ def multiply_beside_pushes(folder: Path) -> None:
     Grid(data=world, device="cuda")
     rank, k, n = dist.get_rank(), 512, 768
     errors = []
-    with tiles.BlockChannel.allocate(channels=2 * world, data_bytes=4096 * k * 2, timeout=20.0) as channel:
+    with tiles.BlockChannel.allocate(channels=2 * world, data_bytes=world * 1000 * k * 2, timeout=20.0) as channel:
         for rows in (1000, 256, 33):
             x = torch.randn(rows, k, device="cuda").bfloat16()
             weight = torch.randn(n, k, device="cuda").bfloat16()

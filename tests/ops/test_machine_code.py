@@ -1,6 +1,7 @@
 """What the operators' kernels are compiled to, without a GPU: TMA, a pipelined loop, and nothing above its wait."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from stretto.ops.gemm.config import (
 from stretto.ops.gemm.defaults import default_blocks, vary_blocks
 from stretto.ops.gemm.stream_k import DATA_PARALLEL, StreamK
 from stretto.ops.gemm.tile import Scales, count_store_parts, describe_gemm, describe_rows
-from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, gemm_reduce_scatter, map_queues
+from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, describe_push, gemm_reduce_scatter, map_queues
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles, map_owners, multiply_tiles
 from stretto.ops.small_m import PacketExchange, gemm_exchange
 from stretto.tiles import begin_call
@@ -306,6 +307,23 @@ def test_sums_in_fp32_fit_beside_the_loads_by_pointers_too(name):
     kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks, k=K - 3, sums=torch.float32)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     assert count_shared_bytes(kernel, arguments, options, "sm_90") + 1024 <= 228 << 10
+
+
+@pytest.mark.parametrize("blocks", [WIDE, pytest.param(DEEP, marks=pytest.mark.exhaustive)])
+def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_tma(blocks):
+    """Buffers of ranks may lie too far apart for one TMA descriptor, or no whole number of rows apart."""
+    x, weight, _, _, _ = matrices(ROWS, N, K, False, torch.bfloat16)
+    gemm, *_ = describe_gemm(x, weight, None, blocks)
+    buffer = torch.empty(1 << 20, dtype=torch.float32)
+    stages = {}
+    for distance in (1 << 21, 1 << 42, 520):
+        channel = SimpleNamespace(distances=[0, distance], tensor=lambda *_, **__: buffer)
+        _, pushed, _, stages[distance] = describe_push(channel, gemm, blocks, 2, buffer)
+        assert (pushed is None) == (distance != 1 << 21)
+    assert stages == {1 << 21: blocks.num_stages, 1 << 42: blocks.num_stages - 1, 520: blocks.num_stages - 1}
+    arguments = scatter_arguments(blocks, sums=torch.float32, by_tma=False)
+    options = {"num_warps": blocks.num_warps, "num_stages": stages[520]}
+    assert count_shared_bytes(gemm_reduce_scatter, arguments, options, "sm_90") <= 227 << 10
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW])

@@ -51,6 +51,7 @@ from stretto.ops.gemm.config import (
     divide_up,
     encode_implementation,
     has_power_of_two_columns,
+    leave_room_for_copies,
     limit_programs,
 )
 from stretto.ops.gemm.stream_k import count_steps, count_units, find_unit, make_stream_k, multiply_unit
@@ -273,7 +274,7 @@ def _launch_by_copies(
         block_channel.launch(
             all_gather_gemm_by_copies,
             specialization_key(config, x, weight, gemm, bias, out, own_scales),
-            min(blocks.programs, max(units, 1)),
+            min(leave_room_for_copies(blocks.programs, x.device), max(units, 1)),
             (channel, producer, consumer, gemm, stream_k, shard, own, arriving, b, bias, c),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,

@@ -36,6 +36,7 @@ from stretto.ops.gemm.tile import (
     Scales,
     count_store_parts,
     describe_gemm,
+    fit_stages,
     fixed,
     goes_in_halves,
     halve,
@@ -252,7 +253,7 @@ def _launch(
         channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
     buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
-    gemm, pushed, first_row = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
+    gemm, pushed, first_row, stages = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
     staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
     owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), fixed(config.is_shifted))
     block_channel.launch(
@@ -261,17 +262,18 @@ def _launch(
         programs,
         (channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out),
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_stages=stages,
     )
 
 
 def describe_push(
     block_channel: tiles.BlockChannel, gemm: Gemm, blocks: Blocks, loaded_size: int, buffer: Tensor
-) -> tuple[Gemm, TensorDescriptor | None, int]:
-    """(the product, a TMA descriptor of all ranks' buffers, the row of the descriptor that this rank's begins at).
+) -> tuple[Gemm, TensorDescriptor | None, int, int]:
+    """(the product, a TMA descriptor of all ranks' buffers, the row of it that this rank's begins at, stages of loads).
 
     One descriptor for all ranks: rows of block_n numbers from the lowest of their addresses on, all memory between the
-    buffers included. None where TMA does not take it.
+    buffers included. None where TMA does not take it: for buffers that are no whole rows apart, or too far. Stores by
+    pointers need more shared memory, and may leave room for fewer stages.
     """
     row_bytes = blocks.n * buffer.element_size()
     distances = block_channel.distances
@@ -279,11 +281,12 @@ def describe_push(
     rows = (max(distances) - lowest + buffer.nbytes) // row_bytes
     parts = count_store_parts(blocks, loaded_size, buffer.element_size())
     if not gemm.by_tma.value or not parts or rows >= 1 << 31 or any(step % row_bytes for step in distances):
-        return gemm, None, 0
+        fits = fit_stages(blocks, loaded_size, buffer.element_size())
+        return gemm, None, 0, fits if gemm.by_tma.value else blocks.num_stages
     base = block_channel.tensor((1,), buffer.dtype, rank=distances.index(lowest))
     pushed = TensorDescriptor(base, [rows, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
     gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-    return gemm, pushed, -lowest // row_bytes
+    return gemm, pushed, -lowest // row_bytes, blocks.num_stages
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.copy_schedule import find_place, schedule_copies, size_pieces
-from stretto.ops.gemm.config import KernelConfig, divide_up
+from stretto.ops.gemm.config import KernelConfig, divide_up, leave_room_for_copies
 from stretto.ops.gemm.tile import (
     Scales,
     count_store_parts,
@@ -171,7 +171,8 @@ class _CopyEngineScatter:
         """Launch the sums of own tiles `start` to `stop` - 1; the first launch waits for what the others push."""
         height = max(1, _ADDED_ELEMENTS.value // self.blocks.n)
         most = self.blocks.programs * (1 if tiles.INTERPRETED.value else _ADDING_PROGRAMS)
-        programs, waits = min(divide_up((stop - start) * self.blocks.m, height), most), start == 0
+        most, waits = leave_room_for_copies(most, self.out.device), start == 0
+        programs = min(divide_up((stop - start) * self.blocks.m, height), most)
         self.channel.launch(
             add_tiles,
             (waits, self.key),

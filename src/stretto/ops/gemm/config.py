@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from stretto.memory import shared_gpus
 from stretto.memory.gpus import bound_blocks
 
 FP8 = torch.float8_e4m3fn
@@ -210,6 +211,16 @@ def bound_programs(processors: int) -> int:
 def limit_waiting(programs: int, device: torch.device) -> int:
     """`programs`, but at most `bound_programs` of the GPU's multiprocessors; interpreted programs wait in turns."""
     return min(programs, bound_programs(count_processors(device.index))) if device.type == "cuda" else programs
+
+
+@lru_cache
+def leave_room_for_copies(programs: int, device: torch.device) -> int:
+    """`programs` of a kernel that waits for copies of peers, limited like `limit_waiting` if ranks share GPUs.
+
+    Between GPUs, copy engines copy. A copy within a GPU may need a multiprocessor of the rank that issues it, which a
+    kernel that fills the rank's share while it waits would never give back.
+    """
+    return limit_waiting(programs, device) if shared_gpus.is_enabled() else programs
 
 
 def limit_programs(config: KernelConfig, device: torch.device) -> KernelConfig:

@@ -193,6 +193,18 @@ def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int
     return 0
 
 
+def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
+    """The stages of loads by TMA that fit beside a store by pointers, which converts a tile, or half of a large one.
+
+    At most the stages of `blocks`, and at least one. Sizes are an element's, in bytes.
+    """
+    converted = blocks.m * blocks.n * stored_size
+    if converted > _CONVERTED_BYTES.value:  # as `goes_in_halves`
+        converted //= 2
+    most = (_SHARED_BYTES - converted) // ((blocks.m + blocks.n) * blocks.k * loaded_size)
+    return max(1, min(blocks.num_stages, most))
+
+
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
     """Another A, of the same k, as the kernel takes it; None where it cannot be loaded as the first A is."""
     if not gemm.by_tma.value:
