@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of the docs: `make docs-figures`."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gather + GEMM in one kernel, written with the tile-centric primitives (docs/tiles.md explains it).
 
 On GPUs:       torchrun --nproc-per-node 2 examples/all_gather_gemm.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in the chunk language (docs/collectives.md). Compiles, verifies and plots each; needs no GPU.
 
 python examples/collectives.py [FOLDER]

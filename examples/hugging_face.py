@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face model on a grid. Built from a configuration here; `from_pretrained` works the same way.
 
 torchrun --nproc-per-node 4 examples/hugging_face.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT on a grid, in plain PyTorch plus five lines.
 
 torchrun --nproc-per-node 4 examples/train_on_a_grid.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted.
 
 Which tests are `exhaustive`, and so left to `make test-exhaustive`: those that say so, and of one that is `sampled(n)`

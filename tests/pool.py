@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pool of worker processes for a whole test session, so that a test of several ranks takes milliseconds.
 
 Workers are forked from a server that has imported torch and the modules of Stretto that the session has imported. They

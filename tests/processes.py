@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forks Python processes from a server that has imported torch, so that they start in a tenth of the time.
 
 `PythonServer.python` is an executable that replaces `sys.executable`. The server forks a process for each of its runs

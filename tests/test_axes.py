@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The axes of a grid: their order, sizes and groups, and that an axis is added in one place."""
 
 import copy

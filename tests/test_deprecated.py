@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Old names go on working for one release, and say what they are now."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README and the pages of docs/: links lead somewhere, pictures are shown, and what they count is so."""
 
 import re

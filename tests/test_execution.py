@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of how a step executes, which train, the planner and parallelize share."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
 
 import subprocess

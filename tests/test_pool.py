@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool of worker processes that every test of several ranks relies on."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python processes forked from a server: to whoever starts them, they are as Python's own."""
 
 import os

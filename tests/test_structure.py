@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the source is laid out: what keeps a reader who has never seen it from getting lost (docs/decisions/016)."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel on the backend stretto.
 
 torchrun --nproc-per-node 2 examples/backend/ddp.py [BACKEND]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 (fully_shard) on the backend stretto.
 
 torchrun --nproc-per-node 2 examples/backend/fsdp2.py [BACKEND]

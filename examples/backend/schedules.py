@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs schedules for a group of any size: the only addition of the other scripts here to plain PyTorch."""
 
 import torch.distributed as dist

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stretto overlaps communication with computation in distributed deep learning.
 
 The front door is five names: `Cluster` (what the machine is), `plan` (which grid suits it), `Grid` (how its ranks are

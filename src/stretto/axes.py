@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The axes of a grid of ranks: their names, their order, and the groups and meshes derived from them. No torch.
 
 `AXES` is the one place where axes are listed. From it follow the names and their order; the process groups and device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Old names of renamed things, which go on working for one release with a DeprecationWarning."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a step of a sharded model executes: options that train, the planner and `parallelize` share. No torch.
 
 Below the options are the fixed sizes by which `parallelize` splits work, since the planner predicts time and memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which Hugging Face models `parallelize` accepts: rules for their tensor-parallel plans and configurations.
 
 `parallelize` applies them to models, and the planner to a config.json. Plain data, without imports of torch or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registers "stretto" as a torch.distributed backend, without importing torch before the program does.
 
 When torch is imported, it imports this module by the entry point "torch.backends", so that a script that only names the

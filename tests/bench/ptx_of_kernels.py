@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints what kernels do with memory, as PTX, to compare two sources: `python -m tests.bench.ptx_of_kernels`.
 
 The kernels are those that end a call by themselves, or join parts of a tile.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations for the tests of `stretto stress`: one that is right, and others that are broken on purpose."""
 
 import time

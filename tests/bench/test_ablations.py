@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ablations: compositions compute what collectives do; tables compare what there is, and leave out what is not."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two checkouts in turn: the whole command on CPU ranks, and with ranks that fail, what it says and what it ends."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the bench of collectives keeps is what communicators read, and a file that is no table is left alone."""
 
 from types import SimpleNamespace

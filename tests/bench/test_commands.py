@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benches' commands refuse, and what needs no ranks."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench dlrm` measures each implementation in turn, and keeps what it has as it goes."""
 
 import json

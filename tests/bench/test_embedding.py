@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench of embedding look-ups: what a case is, where tables go, and a run of it all with tiny tables."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all benches have in common: ranks of their own, and an end."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels with late warps: the changed code is whole, and warps may sleep before every access to global memory."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ablation: each stage adds one overlap, none changes what is computed; exposed time is lone collectives'."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stretto and torch's own ways train the same model: what the bench says of them is of equal runs."""
 
 import json

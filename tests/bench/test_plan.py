@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions are written first and only read by what measures; the comparison says what it should of them."""
 
 import json

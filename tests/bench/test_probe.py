@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A probe measures every group of ranks that a grid can make, and what it writes is a cluster that plans can use."""
 
 import pytest

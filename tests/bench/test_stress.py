@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto stress`: what it covers, what it counts, and that it finds what is broken on purpose."""
 
 import ast

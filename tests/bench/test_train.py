@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench train` measures every grid beside FSDP2."""
 
 import json

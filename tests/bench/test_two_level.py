@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench between network namespaces: what it sets up and removes, its delay, and what it predicts and writes."""
 
 import json

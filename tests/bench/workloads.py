@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny workloads for tests of the benches, and a way to run them on the session's pool."""
 
 from collections.abc import Callable

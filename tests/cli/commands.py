@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands of `stretto` as processes of their own, to be waited for and interrupted.
 
 They are forked, and their ranks too (tests.processes); tests of the launcher start some that are not.

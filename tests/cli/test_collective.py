@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto collective`, by what it prints, writes and exits with."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands print and refuse, without starting a run."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto train` of a DLRM, with real ranks: from Criteo's text to the report, and errors with the line of a file."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto doctor` says what is there, and what is done without what is not."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto train` from the first step to the last, with real ranks."""
 
 import json

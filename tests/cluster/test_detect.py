@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cluster.detect on this machine, on machines with GPUs (torch.cuda replaced), and on odd ones."""
 
 import builtins

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cluster files: what is read, what is written, and what is refused with which words."""
 
 import pickle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The presets' figures, against what their sources say."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine of symbols that runs schedules, written apart from Stretto's own, with events in random order.
 
 A chunk holds the multiset of input chunks that were added to make it.

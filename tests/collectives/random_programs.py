@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random programs in the chunk language, each with the postcondition that it happens to have, and random damage."""
 
 import random

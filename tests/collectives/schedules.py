@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules written by hand."""
 
 from stretto.collectives import Collective, RankProgram, Schedule, Step, StepType, ThreadBlock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every algorithm, at every rank count that it admits from 2 to 16, in place and not, with 1, 2 and 4 instances."""
 
 from itertools import product

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From programs to schedules: the passes' choices, and the ways in which such compilers were wrong."""
 
 import random

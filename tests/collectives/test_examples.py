@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of docs/collectives.md run as the page says."""
 
 import importlib.util

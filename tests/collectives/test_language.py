@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunk language: what a program may do, and the line that an error names."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts in msccl-tools' API, run unmodified and compiled here."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What verifies runs right, whatever the order of events; what is damaged is caught, or proved harmless."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the verifier finds in schedules written by hand, and where it says that it is."""
 
 import tracemalloc

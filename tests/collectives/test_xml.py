@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of schedules: what is written is read again, what others write is read, and what is no schedule is refused."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache for Triton by which processes that need the same kernel at the same time compile it once.
 
 Triton's own cache keeps what was compiled, but ranks begin a kernel together: none finds it there, and each compiles

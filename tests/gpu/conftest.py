@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures for tests of ranks on GPUs. One pool of processes serves many tests, which take less time than its start.
 
 `world` is the number of a test's ranks. With several GPUs, each rank has one, and a test runs once, with as many ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stresses two crossing groups on four ranks, beside a stand-in for NCCL, with launches in every order.
 
     python -m tests.gpu.crossing --rounds 10000 --seconds 120 --seed 7 --out crossing.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a long test run into parts, and resumes interrupted ones: pytest's options --shard K/N and --passed FILE.
 
 The file has a line for the code that was tested, a hash of src/ and tests/, and one for each test that passed. With

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small calls of every protocol, for compute-sanitizer: `make gpu-sanitize`. Exit status 1 for a wrong number.
 
 Every kernel of a protocol is compiled and called a few times, on sizes that fill and that leave parts of a thread

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the MPS percentages with which processes on one GPU have multiprocessors of their own.
 
     python -m tests.gpu.shares --out shares.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on GPUs: one a GPU if there are enough, else several share a GPU, under MPS if it is installed.
 
 NVIDIA's MPS (multi-process service) runs the kernels of several processes on one GPU at the same time, and gives each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ablations run on GPUs, and have a time for everything that runs eagerly."""
 
 from pathlib import Path

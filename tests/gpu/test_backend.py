@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend `stretto` on GPUs: frameworks train as on NCCL, and the counter shows schedules at work."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captured steps whose collectives are NCCL's, in memory that NCCL cannot register."""
 
 import gc

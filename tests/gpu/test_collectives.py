@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as kernels on real GPUs: right numbers, same bits, any size and place, stragglers, graphs, lost peers."""
 
 import json

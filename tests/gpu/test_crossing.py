@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that wait leave room for those of other groups: two groups that cross, beside a stand-in for NCCL."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DLRM trained on GPUs has the losses of the same run on the CPU, by the operator and by PyTorch's functions."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding look-ups on real GPUs: random jagged batches past stragglers, graphs, gradients, updates and faults."""
 
 import contextlib

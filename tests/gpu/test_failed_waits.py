@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wait for another rank that fails on a GPU: nothing that came of it is used, and the next look raises PeerError.
 
 A group's time limit is two seconds here, and kernels are compiled before by calls of another group of the same ranks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to a run on GPUs, when it is interrupted or loses a rank in mid-step."""
 
 import json

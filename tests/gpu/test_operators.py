@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlapped operators on real GPUs: random shapes past stragglers and poison, graphs, and gradients."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look-ups that store to some ranks and put to others through NVSHMEM, in processes of their own.
 
 The puts are between GPUs of one host, which NVSHMEM carries over NVLink too: what is proved is the path, not a network.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators of fp8 operands on real GPUs: random shapes and scales past stragglers and poison, and graphs."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share a GPU: training goes by way of the host, and kernels have a part of the multiprocessors each."""
 
 import itertools

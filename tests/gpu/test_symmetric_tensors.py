@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric tensors on GPUs: peers' writes are seen, and memory is given back when the tensors die."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile-centric primitives on real GPUs: right tiles past stragglers and poison, copy engines in graphs, lost peers."""
 
 import json

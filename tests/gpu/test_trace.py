@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a trace of real kernels shows: with overlap, most of what z sends is hidden under computation."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs on GPUs: the loop, its checkpoints, and that it never waits for the device."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On GPUs: what the CPU tests show of `parallelize`, and what only a GPU can show."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts ranks that print every thread's traceback and end when they hang."""
 
 import faulthandler

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What symmetric memory on GPUs does before it touches one."""
 
 import pytest

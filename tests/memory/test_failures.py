@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process's record of failed waits: who is told of a failure, for how long, and what happens if nobody looks."""
 
 import ctypes

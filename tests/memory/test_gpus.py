@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GPUs' kernels can work together: every rank finds the same, whichever of them is the other one."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory between real processes: what peers write is seen, waits end, and nothing is left behind."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric memory of GPUs that dies while a CUDA graph is captured; the GPU suite does it with real memory."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives by way of the host, on CPU tensors: kernels for the device CPU, which "CUDA", also gloo here, serves."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric tensors between real processes: peers' writes are seen, and they are gone when the tensors are."""
 
 import gc

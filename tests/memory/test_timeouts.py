@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks of a group know of each other and of the group."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DLRM computes what its paper says, in any order of its tables, and its sizes fit together or are refused."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text from a model: drawn as the model says, and the same from the same seed."""
 
 import pytest

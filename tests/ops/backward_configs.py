@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes launched with another config than the default. Only ranks import this: see conftest."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks run for test_contract: calls as PyTorch's own operators may be called. Only they import this."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks run that look up embeddings with interpreted kernels. Only they import this: see conftest."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What interpreted ranks run that lose each other. Only they import this: see conftest."""
 
 import contextlib

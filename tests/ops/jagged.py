@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random jagged batches of embedding look-ups, the same on all ranks, and what must come of them, in fp64."""
 
 from dataclasses import dataclass

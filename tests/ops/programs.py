@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks run whose kernels are interpreted. Only they import this: see conftest."""
 
 import importlib

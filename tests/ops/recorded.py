@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches of compiled kernels where there is no GPU: a driver of Triton's that writes down what it is given.
 
 A process that imports this can launch nothing else: tests run `main` in one of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks run of fp8 operands, with interpreted kernels. Only they import this: see conftest."""
 
 import pytest

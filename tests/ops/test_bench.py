@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench ops`, all but the timing, between interpreted ranks."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What PyTorch's users take for granted of any operator, asked of the overlapped ones."""
 
 import random

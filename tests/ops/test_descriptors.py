@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors are encoded once, and launched as Triton would launch them."""
 
 from types import SimpleNamespace

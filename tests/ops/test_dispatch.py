@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which plan is taken: pinned, measured or the default, alike on all ranks."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding look-ups between real processes, whose kernels are interpreted, against fp64."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the embedding kernels are compiled to, without a GPU: wide loads, rows in flight, signals after stores."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators of ranks that lose each other, by interpreted kernels: who is told, and what the next call finds."""
 
 import pytest

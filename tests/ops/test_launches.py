@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches that are known are those that Triton itself would make."""
 
 import os

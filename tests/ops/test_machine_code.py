@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the operators' kernels are compiled to, without a GPU: TMA, a pipelined loop, and nothing above its wait."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators between real processes, whose kernels are interpreted, against fp64."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look-ups that put through NVSHMEM, without it: what is refused, whom a rank stores to, and the kernels' machine code.
 
 NVSHMEM's device library is for GPU machines. Here its functions are stubs, which Triton links in the same way.

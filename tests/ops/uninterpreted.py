@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks run whose kernels are compiled, on CPUs, where they cannot run."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """stretto.optim.AdamW against torch's, with and without the clip's factor; its kernel in Triton's interpreter."""
 
 import copy

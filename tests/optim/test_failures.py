@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers after a failed wait for another rank: a step changes nothing on the device, and raises on the host."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row-wise Adagrad: rows by the formula, sparse and dense alike."""
 
 import copy

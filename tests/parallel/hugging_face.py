@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face models, made from configurations without any weights, and a mode that makes fp64 mean fp64."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be said of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input to Grid and parallelize: a ValueError that gives the value, the rule and what would do."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A grid lays its ranks out with x innermost, and its groups are the rows of that layout."""
 
 import time

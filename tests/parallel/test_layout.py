@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards tile the whole: every number has an owner, and boxes say where it lies."""
 
 from itertools import product

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that an optimizer writes in the dtype that is computed in: found as they are, and never when they are old."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names from before this release: each is found by its old name, and warns with the new one."""
 
 import pytest

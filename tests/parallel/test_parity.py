@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model trained on a grid is the model trained on one rank: every loss, gradient norm and weight."""
 
 from contextlib import nullcontext

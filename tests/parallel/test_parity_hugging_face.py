@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face GPT-2, Llama and Qwen2 on a grid train as they do on one rank, and give whole logits when asked."""
 
 from ast import literal_eval

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State dicts of a parallelized model: its own, and that of the model that it was."""
 
 import pytest

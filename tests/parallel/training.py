@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle of the parity tests: plain, unparallelized training, and the same steps on a grid, compared.
 
 The reference is a model that no Stretto code has touched but its own definition, trained in this process by a plain

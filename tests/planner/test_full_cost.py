@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The full cost model: measured tables are used as they are, and overlap hides what it can."""
 
 import dataclasses

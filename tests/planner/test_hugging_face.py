@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the planner reads off a Hugging Face configuration, against transformers' models and `parallelize`."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block is a list of kinds of layers: another kind is planned for without a change elsewhere."""
 
 from dataclasses import dataclass, fields

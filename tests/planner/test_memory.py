@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted memory against what was measured, and against arithmetic by hand."""
 
 import contextlib

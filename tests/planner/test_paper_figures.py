@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner against figures worked out by hand from equations 5.1 to 5.7 of Singh's dissertation (section 5.1.2).
 
 Axes are ordered as the paper orders them, x innermost, then y, z and data; a grid here is (data, x, y, z). A linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans with activations that are sharded by tokens over x, against what `parallelize(shard_sequence=True)` sends."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """loss.png and summary.md say what is in a run's folder, whole or cut short."""
 
 import json

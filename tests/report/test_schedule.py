@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of a schedule: what it shows and what it refuses."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose kernels are interpreted, for programs of this folder."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example all-gather + GEMM, as its users have it."""
 
 import importlib.util

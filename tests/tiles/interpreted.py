@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank runs to try the interpreter itself: kernels that need what stretto.tiles.interpreter mends."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small kernels, each about one primitive or two; interpreted by ranks and compiled for their machine code."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels compiled for GPUs that are not there, and what to look for in their machine code."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documented example, all-gather + GEMM, on real processes."""
 
 import os

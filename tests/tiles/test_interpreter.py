@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter does what kernels that wait for each other, in bf16, need of it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is compiled keeps the order that the primitives promise: seen in PTX, with no GPU."""
 
 import re

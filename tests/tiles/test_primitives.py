@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The primitives between real processes, whose kernels are interpreted: what is there when a wait returns."""
 
 import re

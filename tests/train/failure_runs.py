@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks run whose waits for another rank fail: functions of a module, so that a pool can import them."""
 
 from pathlib import Path

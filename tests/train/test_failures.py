@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training after a failed wait for another rank: whatever uses a result raises, and no checkpoint has any of it."""
 
 import contextlib

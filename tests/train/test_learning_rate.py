@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learning rate: a linear warm-up, then a cosine."""
 
 import math

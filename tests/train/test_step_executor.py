@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executors of a step: which micro-batches they run, in which order, and what their ranks send."""
 
 import pytest

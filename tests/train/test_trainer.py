@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs: the loss is that of plain PyTorch, whatever the grid, the accumulation, the stops and resumptions."""
 
 import math

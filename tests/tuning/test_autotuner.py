@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times are kept by kind of machine, typed keys go to text and back, and all ranks choose alike."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was measured once is found again, and a damaged file never stops a run."""
 
 import json

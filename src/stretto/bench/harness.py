@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts ranks, times steps, and writes results with the machine they were measured on: for all benches."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times several callables on GPUs in turn, so that drift of the machine affects all of them alike."""
 
 import statistics

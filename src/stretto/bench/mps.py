@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a private CUDA MPS daemon, so that kernels of several processes run at once on one GPU.
 
 Without MPS the driver time-slices the processes of a GPU: kernels that wait for each other then take milliseconds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Colours of all benches' pictures, and the line that names the devices and the date of a measurement."""
 
 from collections.abc import Mapping

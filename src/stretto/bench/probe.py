@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto probe`: measures this machine's links and kernels into a cluster file for the planner.
 
 All ranks measure at the same time, since in training they share the links, and a chip's power.

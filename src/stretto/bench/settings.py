@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of benches: frozen dataclasses whose fields are the options of a command of `stretto bench`.
 
 Each bench has its settings in a module of its own that does not import torch, so that `stretto bench --help` is fast. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `stretto`: a file for each command, or group of commands.
 
 A command imports what it needs when it runs, so that `stretto --help` does not wait for torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench`: the commands behind every figure in the README and the docs.
 
 A command has an option for each field of its bench's settings, and `--out` and `--json`. It imports the bench, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto cluster`: lists and shows machines, with their links and figures."""
 
 from dataclasses import asdict

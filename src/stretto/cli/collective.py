@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto collective`: compiles, verifies, draws, simulates and runs collectives."""
 
 import json

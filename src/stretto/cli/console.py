@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of all commands: text for people on stdout, one line of JSON for machines, errors on stderr."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto demo`: trains a small GPT on a grid and on one rank, and compares the losses."""
 
 import signal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto doctor`: reports what works on this machine, and what falls back because something is missing."""
 
 import importlib

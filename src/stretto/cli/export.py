@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto export`: writes a checkpoint's weights as safetensors."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto plan`: predicts which grid is fastest and fits into memory, without the machine."""
 
 import json

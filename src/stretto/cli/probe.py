@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto probe`: measures this machine into a cluster file."""
 
 from dataclasses import asdict

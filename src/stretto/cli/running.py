@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs training from a checked configuration to the report, for `stretto train` and `stretto demo`."""
 
 import os

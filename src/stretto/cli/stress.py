@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto stress`: random calls of every kernel in every configuration."""
 
 import signal

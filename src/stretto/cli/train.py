@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto train`: trains a model from a configuration file."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a machine: nodes, GPUs, links, with the source of each figure. Imports no GPU library.
 
 Modules: `cluster` (the class `Cluster`), `model` (its parts), `schema` (checks values, reads and writes TOML), `files`

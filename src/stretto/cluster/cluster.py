@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Cluster`: everything that planning or simulating work on a machine needs to know about it."""
 
 from collections.abc import Mapping

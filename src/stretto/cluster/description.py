@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats a cluster as plain text for people."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects the machine that this process runs on; datasheets of known GPUs. Imports torch only when called."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads cluster files, presets and other untrusted files, whose size is bounded before they are read."""
 
 import tomllib

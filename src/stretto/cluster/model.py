@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a cluster: GPU, links, measurements. Values only; `cluster.py` combines them.
 
 Bandwidths are bytes/s in one direction, never bits and never both directions added. `None` means that the figure is

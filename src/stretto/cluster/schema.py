@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts cluster files to checked, frozen dataclasses, and back.
 
 Each field's metadata declares what kind of value it holds (`figure`). Reading, checking and writing follow these

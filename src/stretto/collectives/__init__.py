@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives as programs over chunks: traced, compiled, proved safe, stored and run.
 
 from stretto.collectives import AllGather, algorithm, chunk, verify

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An algorithm: a program in the chunk language, with the collective that it implements and its source."""
 
 import inspect

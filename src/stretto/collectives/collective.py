@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives by their conditions: which input chunks exist before, and which sums each output chunk holds after.
 
 MSCCLang, section 3.2. A buffer is a row of chunks of one size; an input chunk is named by the pair (rank,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a schedule on processes of this machine, times it and checks its results."""
 
 import re

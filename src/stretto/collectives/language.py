@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunk language: traces programs that move and add chunks of ranks' buffers (MSCCLang, sections 2 and 3).
 
     with trace(AllGather(ranks=3)) as program:

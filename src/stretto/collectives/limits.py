@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a schedule against the limits of a runtime that loads schedule files (RCCL)."""
 
 from collections import Counter

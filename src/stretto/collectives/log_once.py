@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs each distinct debug line once."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule: what every thread block of every rank does, step by step. It is verified, stored and run.
 
 MSCCL-IR of MSCCLang, section 5, as its runtimes read it. A step with a receive takes the next message of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects how to run a collective: the fastest measured schedule or the library, else a default."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes schedules as MSCCL XML, the format of MSCCL, RCCL and msccl-tools.
 
 Files are untrusted: no entities, no document types, no more bytes, ranks or chunks than the limits, and every attribute

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric memory: every rank of a group has a buffer of one size, can access its peers' buffers, and signals them.
 
 Modules: `symmetric` (the interface, `PeerError`), `host` and `cuda` (its two backends), `allocation` (`allocate`, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocates symmetric memory, and symmetric tensors: one of a shape on every rank, which all ranks access."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric memory between the GPUs of one machine, allocated by torch's symmetric memory."""
 
 import sys

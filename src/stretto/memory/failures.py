@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failed waits: what a kernel does when a peer does not signal in time, and how the host learns of it.
 
 A kernel whose wait exceeds its time limit cannot raise. It does this, in this order (of which this is the one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks whether the kernels of a group's GPUs can work together, storing into each other's memory."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Stretto asks of a process group: this process's rank, the time limit, and exchanges that end in time."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric memory between the processes of one machine: anonymous POSIX shared memory.
 
 Each rank makes its region with memfd_create and tells its peers (process, descriptor), which map it through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets several ranks share one GPU, for tests: `STRETTO_SHARE_GPUS=1`, set before the ranks start.
 
 NCCL refuses to use a GPU twice, so the group's backend is gloo for GPU tensors too; only this module knows that. gloo

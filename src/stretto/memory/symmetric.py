@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of symmetric memory and its signals, and how a process polls for a peer."""
 
 import time

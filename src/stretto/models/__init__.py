@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models in plain PyTorch, without parallel code.
 
 `stretto.parallelize` puts a `GPT`, as any other model, on a grid; `stretto.parallel.distribute_tables` distributes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DLRM: a recommendation model that predicts clicks (Naumov et al., 2019; Punniyamurthy et al., section 2.1).
 
 The bottom MLP reads the dense features, and embedding tables pool the rows of the categorical features' bags. The dot

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes of DLRMs, including MLPerf's. Imports no torch: configurations are read without it."""
 
 from dataclasses import dataclass, fields, replace

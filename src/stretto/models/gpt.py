@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT: a pre-norm, decoder-only transformer (Singh, section 5.2.1 and Table 5.1).
 
 The model knows nothing about ranks. Three conventions let `stretto.parallelize` shard it: attention infers the number

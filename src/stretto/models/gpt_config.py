@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes of GPTs, including those of Table 5.1 (Singh). Imports no torch: the planner needs only the numbers."""
 
 from dataclasses import dataclass, fields, replace

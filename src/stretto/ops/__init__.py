@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlapped operators: computation with its collective hidden inside, as torch.library operators with gradients."""
 
 from stretto.deprecated import alias

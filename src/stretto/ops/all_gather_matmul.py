@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gather + GEMM: the ranks' rows travel while a persistent GEMM multiplies those that have arrived.
 
 Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). The operator, its gradient, and two kernels:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks before anything is allocated or launched: a call's arguments, and that all ranks make the same call."""
 
 from dataclasses import dataclass, field

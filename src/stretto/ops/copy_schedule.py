@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of a reduce-scatter's copies: in which pieces copy engines push tiles to their owners, and when.
 
 A schedule depends on sizes alone, so that it is computed once for them.

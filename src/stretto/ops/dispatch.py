@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch of operator calls: registration with torch, the eager fast path, and the choice of a configuration.
 
 `define_operator` makes an operator's schema, fake implementation, autograd, FLOP formula and fast path. Each call then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of an all-gather + GEMM: how they travel, in which order their tiles are multiplied, and one tile's product.
 
 Copy engines move rows, or programs of the GEMM's kernel before they multiply.

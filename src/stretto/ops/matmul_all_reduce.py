@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMM + all-reduce, for decoding: few rows, one launch (`small_m`), the same bits on all ranks."""
 
 from math import prod

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMM + reduce-scatter: tiles of partial sums go to the rank that owns their rows, which adds them up.
 
 Flux (sections 3.2, 4.1 and 4.2), in tile-centric primitives (TileLink). The operator, its gradient, and a kernel that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMM + reduce-scatter whose tiles copy engines push, while a kernel that stores locally multiplies the next tiles.
 
 Like `gemm_reduce_scatter`, but no multiprocessor stores to another rank: those stores, all at the end of a tile,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An MLP of two overlapped products: tensor parallelism with activations sharded by rows (sequence parallelism)."""
 
 from collections.abc import Callable, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators of fp8 operands, for inference: products are scaled by a factor of each row of x and of weight.
 
 y[i, j] = x_scale[i] * weight_scale[j] * (x @ weight.T)[i, j]. Tensor cores add up fp8 products with about 14 bits (what

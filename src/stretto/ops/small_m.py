@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMM and the sum of its products over the ranks in one launch, for few rows (small m), as in decoding.
 
 With few rows a product takes as long as its weight takes to stream from memory. So a tile is as wide as a program's

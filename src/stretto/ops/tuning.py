@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autotuning: `tune` measures configurations of a call and stores their times, so that "auto" takes the fastest."""
 
 import logging

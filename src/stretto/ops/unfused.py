@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The unfused implementation of the operators: a library's GEMM, and a collective of the group's backend around it.
 
 Results equal the kernels' up to rounding: products are added in fp32 (fp64 for fp64), and a rank's partial sums are

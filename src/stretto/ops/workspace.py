@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workspaces of operators: symmetric memory, kept between calls, one for each group, purpose and size class."""
 
 import itertools

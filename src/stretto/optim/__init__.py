@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers for large models."""
 
 from stretto.optim.adamw import AdamW

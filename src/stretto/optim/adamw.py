@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW with gradient scaling in its step: one kernel clips and updates, and reads and writes each number once."""
 
 from collections.abc import Callable, Iterable

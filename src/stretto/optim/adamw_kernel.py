@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of `AdamW` (Loshchilov and Hutter 2019, algorithm 2)."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`guard`: optimizer steps that update nothing once a wait for another rank has failed.
 
 A kernel whose wait reaches its time limit runs to its end with wrong data, and the host learns of it at its next check

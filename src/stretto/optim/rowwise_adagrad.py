@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row-wise Adagrad for embedding tables: one number of state for each row (Mudigere et al., 2022, as in FBGEMM)."""
 
 from collections.abc import Callable, Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parallelizes a model over a grid of data x X x Y x Z ranks (Singh, section 5.1.1).
 
 `Grid` lays the ranks out, `parallelize` shards an nn.Module over them in place, `distribute_tables` distributes the

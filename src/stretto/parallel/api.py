@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`parallelize`: shards an nn.Module over a grid, in place, under its own names; and `checkpoint_activations`."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the parallel counterpart of each submodule and parameter of a model, without touching the model."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures a training step as one CUDA graph: with a small batch, launching takes longer than running."""
 
 import gc

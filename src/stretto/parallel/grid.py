@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grid: ranks laid out over data x X x Y x Z (Singh, section 5.1.1), as a named DeviceMesh."""
 
 import os

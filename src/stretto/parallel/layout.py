@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a parameter is laid out on a grid: the splits of its dims over axes, shards, and gathering them again."""
 
 from collections.abc import Mapping, Sequence

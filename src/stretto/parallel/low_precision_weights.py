@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-precision weights: copies of parameters in the compute dtype, which an optimizer writes along with them.
 
 Casting a weight before each forward pass reads 4 bytes a number and writes 2. An optimizer that has the new weight in

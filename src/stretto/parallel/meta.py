@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initializes a model on the meta device, seeded by each module's name: the same weights on every grid."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dtypes of a parallelized model's computation and communication."""
 
 from dataclasses import dataclass

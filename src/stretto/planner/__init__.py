@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict which grid of GPUs trains a model fastest and fits in memory. Imports no GPU library, needs no GPU."""
 
 from stretto.deprecated import alias

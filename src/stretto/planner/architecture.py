@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a decoder-only transformer, from which the planner computes everything else."""
 
 from dataclasses import MISSING, dataclass, fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the architecture of a model from its name, a TOML file, a config.json, or the model itself.
 
 No torch, no transformers: a configuration is read as data.

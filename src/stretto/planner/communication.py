@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts the communication of a step in bytes and seconds (Singh, section 5.1.2, equations 5.1 to 5.7).
 
 Bytes are those that a ring algorithm sends from one rank. Times add up the five kinds of collectives by the axis that

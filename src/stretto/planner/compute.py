@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts computation time: matrix products from a measured table or a roofline, the rest by FLOPs or by bytes."""
 
 import math

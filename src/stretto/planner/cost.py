@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts the time of a step by one of two cost models.
 
 `paper`: the assumptions of Singh's dissertation. Only the linears' collectives count, at the bandwidths of section

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explains in a sentence why a plan has its place in the ranking."""
 
 from collections.abc import Mapping

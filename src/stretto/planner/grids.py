@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Enumerate every way to lay ranks out over the axes, and say why a model cannot run on one."""
 
 import math

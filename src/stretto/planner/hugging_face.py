@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts a Hugging Face configuration to an architecture: known families and heads, and what `parallelize` refuses.
 
 A configuration is read as data: no torch, no transformers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kinds of layers that a transformer block is a list of, each with what it computes, sends and keeps.
 
 Linears are described by their sizes alone, and everything that is modelled of them (collectives, products, memory)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts the memory that a rank needs, by component, at its peak.
 
 Moments compete. After the last micro-batch's forward pass every block's activations are there, and the loss takes its

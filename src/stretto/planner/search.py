@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches for the fastest grid: `plan` ranks and explains every grid with its best options. Needs no GPU."""
 
 import math

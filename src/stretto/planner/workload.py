@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workload that a plan is made for, and one configuration of its step."""
 
 from dataclasses import dataclass, field

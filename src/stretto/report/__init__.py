@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots and tables of finished runs, timelines and schedules."""
 
 from stretto.deprecated import alias

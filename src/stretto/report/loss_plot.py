@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots the loss by step of one or several runs."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports a run: reads what it wrote to its folder, and writes loss.png, timeline.png and summary.md."""
 
 import json

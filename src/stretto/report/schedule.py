@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots a schedule: a row for each thread block, a box for each step, an arrow for each message."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots a timeline: a row for computation and one for each axis's communication, with exposed parts marked."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile-centric primitives for overlapped Triton kernels (TileLink). docs/tiles.md is the guide.
 
 A producer stores tiles and notifies; a consumer waits for tiles and loads them; a mapping gives each tile's rows, rank

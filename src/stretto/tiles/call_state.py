@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device-side state of a channel's calls: the call number, work claims, and how many signals each counter must reach.
 
 `Channel.state` is int32 words in this rank's device memory, which only this rank's kernels write:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a call begins and ends on the device: by a launch of `begin_call`, or by `end_call` within the call's kernel.
 
 A call that `BlockChannel.begin` begins runs `begin_call` (one program) before the kernels that signal and wait. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BlockChannel`, on the host: the signals and the buffer through which a group's kernels exchange tiles."""
 
 from collections.abc import Hashable, Sequence

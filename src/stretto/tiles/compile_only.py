@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile a kernel without a GPU, from the arguments of an ordinary launch.
 
 Tests without a GPU check machine code this way: whether a kernel compiles, and what stands before and after a signal.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache of encoded TMA descriptors, so that Triton does not encode them again at every launch.
 
 Triton inspects every argument of a launch for descriptors and encodes each one anew: 3.5 us of the 15.8 us that a host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies and signals that the host enqueues: TileLink's rank_copy_data, rank_notify and rank_wait (section 3.2).
 
 On CUDA all three run in stream order: a copy on a copy engine, a signal as a copy of 4 bytes from device memory (so

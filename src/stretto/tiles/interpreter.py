@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches to Triton's interpreter, so that it runs kernels whose programs and processes wait for each other.
 
 With TRITON_INTERPRET=1, `@triton.jit` makes functions that Triton runs on NumPy arrays, with real atomics on real

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device intrinsics that Triton lacks: a clock, fences for TMA, and a zero that compilers cannot see through.
 
 Compiled kernels have them as inline assembly, interpreted ones as Python. A process is one or the other from the import

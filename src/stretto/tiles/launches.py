@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch cache: launch a known kernel again without Triton's inspection of every argument."""
 
 from collections.abc import Hashable

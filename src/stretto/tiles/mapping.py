@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile mappings: from a tile to its rows, its rank and its channels (TileLink, section 4.1).
 
 A tensor's rows are sharded over the ranks. A tile is a block of rows, in one of perhaps several columns of tiles. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packets: data that is its own signal, for small messages that travel in the time of one store.
 
 A packet is 32 bits of data, never 0, in memory that holds 0 where there is no packet. It is stored whole, so a reader

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile signals on the device: TileLink's notify and wait primitives (sections 3.2.1 and 4.2).
 
     notify                   wait                                    between

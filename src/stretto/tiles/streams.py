@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA streams and driver calls by handles: functions that torch lacks, or whose torch versions cost the host too much.
 
 One operator makes dozens of copies and signals, and on some hosts each costs ten microseconds through torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device-side waits: spin on a counter until it reaches its target or the time limit, then report the failure.
 
 Synchronization. A wait reads with acquire at system scope until `(int32)(seen - target) >= 0`, and returns the opaque

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a run on CPUs fits into the machine's memory, before anything is allocated."""
 
 import os

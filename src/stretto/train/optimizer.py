@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers of a run: of a model's shards (AdamW, SGD) and of embedding tables; the learning-rate schedule."""
 
 import math

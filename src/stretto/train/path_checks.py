@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a run's folder before anything is made: it can be written to, and it does not lie in the data's folder."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a run before any process starts or memory is taken: folder, device, data, model on its grid, checkpoint."""
 
 from collections import deque

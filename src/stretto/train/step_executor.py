@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executors of an optimizer step: they run the forward and backward passes of its micro-batches, then the update.
 
 A task (`train.task`) gives the pieces of a step as `StepFunctions`; an executor decides when each of them runs:

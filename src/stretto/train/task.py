@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the training loop asks of a kind of model; `gpt.task` and `dlrm.task` implement it."""
 
 import logging

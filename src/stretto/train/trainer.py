@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop: `train(config)`, which every rank of a job calls.
 
 It loops over optimizer steps. The loop over a step's micro-batches is in `stretto.train.step_executor`.

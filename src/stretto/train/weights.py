@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The old name of `stretto.train.checkpoint.weights`, for one release."""
 
 from stretto.deprecated import alias

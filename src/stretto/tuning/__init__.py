@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autotuning: measures choices once, keeps their times between runs, and chooses alike on all ranks."""
 
 from stretto.deprecated import alias

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autotuning: functions that time a choice's candidates and make ranks agree, and `Autotuner`, which keeps the times.
 
 Every tuned choice (layouts of a GEMM, kernel configurations of operators and embeddings, algorithms of collectives)

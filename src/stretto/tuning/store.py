@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times that were measured on this machine, by what was measured, in one JSON file."""
 
 import json

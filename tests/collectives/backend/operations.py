@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations of torch.distributed, each as a function of a group; what they give can be compared between groups.
 
 Inputs are small whole numbers, so that sums are exact in every order and dtype.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """STRETTO_DEBUG=1: ranks that call different things all raise at once, and what is right is never refused."""
 
 from datetime import timedelta

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a discarded schedule leaves behind on GPUs: nothing, but for what CUDA graphs have captured."""
 
 import gc

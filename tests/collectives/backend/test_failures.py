@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend after a wait on a device has failed: whoever uses a result of the process is told."""
 
 import contextlib

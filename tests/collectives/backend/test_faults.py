@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that disagree, die or do not come, and schedules that cannot be: an error on every rank, in time, by name."""
 
 import multiprocessing

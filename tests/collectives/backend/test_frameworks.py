@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DDP, FSDP2, DTensor, functional collectives and compiled code call reaches the schedules."""
 
 import os

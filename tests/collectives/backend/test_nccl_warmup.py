@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL connects a group's ranks when they first come together, since its first messages may be those of a few."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every operation gives what gloo gives, by a schedule where one is installed, and the counter says by what."""
 
 from collections import Counter

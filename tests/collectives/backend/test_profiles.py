@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles show a call that a schedule runs as c10d's backends show theirs."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a call ran as what it ran as, of the device's own choice too: said once for calls that are alike."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend's name is known, whoever is imported first; it costs nothing until it is used, and leaves nothing."""
 
 import copy

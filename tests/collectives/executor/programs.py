@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small programs for the executor to run, and what must come out of them."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The executor on real processes: the same results as torch.distributed, and an error where nothing goes on."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The executor with all ranks in one process: every dtype, reduction and size, in every order."""
 
 import os

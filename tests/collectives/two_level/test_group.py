@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two-level collectives on real processes: the results of plain torch.distributed, on every shape of nodes."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps between nodes and the model of their time, against hand-computed figures; needs no process."""
 
 import math

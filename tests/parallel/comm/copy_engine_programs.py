@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each interpreted rank does in test_copy_engines.py."""
 
 import random

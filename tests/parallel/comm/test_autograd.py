@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A parallelized model under the other ways of asking autograd for gradients."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a layer sends is marked as a collective, for recomputation to spare and for traces to name."""
 
 from contextlib import suppress

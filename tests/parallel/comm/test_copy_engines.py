@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are pushed over z are the weights that a process group gathers."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training step sends, counted at the process groups, is what equations 5.1 to 5.5 (Singh) say."""
 
 from collections import Counter

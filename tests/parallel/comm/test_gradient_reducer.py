@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that have come together: their norm, and what ranks must have in common to sum them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What overlap hides, it hides under computation; and whatever it does, results keep their bits."""
 
 from contextlib import ExitStack

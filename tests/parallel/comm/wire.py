@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An independent count of what is handed to process groups: every c10d call of a region, with its group and sizes.
 
 It shares nothing with Stretto's own counting: it sees torch's collective operators as they are dispatched, refuses to

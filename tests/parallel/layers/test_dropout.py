@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout masks belong to global elements: a grid drops what one rank drops."""
 
 from collections.abc import Callable

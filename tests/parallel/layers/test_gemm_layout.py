@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to multiply gives the same product, and all ranks take the one whose slowest rank is fastest."""
 
 import itertools

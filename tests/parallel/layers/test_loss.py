@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of a user's own model: replaced by the sharded one if they are its equal, and refused where they mislead."""
 
 from unittest import mock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules and parameters that every rank has whole, beside those that are cut."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations that are sharded by tokens over x between blocks: the same training, and other messages."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An input that linears gather once is theirs for as long as it lives as it is."""
 
 import torch

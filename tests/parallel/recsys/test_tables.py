@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding tables on several ranks: the losses and weights are those of the plain model, wherever the tables are."""
 
 import re

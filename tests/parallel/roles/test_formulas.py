@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A norm's formula is found by trying it, so that a class that computes something else is refused."""
 
 import pytest

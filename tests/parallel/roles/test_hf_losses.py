@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of Hugging Face models: divided over the global batch as theirs are, or refused, never one rank's alone."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other Hugging Face models with a tensor-parallel plan: equal to the plain model or refused, never silently wrong."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: whole or not there, for any grid, and never code."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights as safetensors: out of a checkpoint, into a model on any grid."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's configuration: what is read, what is refused and with which words, what is written back."""
 
 from copy import deepcopy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of data keep what Stretto caches in a folder of their own."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of recommendation models: what is computed is repeatable and can be learned; what is read was written."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of data: permutations, reproducible by (seed, step), the same however ranks split it."""
 
 import collections

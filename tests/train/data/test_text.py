@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text as bytes, from files and folders."""
 
 import os

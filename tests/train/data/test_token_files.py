@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nanoGPT's and Megatron-LM's files, written here with struct from the formats' definitions."""
 
 import pickle

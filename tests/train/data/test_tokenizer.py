@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text through a Hugging Face tokenizer: ids, the cache, what is refused."""
 
 import json

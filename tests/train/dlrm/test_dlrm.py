@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training of a DLRM: the losses, the weights and the AUC are those of plain PyTorch, on any number of ranks."""
 
 import json

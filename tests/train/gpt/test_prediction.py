@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that names its cluster has predictions beside its measurements, and says at once when it cannot."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of `launch`: small functions in place of training, imported by name."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks are started, stopped and mourned for: real processes, with small functions in place of training."""
 
 import errno

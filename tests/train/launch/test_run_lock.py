@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run at a time in a folder, whoever started it and however it ended."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """metrics.jsonl, as a resumed run reads it."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traced runs: what the trace shows of overlap, and that tracing changes nothing else."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of cases that `stretto bench checkouts` measures; each checkout's ranks build them from it."""
 
 from collections.abc import Iterator

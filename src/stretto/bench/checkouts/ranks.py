@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker processes that run one checkout of Stretto: starts them, sends commands, and collects answers in time."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `stretto bench checkouts` reports: ratios with their confidence intervals, verdicts, tables and the picture."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures two checkouts of Stretto in turn in one run, case by case, to show what a change costs.
 
 Each checkout has its own set of ranks: processes that import Stretto from that checkout. One set of ranks works at a

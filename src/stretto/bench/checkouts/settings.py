@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `stretto bench checkouts`: the two checkouts, ranks, cases and time limit."""
 
 import random

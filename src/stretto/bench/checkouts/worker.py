@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of `stretto bench checkouts`: builds cases with the checkout on PYTHONPATH, and times them on command.
 
 The bench runs this file by its path, in a process whose PYTHONPATH begins with the checkout to measure, so that

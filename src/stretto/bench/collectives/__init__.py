@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench collectives`, `ablations` and `compile`: Stretto's collectives beside NCCL's and torch's."""

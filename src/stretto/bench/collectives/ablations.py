@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench ablations`: pipelining over tiles on and off, and one kernel against a composition of NCCL calls.
 
 Both ablations are MSCCLang's (section 7). With pipelining, a chunk's second tile travels while the first is reduced

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench compile`: seconds and memory to compile and verify collectives as they grow. Needs no GPU."""
 
 import resource

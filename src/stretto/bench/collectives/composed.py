@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collective algorithms composed of NCCL calls, step by step, as one writes them without a kernel of their own.
 
 Each takes ordinary tensors of `count` elements on all ranks of the default group. Each keeps its own buffers, so that a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See handwritten.py, which defines WORLD, RANK, SHOTS, PEERS and PEERS_PARAMETERS.
 typedef unsigned int u32; typedef unsigned long long u64;
 struct Peers { char* at[WORLD]; };

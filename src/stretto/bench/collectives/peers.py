@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of Stretto's collectives: NCCL, torch's symmetric-memory operators, and all-reduce kernels by hand.
 
 The hand-written kernels (bf16, sum, LL) show what a compiled schedule costs. They have no timeouts and no failure

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench collectives`: Stretto's kernels, NCCL and torch's symmetric-memory operators, interleaved."""
 
 import json

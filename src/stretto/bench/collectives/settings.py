@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the benches of collectives: `stretto bench collectives`, `ablations` and `compile`."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of the fused embedding look-up: library operators, one batched kernel, and that kernel on two streams."""
 
 import itertools

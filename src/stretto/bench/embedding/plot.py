@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Picture of `stretto bench embedding`: peers, studies of the kernel, and a timeline of programs."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench embedding`: look-ups with their all-to-all, fused and not, and studies of the fused kernel."""
 
 import heapq

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `stretto bench embedding`: shapes of tables, studies, peers."""
 
 from dataclasses import dataclass

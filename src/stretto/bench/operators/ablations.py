@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench ops --ablations`: what each field of a kernel's configuration is worth, varied one at a time.
 
 The choices are those of Flux (section 4) and TileLink (section 3.1): tile sizes and order, shifted by rank or not; rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of `stretto bench ops`: the library's GEMM alone, GEMM and NCCL, torch's async tensor parallelism."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of `stretto bench ops`, drawn from its JSON."""
 
 import json

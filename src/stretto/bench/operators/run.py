@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench ops`: overlapped operators, the GEMM alone, GEMM and NCCL, and torch's async tensor parallelism.
 
 The runs of a row are timed in turn, in one job. Overlap efficiency is Flux's (section 2.3). The effective communication

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `stretto bench ops`: operators, shapes of models, numbers of rows."""
 
 from collections.abc import Mapping

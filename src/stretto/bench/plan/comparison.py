@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares predictions with measurements: ratios a grid, rank correlation, the planner's choice, and a picture."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench plan`: writes the planner's predictions down first, then measures every grid beside them.
 
 `write_predictions` needs no GPU, so that its file can be committed before anything is measured; `bench_plan` only reads

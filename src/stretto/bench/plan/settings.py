@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `stretto bench plan` and `stretto bench published`."""
 
 from dataclasses import dataclass, replace

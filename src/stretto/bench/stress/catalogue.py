@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of `stretto stress`, which cover every kernel of the library in every form of its calls.
 
 A catalogue is a module with a function `list_configurations()`. It is imported when needed, since Triton decides at its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stress configurations of the collectives: every algorithm and protocol, fused, interpreted and by copy engines.
 
 CPU ranks run the same schedules on the host executor, since these kernels are CUDA C++.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stress configurations of copy engines' weight all-gather and gradient reduce-scatter, and of the AdamW kernel."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stress configurations of embedding look-ups: every order and tile of the forward pass, backward, update and put."""
 
 from collections.abc import Callable, Iterator, Sequence

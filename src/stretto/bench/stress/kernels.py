@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the kernels that the library launches in its source; `stretto stress` has to cover all of them.
 
 A Triton kernel is a `@triton.jit` function whose name is used outside of other such functions, that is, on the host. A

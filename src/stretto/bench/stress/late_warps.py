@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inserts random sleeps into kernels, so that a missing barrier of the thread block shows often.
 
 The warps of a program that has just multiplied, or loaded its rows, store within nanoseconds of each other, which is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of each configuration, over any number of runs, in a JSON file."""
 
 import json

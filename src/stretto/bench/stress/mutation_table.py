@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of mutations that `stretto.bench.stress.mutations` tries: each removes a barrier, wait, acquire or fence.
 
 An edit quotes a line of the package's source. Change the quotation together with the line: a test applies them all.

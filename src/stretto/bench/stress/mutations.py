@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Removes one barrier, wait, acquire or fence at a time, and shows whether the stress or a test of machine code fails.
 
     python -m stretto.bench.stress.mutations --ranks 2 --jobs 8 --out results/mutations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stress configurations of the overlapped operators: every kernel configuration, exchange, dtype and layout."""
 
 from collections.abc import Callable, Iterator, Sequence

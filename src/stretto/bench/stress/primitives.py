@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stress configurations of the tile primitives: every form of notify, wait and data transfer, on device and host."""
 
 import itertools

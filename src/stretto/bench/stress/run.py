@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs `stretto stress`: chooses the next batch of calls, keeps the results, and replaces ranks that hang."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A group of ranks in which a case makes its calls, with random numbers that are the same on all its ranks."""
 
 import zlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small kernels, each about one tile primitive or two, for the stress of `stretto.tiles`.
 
 All move int32 rows of BLOCK numbers, in tiles of `tile_rows` rows that divide a rank's rows.

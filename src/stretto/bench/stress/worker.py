@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of `stretto stress`: runs batches of calls and compares their results on the device.
 
 The host reads the counts of wrong results once, at the end of a batch. The parent starts each rank as a process, since

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of `stretto stress`, sends them requests, and kills them when they do not answer in time."""
 
 import os

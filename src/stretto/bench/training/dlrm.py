@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench dlrm`: a DLRM's training step with fused look-up and all-to-all, and with PyTorch's functions.
 
 Both run in one job, interleaved, with the same model, batches and optimizers; only `implementation` differs. "library"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures exposed communication with torch's profiler: the time in which a GPU runs only collectives."""
 
 import json

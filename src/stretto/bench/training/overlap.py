@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench overlap`: step time with no overlap, then with all-reduce, reduce-scatter, all-gather, ... added.
 
 One job measures all stages on one grid, then on the next. The results have the same bits, only their time differs. With

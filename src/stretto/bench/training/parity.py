@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench parity`: the same training on every grid, compared with plain PyTorch on one rank.
 
 The reference is the model as it is, trained by a plain loop. Compared after five steps, as norm of the difference over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench peers`: one model under Stretto, FSDP2, DTensor tensor parallelism, and the latter two together.
 
 Everyone trains `stretto.models.GPT` from the same weights on the same tokens with the same optimizer and clip: first

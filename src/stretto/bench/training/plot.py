@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of `stretto bench train`, `peers`, `overlap` and `dlrm`, drawn from their JSON."""
 
 import json

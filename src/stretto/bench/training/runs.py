@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds training steps of Stretto and measures runs in turn, for all benches of whole training steps.
 
 Every run trains the same GPT on the same tokens with AdamW, fp32 parameters, bf16 compute (by default) and gradients

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the benches of training steps, and the workloads that are made from them."""
 
 from dataclasses import dataclass, replace

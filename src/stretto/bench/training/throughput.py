@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench train`: training throughput of a GPT on every grid, beside torch's FSDP2 of the same model.
 
 Same model, same global batch, same optimizer (fused AdamW, fp32 parameters, bf16 compute). FSDP2 reduces gradients in

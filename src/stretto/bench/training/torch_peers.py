@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps by torch itself: FSDP2, DTensor tensor parallelism, and both on a 2D mesh, of Stretto's GPT.
 
 Parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sharded in the embedding, the head and the

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench two-level`: two-level collectives between network namespaces, beside the performance model."""

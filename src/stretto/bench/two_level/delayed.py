@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transport that delays what it sends, to stand for a link with a long latency."""
 
 import queue

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a small cluster on one Linux machine: a network namespace a node, and links of a given bandwidth.
 
 `leaf_nodes` nodes each connect to a switch (a bridge), and one link (the trunk) joins each switch to the next. Every

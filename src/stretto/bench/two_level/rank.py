@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of `stretto bench two-level`: joins the group in its node's network namespace, and times collectives."""
 
 import json

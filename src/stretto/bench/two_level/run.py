@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto bench two-level`: recursive, ring and flat collectives between network namespaces, and where they cross.
 
 The Linux kernel limits the bandwidth (tbf on every link), and the transport adds the delay (`DelayedTransport`). The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `stretto bench two-level`, the network that is made from them, and the job of its ranks."""
 
 from dataclasses import dataclass

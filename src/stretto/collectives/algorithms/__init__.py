@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The algorithms: each a short program with its source. `find` has them by name."""
 
 import importlib.util

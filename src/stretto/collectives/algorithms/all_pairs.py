@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All pairs: every rank sends to every other at once. Few steps, for small sizes on fully connected ranks."""
 
 from stretto.collectives.algorithm import algorithm

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-all and AllToNext: chunks that go from one rank to one other."""
 
 from stretto.collectives.algorithm import algorithm

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recursive halving and doubling, and binomial trees: log2(ranks) steps. Any number of ranks.
 
 With p the largest power of two that is not above the number of ranks, rank p + i first folds into rank i and is served

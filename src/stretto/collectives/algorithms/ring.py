@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rings: every rank passes chunks on to the next one. Bandwidth-optimal, in 2 (ranks - 1) steps for an all-reduce."""
 
 from stretto.collectives.algorithm import algorithm

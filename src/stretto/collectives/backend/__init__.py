@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch.distributed backend "stretto": runs collectives by schedules where it has one, else by gloo or NCCL.
 
 What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:

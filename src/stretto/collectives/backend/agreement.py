@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks, before a schedule runs a call on CPU tensors, that all ranks make the same call.
 
 Who writes: a rank writes its call's description into its own buffer, then increments signal BEGUN at all peers. Who

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users call: `install`, `uninstall` and `call_counts`."""
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call of the backend: as torch.distributed made it, whether schedules can run it, and its tensors as flat buffers.
 
 `run_staged` converts tensors. An executor takes flat contiguous tensors: in place one, with the collective's larger

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs schedules on CUDA tensors: kernels on the caller's stream, and a Work that streams wait for, not the host."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """STRETTO_DEBUG=1: compares each call on all ranks of a group before any part of it starts.
 
 Ranks exchange descriptions through the group's store, so this covers calls that gloo or NCCL run, and calls that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides for each call of the backend what runs it: an installed schedule, the fastest one, gloo or NCCL."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the backend of one group: the inner backends gloo and NCCL, the dispatcher, and the c10d object over them."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where ranks share GPUs (stretto.memory.shared_gpus), for tests: stages calls that no schedule runs on the host."""
 
 from collections.abc import Sequence

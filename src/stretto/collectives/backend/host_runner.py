@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs schedules on CPU tensors: the host executor, on shared memory that is allocated once, in the group's own thread.
 
 A call is a job of the worker thread. Its ranks begin it with a barrier (`Agreement`), which ensures that all make the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the C++ classes that torch calls, at first use; Python's classes serve where there is no compiler.
 
 torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that class has to be C++; later

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has NCCL connect a group's ranks while all of them are in one call."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend of native/backend.hpp in Python, for torch 2.15 and later on machines without a C++ compiler.
 
 torch wraps every Work that a Python backend returns, including the inner backends' ones, and the wrapper forwards only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of what runs schedules on one type of device, and where each type's runner is chosen."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assigns a channel to each message: which of the connections between two ranks it uses (MSCCLang, section 5.2).
 
 A thread block has one peer to send to and one to receive from, and a connection has one thread block at either end.

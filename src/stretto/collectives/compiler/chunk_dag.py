@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a program into instances, and finds its dependencies: the chunk DAG (MSCCLang, sections 4.1 and 5.1).
 
 A true dependency: an operation reads what another wrote. A false one: it writes where another read or wrote before.

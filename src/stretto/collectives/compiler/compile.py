@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a traced program to a schedule: runs all passes, and emits the thread blocks' steps."""
 
 from itertools import pairwise

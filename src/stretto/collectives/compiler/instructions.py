@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generates each rank's instructions for each operation, and fuses a receive with a send (MSCCLang, 4.2, 4.3)."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds one global order of all instructions that respects every dependency and every FIFO (MSCCLang, section 5.2).
 
 Thread blocks execute their instructions in this order, so no order inside a thread block can close a cycle. Two more

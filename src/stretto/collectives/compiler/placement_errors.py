@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explains why a thread block cannot do what a program asks of it: which lines ask for what."""
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places instructions in thread blocks, and finds what each must wait for in others (MSCCLang, section 5.2).
 
 Three passes:

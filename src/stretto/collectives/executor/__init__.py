@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host executor: runs any schedule on CPU tensors, on the processes of a group or with all ranks in this one."""
 
 from stretto.collectives.executor.host import run_on_host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a schedule on the processes of a group, one rank each, over shared memory."""
 
 from collections.abc import Sequence

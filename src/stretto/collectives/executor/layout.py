@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tensors are divided into chunks, whatever their number of elements.
 
 A buffer is a row of blocks, and a block a row of chunks: an all-gather's output, a reduce-scatter's input and both

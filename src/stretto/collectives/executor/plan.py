@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans a run of a schedule for tensors of one size: layout, tiles and FIFOs, the same on all ranks, and checked."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a schedule on new processes, a rank each, for commands and tests that have no process group."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes one rank's part of a schedule on host memory: its thread blocks as coroutines, and FIFOs between ranks.
 
 Messages go through slots in the receiver's memory, counted by two signals a connection. The sender fills slot

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates all ranks of a schedule in this process, with the same coroutines and FIFOs: finds deadlocks at once."""
 
 from collections.abc import Sequence

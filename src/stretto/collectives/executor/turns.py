@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs thread blocks as coroutines in one thread, in turn, until all have ended or none can go on."""
 
 from collections.abc import Sequence

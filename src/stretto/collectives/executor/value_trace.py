@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows input chunks through a verified schedule: which sums each step makes, and what the buffers are made to hold.
 
 A value is a set of input chunks (rank, index): the sum of them, whatever its order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs written for msccl-tools, run unmodified and compiled here.
 
 A script that imports `msccl.language`, `msccl.language.collectives`, `msccl.language.routines` or `msccl.topologies` is

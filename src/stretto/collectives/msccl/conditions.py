@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives of msccl-tools, for its scripts: contents of buffers at the start, and a check of the end."""
 
 from typing import Any

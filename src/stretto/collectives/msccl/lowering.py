@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowers a script's program to one of our own chunk language: its collective, its places and its operations.
 
 The collectives of msccl-tools are known here by their conditions. A script's own collective gives its precondition by

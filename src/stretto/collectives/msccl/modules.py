@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules that a script for msccl-tools imports, made of what is here."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language of msccl-tools, for its scripts: traces a program inside `with MSCCLProgram(...)`.
 
 A reference names a place: a rank, a buffer, an index and a size. It reads the place's content when it is used, so

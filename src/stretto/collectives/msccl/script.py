@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a script that was written for msccl-tools, and restores the interpreter's state after it."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topologies as scripts for msccl-tools build them: which ranks have a link, and how wide it is.
 
 Only whether there is a link matters here; bandwidths and switches are kept for scripts that read them.

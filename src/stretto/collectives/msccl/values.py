@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buffers, chunks and sums as msccl-tools has them, for its scripts."""
 
 import sys

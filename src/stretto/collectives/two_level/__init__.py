@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hierarchical collectives: one phase between nodes and one inside them, over torch.distributed's groups.
 
 from stretto.collectives.two_level import TwoLevelGroup

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor operations of both phases: splitting large buffers into messages, and reducing what arrives.
 
 No message, and no call of the library, exceeds a number of bytes (`part_bytes`). Backends count some things in 32 bits,

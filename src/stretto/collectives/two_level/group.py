@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TwoLevelGroup`: hierarchical collectives on a torch.distributed group (Singh, chapter 6: PCCL)."""
 
 import logging

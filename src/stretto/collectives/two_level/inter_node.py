@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The phase between nodes: ring or recursive algorithm over messages, in the inter-node groups of all places at once.
 
 An algorithm is a list of `InterNodeStep`s over N slots of one buffer, N nodes. On node n, slot i belongs to node (n +

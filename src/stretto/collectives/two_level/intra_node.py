@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The phase inside a node, by the library's collectives, and the shuffle into rank order; also the flat collectives.
 
 Slots are rotated as in `inter_node`: on node n, slot i belongs to node (n + i) mod N. All ranks of a node have the same

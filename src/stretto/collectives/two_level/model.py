@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts how long the algorithms take, from latency and bandwidth inside nodes and between them (Singh, section 6.2).
 
 The paper says where ring or recursive wins, and why, but gives no formulas. These are the usual ones with one latency

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts collectives one after another, apart from the caller, and waits for them with a time limit.
 
 On a CPU a thread runs them, on a GPU a side stream.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verifier: proves a schedule correct before it runs."""
 
 from stretto.collectives.verifier.races import Race

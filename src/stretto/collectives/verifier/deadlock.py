@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks freedom from deadlock: with so many FIFO slots a connection, no step waits for itself around a cycle.
 
 Thread blocks run over a chunk tile by tile, and may be tiles apart. That changes nothing: messages of one tile are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the graph of a schedule: every step a node, with the steps that must have ended before it begins.
 
 Three things order steps: their thread block, the step that one waits for, and messages: the k-th receive of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds data races: two steps that touch one chunk, one of them writing it, with nothing that orders them.
 
 Steps are ordered by their thread block, by waits and by messages, along any path. The search visits the steps in one

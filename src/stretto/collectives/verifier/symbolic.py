@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes a schedule on symbols: finds what every chunk holds in the end, as the tree of additions that made it.
 
 A value is a number: an input chunk, or the sum of two values. Equal trees, up to the order of an addition's two sides,

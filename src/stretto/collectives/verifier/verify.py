@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifies a schedule: runs all checks on the steps that will run, never on the program that they came from."""
 
 from collections.abc import Collection

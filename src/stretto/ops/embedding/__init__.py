@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding look-ups fused with the exchange of the results, with gradients (Punniyamurthy et al., section 3)."""
 
 from stretto.ops.embedding.fused_optimizer import (

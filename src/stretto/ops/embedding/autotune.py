@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autotuning of the look-up's launch configs; `stretto.tuning` keeps the times on this machine for later runs."""
 
 import functools

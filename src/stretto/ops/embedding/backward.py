@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host side of the embedding backward pass: exchange gradients on a side stream, sort lookups meanwhile, reduce rows.
 
     stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort this rank's lookups

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of the embedding backward pass: push gradients to the tables' owners, sort lookups, reduce them by row.
 
 (The paper leaves the backward pass for later.) A lookup is the position of an index. Sorted by (table, row), the

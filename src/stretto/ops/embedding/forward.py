@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host side of the fused look-up: launches `begin_pooling` and `pool_and_send`, or `pool_alone` for benches.
 
 find_launch_config      how the kernel is launched: measured, or chosen by a table

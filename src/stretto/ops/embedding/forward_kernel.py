@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of the fused look-up: pool bags, store each vector into its rank's output (Punniyamurthy et al., section 3).
 
 A call on each rank is two launches:

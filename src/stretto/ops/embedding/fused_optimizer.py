@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused optimizer: row updates of the tables inside of the backward pass, without making their gradients.
 
 embedding_all_to_all_update      one step on the rows that a forward call has looked up, given its output's gradient

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors in indices and offsets: kernels record the first one on the device, and the host raises it as a ValueError."""
 
 from typing import Any, NamedTuple

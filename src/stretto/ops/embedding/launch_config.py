@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch configs of the look-up kernels, and their arguments in device memory.
 
 `LaunchConfig` is what may be tuned: tile, slice, order, warps, programs. `describe_tables` and `describe_pooling` make

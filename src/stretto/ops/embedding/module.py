@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`EmbeddingAllToAll`: this rank's tables as a module, trained by a torch optimizer or by a fused one in backward."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`embedding_all_to_all`: the public function, its torch.library operators, and its gradients.
 
 A call checks its input, agrees with the other ranks on whose tables lie where (once for each set of tables), and then

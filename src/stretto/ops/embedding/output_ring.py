@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs that peers store into: a ring of slots in symmetric memory, each reused once no tensor of it is alive.
 
 Each rank chooses the slot of its own output and tells its peers in each call (`begin_pooling`). Three calls in a row on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table placement (which rank has which tables, agreed on at the first call), and checks of a call's input."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device functions that pool embedding rows, an EmbeddingBag by tiles: for the forward, baseline and backward kernels.
 
 A tile is `PoolingConfig.bags` bags. Each step loads `PoolingConfig.rows` rows of each bag at once and adds them in

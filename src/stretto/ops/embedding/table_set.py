@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's tables: checked once, and remembered by their addresses and shapes, since a call may have hundreds."""
 
 import functools

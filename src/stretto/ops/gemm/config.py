@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel configurations: tile sizes, and how rows and partial sums travel (TileLink, section 3.1).
 
 `KernelConfig` holds every choice that can be made for a call, each independent of the others; `encode` and `decode`

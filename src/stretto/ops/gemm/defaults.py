@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Default configurations where nothing was measured, and the configurations that `tune` tries.
 
 The tables here are meant to be edited after measuring.

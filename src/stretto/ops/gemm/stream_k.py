@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stream-K: tiles of the last wave are split over k, and their partial sums are added up by a fix-up.
 
 A last wave of tiles that would leave most programs idle is split by steps over k into work units that are aligned: see

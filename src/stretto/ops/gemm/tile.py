@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tile of the GEMM that all fused operators share: its operands, product, order among tiles, and store.
 
 C = A @ B.T with A [m, k] in rows of k elements, and B [n, k] (a linear's weight), or the transpose of a [k, n] that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tells whether a backward pass is running, which gradients it asks for, and calls back when it ends."""
 
 from collections.abc import Callable

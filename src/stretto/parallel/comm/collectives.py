@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives that layers use, on plain tensors: each is issued and marked here. One rank costs nothing.
 
 The functions that start something return a `Pending`: NCCL runs it on a stream of its own, gloo in a thread of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers weights over z by copy engines: all of a forward pass from its beginning on, without multiprocessors.
 
 NCCL's kernels need multiprocessors, which a large product holds to its end: a weight that is gathered "beside" a

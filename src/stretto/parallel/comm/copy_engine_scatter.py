@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce-scatters weight gradients over z by copy engines, with a kernel that reads each rank's part once.
 
 As with gathered weights (`copy_engine_gather`), NCCL's kernels would contend for multiprocessors with the products

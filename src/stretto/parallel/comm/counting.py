@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts what collectives send, at the dispatcher: also those of other libraries, and inside autograd functions."""
 
 from collections import Counter

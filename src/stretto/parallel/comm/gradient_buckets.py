@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets of gradients: packed into one message, summed over ranks, and added to `.grad`."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The global norm of gradients, and clipping by it."""
 
 from collections.abc import Iterable

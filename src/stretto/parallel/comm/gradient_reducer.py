@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduces gradients: sums each over the ranks that saw other tokens, into `.grad`, by the end of `backward()`.
 
 The states of one gradient, from where the backward pass makes it to `.grad`:

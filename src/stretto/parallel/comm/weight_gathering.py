@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers weights over z: the interface `WeightGatherer`, and its implementation by prefetched all-gathers.
 
 Singh, section 5.1.4, "OAG". The other implementation is `stretto.parallel.comm.copy_engine_gather`. `Builder`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout whose mask depends on an element's global place: the same on any grid."""
 
 from collections.abc import Iterator

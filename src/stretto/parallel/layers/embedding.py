@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings, with the vocabulary over x, hidden features over y, and rows over z; and checks of ids."""
 
 from typing import Any

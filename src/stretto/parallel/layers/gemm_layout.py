@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the layout of a GEMM's operands by timing, once for each product of a model (Singh, section 5.1.3).
 
 A BLAS library has kernels for row-major and for transposed operands, and they differ in speed. Each of them can compute

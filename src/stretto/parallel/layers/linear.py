@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The 3D-parallel linear of Singh, Algorithm 3: one autograd function, with the communication at its two edges.
 
 Activations are sent where they enter a linear (its input edge) and where they leave it (its output edge). The backward

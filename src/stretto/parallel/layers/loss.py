@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language-model head and its cross-entropy, with the vocabulary over x: whole logits are never materialized."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm over features that y splits: ranks exchange (mean, M2) in fp32 (fp64 for fp64 input)."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicated modules and parameters, which every rank has whole: a convolution, a class token, an adapter."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of the modules that `parallelize` puts in: state dicts, conversions, refused copies."""
 
 from collections.abc import Callable, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence sharding: activations between blocks are sharded by tokens over x.
 
 Between a rowwise linear and the next colwise one every x rank would do the same to the same activations. Here each rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A weight's shard: gathered over z before use, and its gradient reduce-scattered back to it."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges look-up indices: the first all-to-all of a distributed DLRM, from a rank's samples to tables' owners."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places embedding tables on ranks, balanced by memory and by work; deterministic, so the same on every rank."""
 
 from collections.abc import Sequence

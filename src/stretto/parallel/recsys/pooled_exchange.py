@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pools the global batch's rows of this rank's tables and sends each rank its vectors: the second all-to-all of DLRM.
 
 `pool_and_exchange` runs stretto.ops' fused operator ("kernel") or plain PyTorch's functions ("library"). Nothing else

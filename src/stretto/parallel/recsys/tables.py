@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distributes a model with embedding tables: each table is whole on one rank, everything else on every rank."""
 
 import hashlib

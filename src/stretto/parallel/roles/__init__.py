@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles of a model's submodules: plans, their validation, and what Hugging Face models imply."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects which formula a norm or loss computes, by running it: classes of one name differ between models."""
 
 import copy

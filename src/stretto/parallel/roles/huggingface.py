@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapts Hugging Face models: roles from their tensor-parallel plans, GPT-2 (which has none), losses, `generate`.
 
 transformers is not imported here: a model's attributes say what it is.

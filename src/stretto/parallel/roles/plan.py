@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roles of a model's submodules: read from the model's plan or the user's patterns, never guessed.
 
 `sharding_of` says how each role shards its parameters.

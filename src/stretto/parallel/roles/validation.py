@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a grid can hold a model, before anything is allocated or sent."""
 
 from collections.abc import Mapping

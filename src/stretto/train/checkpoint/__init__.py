@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: the whole training state in `out/checkpoints/step-<step>/`, for any grid and number of ranks."""
 
 from stretto.train.checkpoint.folders import (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint folders: finds the checkpoints of a run, and prepares the run's folder for new ones."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index of a checkpoint, `metadata.json`: which tensors it has and where, as plain data, checked before use."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and loads the training state, on any grid and number of ranks.
 
 A tensor is stored as the boxes that the ranks held; a rank of another grid reads only what overlaps its own shards.

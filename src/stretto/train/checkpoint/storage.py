@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes a checkpoint's files: torch.distributed.checkpoint's shard files, indexed by a `metadata.json`.
 
 torch stores its own index in `.metadata`, a pickle, which can run code when it is loaded. It is written here too, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports and imports weights as safetensors, which other libraries read, under the model's own names and shapes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's configuration: read from TOML and `--set key=value`, checked, and written back.
 
 config = load_config("run.toml", ["grid.x=2", "out=runs/mine"])

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a DLRM's training run (`model.kind = "dlrm"`), and its rules. Imports no torch."""
 
 from dataclasses import asdict

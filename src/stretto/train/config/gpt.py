@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a run's configuration from TOML and `--set key=value`, and write it back as TOML."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages for a configuration that is refused: the key, its value, the rule, and the nearest value that would do."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that every kind of training run has, as typed sections; `config.gpt` and `config.dlrm` add a model's own.
 
 Sections and names are those of the TOML file: `train.lr` is `JobConfig.train.lr`. Nothing here imports torch, so a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes docs/configuration.md from the options: `python -m stretto.train.config.reference docs/configuration.md`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training data: token streams in files, cut into sequences, and the order in which they are read."""
 
 from stretto.train.data.cache import write_atomically

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of files that can be computed again, and atomic writing of files."""
 
 import fcntl

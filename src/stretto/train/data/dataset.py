@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A data set of tokens: a token stream split into sequences of one length."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A corpus that needs no download: the documentation in Python's standard library."""
 
 import ast

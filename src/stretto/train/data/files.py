@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the files that a data path means, detects their format, and checks that they can be of that format."""
 
 import difflib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes of 64-bit words, and counter-based random numbers: a number is a function of a key and its position."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the sequences of each step: a shuffle of the data set that is computed on demand and never stored."""
 
 import math

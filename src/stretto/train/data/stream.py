@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stream of token ids in one or many memory-mapped files, read by position."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text files as tokens: their bytes, or the ids of a Hugging Face tokenizer."""
 
 import hashlib

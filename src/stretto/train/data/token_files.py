@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opens and checks files of token ids in nanoGPT's and Megatron-LM's formats."""
 
 import struct

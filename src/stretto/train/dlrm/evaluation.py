@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluates a DLRM on held-out samples: the area under the ROC curve (AUC) and the mean loss."""
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a DLRM's run before any process starts: data, implementation, memory, checkpoint."""
 
 from dataclasses import dataclass

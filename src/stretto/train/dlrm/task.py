@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training of a DLRM: model, optimizers, steps, evaluation, data and checkpoints."""
 
 from collections.abc import Mapping

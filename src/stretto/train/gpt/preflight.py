@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPT's run is made of, checked before any process starts: data, model, memory, prediction, checkpoint."""
 
 from pathlib import Path

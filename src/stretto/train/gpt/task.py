@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training of a GPT on its grid: model, optimizer, steps, data and checkpoints."""
 
 from pathlib import Path

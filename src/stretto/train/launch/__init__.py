@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the ranks of a run, watch them, and stop them."""
 
 from stretto.train.launch.launcher import (

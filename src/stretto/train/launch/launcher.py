@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches the ranks of a run with torchrun's agent, forwards signals to them, and reports the rank that failed.
 
 In a process that torchrun (or anything else that sets RANK and WORLD_SIZE) has started, and for a run of one rank, the

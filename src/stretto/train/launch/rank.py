@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of one rank: `launch` starts `python -m stretto.train.launch.rank MODULE:FUNCTION CONFIG.json PID`."""
 
 import ctypes

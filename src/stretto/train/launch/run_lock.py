@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Locks a run's folder, so that only one run at a time uses it. The kernel releases a lock when its process ends.
 
 There are two locks, since two processes use the folder. The command (the launcher, or torchrun's rank 0) holds one

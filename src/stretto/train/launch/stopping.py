@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stops training on Ctrl-C, SIGTERM or SIGHUP: the ranks agree to end after the same step."""
 
 import signal

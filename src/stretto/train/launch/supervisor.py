@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervises the processes of a run's ranks: forwards signals to them, and ends all of them when one fails."""
 
 import json

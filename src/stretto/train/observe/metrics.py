@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes and reads a run's metrics: metrics.jsonl with a line for each step, summary.json, and TensorBoard events."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows a run's progress on the screen: a progress bar on a terminal, lines of text elsewhere."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records each step's loss, norm and duration in the log and on the screen, without stalling the device."""
 
 import math

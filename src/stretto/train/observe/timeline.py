@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a trace into a timeline: how much of a step is computation, communication by axis, exposed, or idle.
 
 A trace is Chrome's (Perfetto's) JSON, as torch.profiler writes it, with a key "stretto" that `observe.tracing` adds:

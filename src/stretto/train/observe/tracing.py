@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles some steps of a run on rank 0 and writes `out/trace.json`, which `observe.timeline` reads."""
 
 import json

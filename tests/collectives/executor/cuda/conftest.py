@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where kernels that the C++ compiler has compiled are kept, for all tests, workers and sessions."""
 
 import hashlib

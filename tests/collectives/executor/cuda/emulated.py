@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of all ranks in this process: their CUDA C++ compiled by the C++ compiler, a thread for each block."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' CUDA C++ compiles for every architecture, without a GPU, and its PTX orders memory as it says."""
 
 import re

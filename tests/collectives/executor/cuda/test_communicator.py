@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communicator over emulated kernels: what it runs as and why, tables that are refused, links without NVLink."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules by copy engines: their kernels' own source on CPU threads, and copies by memmove."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused programs give the right numbers when all ranks go through the levels one after another, on numbers."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """After a wait that was given up a rank publishes nothing: who needs it waits in vain, too, and takes no garbage."""
 
 import pytest

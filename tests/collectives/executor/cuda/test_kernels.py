@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' own source on a CPU: fused programs and the interpreter, every protocol, any size and place."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the links are is asked of NVML, and whatever it does not say is no NVLink."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All executors give the host executor's numbers, by the rule in `executor.layout`: any schedule, size and form."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of two groups and a stand-in for NCCL's end in whatever order each rank launches them on its GPU."""
 
 import random

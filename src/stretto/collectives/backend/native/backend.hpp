@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The c10d::Backend "stretto": asks a Python callable (dispatcher.py) whether a schedule runs a call, and otherwise
 // calls an inner backend: gloo for CPU tensors, and NCCL for CUDA tensors if the machine has GPUs.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Python names of the backend, its options and its Work.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A call's range in profiles, like those of c10d's own backends: "stretto:all_reduce".
 #pragma once
 

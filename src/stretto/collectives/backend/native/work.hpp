@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Works of calls that schedules run: a worker thread ends those on the host, a stream those on a GPU.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs verified schedules on GPUs: fused into one kernel, by an interpreter kernel, or by copy engines."""
 
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the collectives of one group on GPUs: looks up each call's choice in a table, and loads its kernel once."""
 
 from collections.abc import Collection

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The interpreter of schedules (MSCCLang, section 6.2): one launch, a CUDA block for each thread block of the
 // schedule, all resident at once (cooperative), tile after tile, step after step.
 //

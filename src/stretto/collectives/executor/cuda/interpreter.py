@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs any verified schedule on GPUs by an interpreter kernel: a CUDA block executes a thread block, step by step.
 
 `interpreter.cu` is the kernel. For each size of tensors this module makes the tables that it reads, once, and decides

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the interpreter kernel reads of a schedule: a table of steps, one of thread blocks, and where its FIFOs lie."""
 
 from collections.abc import Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles CUDA C++ with NVRTC at first use, caches the cubins on disk, and loads and launches the kernels."""
 
 import ctypes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Building blocks of collectives' kernels: how messages are written, published, awaited and read. Macros that must be
 // defined before it: ELEMENT (the C++ type), OPERATION (SUM, MAX, MIN, PROD), IS_AVERAGE, PROTOCOL (LL, LL128, SIMPLE),
 // WORLD, UNROLL.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Instructions that C++ lacks: ordered reads and writes of memory, and the rounding of 16-bit numbers.
 
 typedef unsigned int u32;

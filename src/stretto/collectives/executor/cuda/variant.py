@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What CUDA kernels of collectives are compiled for: dtype, reduction and protocol, as macros before their sources."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that the kernels of one group share on each GPU: mailboxes that peers write to, epochs, failure reports.
 
 It also knows what links the GPUs: LL128 needs NVLink between all of them, since a warp's store of 128 bytes crosses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of the look-up with puts: stores to ranks in reach, NVSHMEM's puts to ranks whose memory cannot be mapped.
 
 A call is two launches: `begin_putting` (one program) announces the call, `pool_and_put` pools, sends and waits.

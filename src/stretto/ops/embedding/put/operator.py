@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`embedding_all_to_all_put`: the look-up for ranks whose memory this GPU cannot map, by NVSHMEM's puts."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples for recommendation models: Criteo's click logs, and synthetic samples."""
 
 from stretto.train.data.clicks.batch import BatchPrefetcher, ClickBatch, ClickDataset

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of samples for recommendation models: their format, the bags of rows in them, and their prefetching."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Criteo's click logs: lines of text with a label, 13 integers and 26 categories, separated by tabs.
 
 The text is parsed once into a cached file of fixed-size records, which a shuffle can read in any order.

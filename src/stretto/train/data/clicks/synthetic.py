@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic samples with a signal to learn: any number of them, computed on demand without a file."""
 
 import hashlib

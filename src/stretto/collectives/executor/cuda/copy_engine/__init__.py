@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a schedule by copy engines: they send the messages, and kernels reduce and store what arrives.
 
 - lowering.py: which messages can be copies, and what is left for kernels;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy plans for single-hop collectives: sends read user input; receives are reduced or stored.
 
 Nothing is forwarded, so all copies are queued at the call's start, in as few copies as still hide the kernels' work:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a schedule by copy engines: they send its messages, and kernels reduce and store them. Fastest for large arrays.
 
 A copy engine sends to one peer at a link's full speed, faster than the stores of all multiprocessors together, and

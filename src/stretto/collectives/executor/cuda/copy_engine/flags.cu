@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels that signal and wait beside copy engines: which peers may be written to, which messages have been sent, and
 // which mailboxes a rank is done with. `base` counts the pieces of all calls before this one; a piece's epoch is its
 // number among all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowers a fused program to copies between ranks, and the kernels that reduce and store what arrives.
 
 A copy engine reads from memory, so a message can be a copy only if it is a chunk of a user's buffer: it was loaded from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans what a call by copy engines issues, in which order: an immutable list of steps, made once for each size.
 
 Schedules that forward what they have received are pipelined: each chunk is split into pieces, and piece p + 1 is sent

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streams of a call by copy engines, and copies and events on them, through the CUDA driver by ctypes.
 
 torch's own streams and events take the host several times as long.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the CUDA C++ of one rank's fused program: the whole program as one kernel, or one level of it by itself.
 
 Each thread handles vectors of 16 bytes of a mailbox (8 of data by LL, 15 by LL128, 16 by Simple), `UNROLL` of them at a

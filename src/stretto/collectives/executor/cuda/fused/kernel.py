@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads and launches the fused kernel of a verified schedule, for tensors of any size, on the current stream."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowers a schedule to straight-line code for one thread: the form in which a fused kernel runs it.
 
 All chunks have one size and are copied and reduced element by element, so element i of a chunk depends on element i of
