@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-exhaustive test-oldest-triton nightly gpu-test gpu-test-exhaustive gpu-sanitize lint format
-.PHONY: docs-figures clean help
+.PHONY: docs docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test-exhaustive  the cases that make test leaves out"
 	@echo "make test-oldest-triton  kernels by the oldest Triton that is supported"
 	@echo "make nightly   all of these, and make lint"
+	@echo "make docs      the documentation as a site, in build/site; a broken link, anchor or picture is an error"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a GPU; on a single one, ranks share it)"
@@ -105,6 +106,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 			echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; \
 		fi; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --quiet --strict
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 docs-figures: $(VENV)/.installed

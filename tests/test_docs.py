@@ -2,6 +2,8 @@
 """The README and the pages of docs/: links lead somewhere, pictures are shown, and what they count is so."""
 
 import re
+import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,27 @@ def test_every_picture_of_the_docs_is_shown_and_every_folder_of_results_is_linke
 def test_the_readme_counts_the_algorithms() -> None:
     assert len(ALGORITHMS) == 19
     assert "Nineteen algorithms" in (ROOT / "README.md").read_text()
+
+
+def test_the_reference_has_an_entry_for_every_name_that_a_package_exports() -> None:
+    reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    packages = reference["find_public_names"]()
+    assert {"stretto", "stretto.ops", "stretto.tiles", "stretto.train.config"} <= packages.keys()
+    index = reference["write_index"](packages)
+    for package, names in packages.items():
+        assert set(names) == set(import_module(package).__all__)
+        page = reference["write_page"](package, packages)
+        assert [name for name in names if f"heading: {name}\n" not in page and f"## {name}\n" not in page] == []
+        assert f"({package}.md)" in index
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert {page for page in pages if f": {page}\n" not in navigation} == set()
+
+
+def test_every_decision_is_in_their_list() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = set(LINK.findall((folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("[0-9]*.md")}

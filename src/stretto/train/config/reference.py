@@ -18,11 +18,12 @@ HEAD = """\
 
 <!-- Written by `python -m stretto.train.config.reference docs/configuration.md` from src/stretto/train/config. -->
 
-A run is described by a TOML file: `stretto train CONFIG.toml`. Any option can be replaced on the command line with
+You can look up every option of a training run here, with its default. A run is described by a TOML file:
+`stretto train CONFIG.toml`. Any option can be replaced on the command line with
 `--set`, as often as needed:
 
 ```sh
-stretto train configs/demo.toml --set grid.x=2 --set train.lr=1e-3 --set out=runs/mine
+stretto train configs/demo.toml --set train.steps=3 --set train.lr=1e-3 --set out=runs/mine
 ```
 
 A value is read as TOML (`2`, `true`, `["a", "b"]`) if it is valid TOML, and otherwise as text, so paths and names need
