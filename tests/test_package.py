@@ -11,11 +11,13 @@ import tomllib
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import stretto
+from tests.processes import PythonServer
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "tests", "examples", "docs", "configs", "results", ".ci")
@@ -159,6 +161,22 @@ def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_
     run_installed(installed, tmp_path, "collective", "compile", "ring-all-reduce", "--ranks", "4", "-o", "ring.xml")
     assert run_installed(installed, tmp_path, "collective", "verify", "ring.xml").endswith("verified\n")
     assert [path.name for path in tmp_path.iterdir()] == ["ring.xml"]
+
+
+def test_a_short_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    server = PythonServer(["stretto.cli.demo", "stretto.report", "stretto.train.launch.rank"], variables)
+    try:
+        run = partial(subprocess.run, cwd=tmp_path, env=os.environ | variables, text=True, capture_output=True)
+        found = run([server.python, "-c", "import stretto.train; print(stretto.train.__file__)"], check=True).stdout
+        assert Path(found).is_relative_to(installed)
+        done = run([server.python, "-m", "stretto", "demo", "--steps", "2"], check=False)
+    finally:
+        server.close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest difference at any step" in done.stdout
+    files = {path.name for path in (tmp_path / "runs" / "demo").iterdir()}
+    assert {"config.toml", "metrics.jsonl", "summary.md", "one-rank"} <= files
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ SAMPLE_TOKENS = 300
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.")] = Path("runs/demo"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run (default: 160), to see it work.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT on 4 processes, then on one, and compare.
@@ -30,8 +31,9 @@ def demo(
     with refusing_bad_input(as_json=as_json):
         from stretto.train.preflight import preflight
 
-        config = preflight(_configure(out))
-        alone = preflight(_configure(out / "one-rank", ["ranks=1", "grid={data=1, x=1, y=1, z=1}"]))
+        overrides = [] if steps is None else [f"train.steps={steps}", f"train.warmup_steps={steps // 8}"]
+        config = preflight(_configure(out, overrides))
+        alone = preflight(_configure(out / "one-rank", [*overrides, "ranks=1", "grid={data=1, x=1, y=1, z=1}"]))
 
     from stretto.report import read_run, write_report
 
@@ -49,7 +51,7 @@ def demo(
         _show(run, other, sample)
 
 
-def _configure(out: Path, overrides: list[str] | None = None) -> "TrainConfig":
+def _configure(out: Path, overrides: list[str]) -> "TrainConfig":
     """The demo's configuration, for as many of the machine's GPUs as it can use."""
     import torch
 
@@ -58,7 +60,7 @@ def _configure(out: Path, overrides: list[str] | None = None) -> "TrainConfig":
     grids = {0: "{x=2, z=2}", 1: "{x=1, z=1}", 2: "{x=2, z=1}", 3: "{x=2, z=1}"}
     grid = grids.get(torch.cuda.device_count(), "{x=2, z=2}")
     with as_file(files("stretto.cli") / "demo.toml") as file:
-        config = load_config(file, ["ranks=none", f"grid={grid}", *(overrides or []), f"out={out}"])
+        config = load_config(file, ["ranks=none", f"grid={grid}", *overrides, f"out={out}"])
     assert isinstance(config, TrainConfig)  # demo.toml is a GPT's
     return config
 
@@ -112,7 +114,7 @@ def _show(run: "RunRecord", other: "RunRecord | None", sample: str) -> None:
     if other is not None:
         table.add_column(other.label)
     shown = sorted(
-        {0, *range(len(run.steps) // 5 - 1, len(run.steps), max(1, len(run.steps) // 5)), len(run.steps) - 1}
+        {0, *range(max(0, len(run.steps) // 5 - 1), len(run.steps), max(1, len(run.steps) // 5)), len(run.steps) - 1}
     )
     for at in shown:
         beside = [f"{other.losses[at]:.5f}"] if other is not None else []
