@@ -73,14 +73,33 @@ def _servers() -> Iterator[None]:
 
 @pytest.fixture
 def forks_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started by `sys.executable`, or spawned, are forked from one that has imported torch."""
-    _start_processes_by(shared_server(), monkeypatch)
+    """Processes that `sys.executable` starts, or that are spawned, are forked from one that has imported commands."""
+    _start_processes_by(shared_server("commands"), monkeypatch)
 
 
 @pytest.fixture
 def forks_interpreted_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `forks_processes`, for those whose kernels are interpreted."""
-    _start_processes_by(shared_server(interprets=True), monkeypatch)
+    _start_processes_by(shared_server("interpreted commands"), monkeypatch)
+
+
+@pytest.fixture
+def forks_torch_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `forks_processes`, from one that has imported torch and nothing of Stretto, which they import themselves."""
+    _start_processes_by(shared_server("torch"), monkeypatch)
+
+
+@pytest.fixture
+def interpret(interpreted_pool: Pool) -> Callable[..., list[Any]]:
+    """`interpret(4, function, *args)` runs a module-level function on 4 ranks whose kernels are interpreted.
+
+    It returns their results in rank order. `timeout` is in seconds.
+    """
+
+    def run(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        return interpreted_pool.run(count, function, *args, timeout=timeout)
+
+    return run
 
 
 def _start_processes_by(server: PythonServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,10 @@ when it is killed (shortly after, which is the only difference from Python).
 
 Imported modules have read environment variables as the server had them. A run with other values of FIXED, or with other
 options of Python, is therefore given to Python itself.
+
+There are three shared servers: one has imported torch alone, for programs that import Stretto themselves (from another
+folder, with a module replaced, or to interpret kernels); one has imported Stretto's commands, too; and one has done so
+with kernels that are interpreted.
 """
 
 import atexit
@@ -29,11 +33,12 @@ import tempfile
 import threading
 import time
 import types
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-FIXED = ("TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "LD_PRELOAD")
+FIXED = ("TRITON_INTERPRET", "TORCH_DISTRIBUTED_DEBUG", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "LD_PRELOAD")
 START_LIMIT = 120.0  # seconds for the server to have imported everything
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
@@ -45,8 +50,9 @@ def run_python():
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 variables = dict(os.environ)
-while sys.argv[1:2] == ["-B"]:  # as multiprocessing passes it on
-    del sys.argv[1]
+is_safe = False
+while sys.argv[1:2] in (["-B"], ["-P"]):  # multiprocessing passes on -B
+    is_safe |= sys.argv.pop(1) == "-P"
 if {{name: variables.get(name) for name in {fixed}}} != {values} or not sys.argv[1:]:
     run_python()
 if sys.argv[1] not in ("-m", "-c") and sys.argv[1].startswith("-"):
@@ -62,7 +68,7 @@ for descriptor in descriptors:
     except OSError:  # of the listing itself
         pass
 request = dumps({{"arguments": sys.argv[1:], "variables": variables, "folder": os.getcwd(), "descriptors": inherited,
-                 "client": os.getpid()}}).encode()
+                 "client": os.getpid(), "is_safe": is_safe}}).encode()
 socket.send_fds(server, [struct.pack("!I", len(request))], inherited)
 server.sendall(request)
 for descriptor in inherited:
@@ -89,12 +95,16 @@ os._exit(code)
 class PythonServer:
     """Forks Python processes that have imported `modules`. variables: added to this process's environment.
 
-    It starts with the first use of `python`. `close` ends it, and all that runs in its processes.
+    fixed: variables that a forked process must have as the server has them. It starts with the first use of `python`.
+    `close` ends it, and all that runs in its processes.
     """
 
-    def __init__(self, modules: list[str], variables: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, modules: list[str], variables: dict[str, str] | None = None, fixed: tuple[str, ...] = FIXED
+    ) -> None:
         self._modules = modules
         self._variables = variables or {}
+        self._fixed = fixed
         self._folder: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -139,29 +149,37 @@ class PythonServer:
                 raise RuntimeError("the server of Python processes did not start")
             time.sleep(0.02)
         file = Path(self._folder, "python")
-        values = {name: variables.get(name) for name in FIXED}
+        values = {name: variables.get(name) for name in self._fixed}
         forwarded = [int(number) for number in FORWARDED]
         file.write_text(
-            CLIENT.format(python=sys.executable, fixed=FIXED, values=values, address=address, forwarded=forwarded)
+            CLIENT.format(python=sys.executable, fixed=self._fixed, values=values, address=address, forwarded=forwarded)
         )
         file.chmod(0o755)
 
 
-_SERVERS: dict[bool, PythonServer] = {}
-"""The session's servers, by whether kernels are interpreted."""
-_MODULES = [
+_TORCH = [
     "torch.distributed.tensor",
+    "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "stretto.cli.train",
-    "stretto.train.launch.rank",
 ]
+_COMMANDS = [*_TORCH, "stretto.cli.train", "stretto.train.launch.rank"]
+_KINDS: dict[str, Callable[[], PythonServer]] = {
+    # Stretto's backend is registered in the forked processes, as in those that import torch themselves (`_become`).
+    "torch": lambda: PythonServer(
+        _TORCH, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, tuple(name for name in FIXED if name != "TRITON_INTERPRET")
+    ),
+    "commands": lambda: PythonServer(_COMMANDS),
+    "interpreted commands": lambda: PythonServer(_COMMANDS, {"TRITON_INTERPRET": "1"}),
+}
+_SERVERS: dict[str, PythonServer] = {}
+"""The session's servers, by kind."""
 
 
-def shared_server(interprets: bool = False) -> PythonServer:
-    """The session's server for commands and their ranks, or the one for those whose kernels are interpreted."""
-    if interprets not in _SERVERS:
-        _SERVERS[interprets] = PythonServer(_MODULES, {"TRITON_INTERPRET": "1"} if interprets else {})
-    return _SERVERS[interprets]
+def shared_server(kind: str) -> PythonServer:
+    """The session's server of this kind: "torch", "commands" or "interpreted commands"."""
+    if kind not in _SERVERS:
+        _SERVERS[kind] = _KINDS[kind]()
+    return _SERVERS[kind]
 
 
 def forks_processes() -> bool:
@@ -297,6 +315,8 @@ def _kill(pid: int) -> None:
 
 def _become(request: dict[str, Any], descriptors: list[int], python: str, base_path: list[str]) -> None:
     """Give this process the arguments, environment, folder and files that Python would have had."""
+    torch = sys.modules.get("torch")
+    lacks_backends = torch is not None and not torch._is_device_backend_autoload_enabled()
     places = request["descriptors"]
     spare = max([*places, *descriptors]) + 1
     moved = [os.dup2(descriptor, spare + index) for index, descriptor in enumerate(descriptors)]
@@ -323,18 +343,19 @@ def _become(request: dict[str, Any], descriptors: list[int], python: str, base_p
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*paths, *base_path]
+    if lacks_backends and torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
 
 
-def _run(arguments: list[str]) -> NoReturn:
+def _run(arguments: list[str], is_safe: bool) -> NoReturn:
     """Run the program and end as Python would, without tearing down its modules, which would take a second."""
     status = 0
     try:
-        _call(arguments)
+        _call(arguments, is_safe)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if error.code is not None and not isinstance(error.code, int):
@@ -353,21 +374,27 @@ def _run(arguments: list[str]) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def _call(arguments: list[str]) -> None:
+def _call(arguments: list[str], is_safe: bool) -> None:
+    """Run the program. is_safe: its folder is not on the path, as by Python's -P."""
     if arguments[0] == "-m":
-        sys.path.insert(0, os.getcwd())
+        _add_to_path(os.getcwd(), is_safe)
         sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
-        sys.path.insert(0, "")
+        _add_to_path("", is_safe)
         sys.argv = ["-c", *arguments[2:]]
         sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        _add_to_path(str(Path(arguments[0]).resolve().parent), is_safe)
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _add_to_path(folder: str, is_safe: bool) -> None:
+    if not is_safe:
+        sys.path.insert(0, folder)
 
 
 def _main() -> None:
@@ -380,7 +407,7 @@ def _main() -> None:
     gc.freeze()
     request, descriptors = _Server(address, int(parent)).serve()
     _become(request, descriptors, str(Path(address).with_name("python")), base_path)
-    _run(request["arguments"])
+    _run(request["arguments"], request["is_safe"])
 
 
 if __name__ == "__main__":

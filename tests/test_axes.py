@@ -174,6 +174,7 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
     assert found["sums"] == [True, True]
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
     (found,) = with_made_up_axis(
         "import pydantic\n"
@@ -279,6 +280,7 @@ found["sizes"] = sizes_refused
 """
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_one_place(tmp_path):
     results = with_made_up_axis(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING, ranks=4)
     assert len({tuple(found["dropped"]) for found in results}) == 4  # other tokens, other parts of dropout's mask

@@ -79,6 +79,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, cases: list[CheckoutCase], *
     return bench_checkouts(CheckoutsSetting(SOURCE, **settings), out)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 def test_the_same_checkout_twice_is_measured_from_end_to_end_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

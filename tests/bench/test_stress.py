@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.processes import shared_server
 from typer.testing import CliRunner
 
 from stretto.bench.stress import mutations, worker
@@ -281,7 +282,7 @@ def test_an_equivalent_mutation_leaves_the_accesses_to_memory_as_they_are(tmp_pa
 def print_accesses(source):
     """What `tests.bench.ptx_of_kernels` prints of the package in a folder."""
     here = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.getcwd()}"}
-    command = [sys.executable, "-m", "tests.bench.ptx_of_kernels"]
+    command = [shared_server("torch").python, "-m", "tests.bench.ptx_of_kernels"]
     return subprocess.run(command, env=here, check=True, capture_output=True, text=True).stdout
 
 

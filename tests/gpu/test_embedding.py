@@ -17,8 +17,8 @@ from stretto.ops.embedding import forward
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.parallel import Grid
-from tests.ops.backward_configs import push_by_copies
-from tests.ops.jagged import Case, Kind, fill_case, is_close
+from tests.ops.embedding.backward_configs import push_by_copies
+from tests.ops.embedding.jagged import Case, Kind, fill_case, is_close
 
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)

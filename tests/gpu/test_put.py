@@ -23,7 +23,7 @@ from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.put import operator as put
 from tests.gpu.watched import run_watched
-from tests.ops.jagged import Case, Kind, fill_case, is_close
+from tests.ops.embedding.jagged import Case, Kind, fill_case, is_close
 
 RANKS = max((n for n in (1, 2, 3, 4) if n <= torch.cuda.device_count()), default=0)
 CALLS = 20

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which plan is taken: pinned, measured or the default, alike on all ranks."""
 
+import os
+import sys
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ops import uninterpreted
+from tests.ops.operands import (
+    find_plan,
+    gather_module,
+    random_of,
+)
 
 from stretto import ops
-from stretto.ops import KernelConfig
+from stretto.ops import KernelConfig, dispatch
+from stretto.ops.gemm import config, defaults
 from stretto.ops.gemm.config import LIBRARY, GemmProblem, Machine, decode, require_config
 from stretto.ops.gemm.defaults import default_config, vary_blocks, vary_transfers
 from stretto.ops.small_m import count_bytes, split_steps
+from stretto.tuning import TuningStore
 
 HOPPER = Machine(132, True, True)
+
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
@@ -91,9 +104,30 @@ def test_copy_engines_do_not_pull():
         require_config(KernelConfig(direction="pull"))
 
 
+def tune_and_choose(folder):
+    """Plans' times, and what auto takes: there, at nearly as many rows, at many more, and for another weight."""
+    os.environ["STRETTO_CACHE"] = folder
+    try:
+        measured = ops.tune("all_gather_matmul", 48, 40, 32, dtype=torch.float32, device="cpu")
+        name = dist.group.WORLD.group_name
+
+        def chosen(rows, n):
+            x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
+            call = dispatch.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = dispatch.choose_config(call, x, weight, name, "auto")
+            default, _ = defaults.default_config(call, dispatch.find_machine(x, weight))
+            return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
+
+        texts = {plan.encode(): seconds for plan, seconds in measured.items()}
+        far, other = ("default" if chosen(*shape) else "measured" for shape in ((96, 40), (24, 48)))
+        return texts, chosen(24, 40), chosen(30, 40), far, other
+    finally:
+        del os.environ["STRETTO_CACHE"]
+
+
 @pytest.mark.exhaustive
 def test_what_was_measured_is_kept_and_taken_by_all_ranks(interpret, tmp_path):
-    results = interpret(2, "tune_and_choose", str(tmp_path))
+    results = interpret(2, tune_and_choose, str(tmp_path))
     for measured, chosen, near, far, other in results:
         assert (measured, chosen, near, far, other) == results[0]
         assert len(measured) >= 3
@@ -102,10 +136,26 @@ def test_what_was_measured_is_kept_and_taken_by_all_ranks(interpret, tmp_path):
         assert far == other == "default"
 
 
+def choose_by_different_stores(folders):
+    """What runs where rank 0's store says the library, and the other's says nothing."""
+    os.environ["STRETTO_CACHE"] = folders[dist.get_rank()]
+    try:
+        x, weight = torch.ones(8, 16), torch.ones(24, 16)
+        name = dist.group.WORLD.group_name
+        call = dispatch.describe_problem("all_gather_matmul", 16, x, weight, name)
+        if dist.get_rank() == 0:
+            keys = {dispatch.time_key(call, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
+            TuningStore().add(dispatch.machine_name(x.device), keys)
+        ops.all_gather_matmul(x, weight)
+        return dispatch.choose_config(call, x, weight, name, "auto").encode()
+    finally:
+        del os.environ["STRETTO_CACHE"]
+
+
 @pytest.mark.exhaustive
 def test_ranks_take_what_rank_0_has_measured(interpret, tmp_path):
     folders = [str(tmp_path / "one"), str(tmp_path / "other")]
-    assert interpret(2, "choose_by_different_stores", folders) == ["library", "library"]
+    assert interpret(2, choose_by_different_stores, folders) == ["library", "library"]
 
 
 def test_on_cpus_that_do_not_interpret_the_library_runs_and_says_so(ranks):
@@ -125,8 +175,31 @@ def test_a_config_is_still_found_by_its_old_name():
         assert ops.Plan is KernelConfig
 
 
+def list_modules_of_a_launch(plan):
+    """The modules of Stretto on the stack when a warm call launches its kernel."""
+    name = f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"
+    kernel, found = getattr(gather_module, name), []
+
+    class Noting:
+        def __getitem__(self, grid):
+            frame = sys._getframe()
+            while frame is not None:
+                module = frame.f_globals["__name__"]
+                if module.startswith("stretto.") and module not in found:
+                    found.insert(0, module)
+                frame = frame.f_back
+            return kernel[grid]
+
+    x, weight = random_of(dist.get_rank(), 40, 32), random_of(10, 24, 32)
+    for _ in range(2):
+        ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
+    with mock.patch.object(gather_module, name, Noting()):
+        ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
+    return found
+
+
 @pytest.mark.parametrize("plan", ["copies", "pushes"])
 def test_a_call_passes_few_modules_to_its_kernels_launch(interpret, plan):
-    for found in interpret(2, "list_modules_of_a_launch", plan):
+    for found in interpret(2, list_modules_of_a_launch, plan):
         assert {"stretto.ops.all_gather_matmul", "stretto.ops.dispatch"} <= set(found)
         assert len(found) <= 4, found

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators between real processes, whose kernels are interpreted, against fp64."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+import triton.language as tl
+from tests.ops.operands import find_plan, lie, random_of, random_operands, relative_error, scatter_module
+
+from stretto import ops
+from stretto.ops.gemm import stream_k, tile
+from stretto.ops.gemm.config import Machine
 
 CASES = [
     (2, (64, 64, 64), torch.bfloat16, False, True),
@@ -21,6 +30,23 @@ def ran_kernels(operator, calls=3):
     return {(operator, "kernel"): calls}
 
 
+def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
+    """(error of the product, whether the gathered x and other calls' products are right to the last bit, what ran)."""
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    shards = [random_of(peer, rows, k, dtype=dtype) for peer in range(world)]
+    weight = lie(random_of(10 + rank, n, k, dtype=dtype), by_columns)
+    bias = random_of(20 + rank, n, dtype=dtype) if has_bias else None
+    how, ran = find_plan(plan), dict(ops.counts())
+    out, gathered = ops.all_gather_matmul_gathered(shards[rank], weight, bias=bias, implementation=how)
+    again = [ops.all_gather_matmul(shards[rank], weight, bias=bias, implementation=how) for _ in range(2)]
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
+    expected = torch.cat(shards).double() @ weight.double().T
+    if has_bias:
+        expected += bias.double()
+    is_same = all(torch.equal(out, one) for one in again)
+    return relative_error(out, expected), torch.equal(gathered, torch.cat(shards)), is_same, ran
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "plan", ["copies", "pushes", "pulls", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
@@ -28,11 +54,25 @@ def ran_kernels(operator, calls=3):
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
     ranks, shape, dtype, *rest = case
-    for error, is_gathered, is_same, ran in interpret(ranks, "gather_and_multiply", shape, dtype, *rest, plan):
+    for error, is_gathered, is_same, ran in interpret(ranks, gather_and_multiply, shape, dtype, *rest, plan):
         assert error <= ROUNDING[dtype]
         assert is_gathered
         assert is_same
         assert ran == ran_kernels("all_gather_matmul")
+
+
+def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
+    """(error, whether other calls have the same bits, what ran)."""
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    inputs, weights, bias = random_operands(rows * world, n, k, dtype, has_bias)
+    weight, how, ran = lie(weights[rank], by_columns), find_plan(plan), dict(ops.counts())
+    out, *again = (ops.matmul_reduce_scatter(inputs[rank], weight, bias=bias, implementation=how) for _ in range(3))
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
+    expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
+    expected = expected[rank * rows : (rank + 1) * rows]
+    if has_bias:
+        expected = expected + bias.double()
+    return relative_error(out, expected), all(torch.equal(out, one) for one in again), ran
 
 
 @pytest.mark.sampled(5)
@@ -53,10 +93,27 @@ def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):
 @pytest.mark.parametrize("case", CASES)
 def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan):
     ranks, shape, dtype, *rest = case
-    for error, is_same, ran in interpret(ranks, "multiply_and_scatter", shape, dtype, *rest, plan):
+    for error, is_same, ran in interpret(ranks, multiply_and_scatter, shape, dtype, *rest, plan):
         assert error <= 2 * ROUNDING[dtype]  # rounded before they travel, and after
         assert is_same
         assert ran == ran_kernels("matmul_reduce_scatter")
+
+
+def share(what, shape, plan):
+    """(how many shares there are, less tiles, at most; what `what` returns)."""
+    more, deal = [], stream_k.split_last_wave.__wrapped__
+
+    def see(count, *arguments):
+        dealt = deal(count, *arguments)
+        more.append(dealt[1] - count)
+        return dealt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_k, "_FIX_UP_STEPS", 1)  # so that it is worth it for few steps
+        patch.setattr(stream_k, "split_last_wave", see)
+        patch.setattr(scatter_module, "split_last_wave", see)
+        result = what(shape, torch.bfloat16, False, True, plan)
+    return max(more), *result
 
 
 @pytest.mark.sampled(4)
@@ -66,12 +123,31 @@ def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan
 )
 def test_tiles_of_the_last_wave_are_shared_by_steps_over_k(interpret, ranks, shape, plan):
     """By three programs: the fourth of four tiles, with odd sizes as well; or two tiles, each in three parts."""
-    what = "multiply_and_scatter" if plan == "tiles" else "gather_and_multiply"
-    shared = interpret(ranks, "share", what, shape, plan)
+    what = multiply_and_scatter if plan == "tiles" else gather_and_multiply
+    shared = interpret(ranks, share, what, shape, plan)
     assert all(more > 0 for more, *_ in shared)
     for _, error, *is_right, _ in shared:
         assert error <= 2 * ROUNDING[torch.bfloat16]
         assert all(is_right)
+
+
+def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
+    """(error, all bits for comparison between ranks, whether other calls have the same, what ran)."""
+    rank, (m, n, k) = dist.get_rank(), shape
+    inputs, weights, _ = random_operands(m, n, k, dtype, has_bias)
+    bias = random_of(20, n, dtype=dtype) if has_bias else None
+    weight, how, ran = lie(weights[rank], by_columns), find_plan(plan), dict(ops.counts())
+    out, *again = (ops.matmul_all_reduce(inputs[rank], weight, bias=bias, implementation=how) for _ in range(3))
+    ran = {what: count - ran.get(what, 0) for what, count in ops.counts().items() if count != ran.get(what, 0)}
+    expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
+    if has_bias:
+        expected = expected + bias.double()
+    return (
+        relative_error(out, expected),
+        out.float().flatten().tolist(),
+        all(torch.equal(out, one) for one in again),
+        ran,
+    )
 
 
 @pytest.mark.sampled(5)
@@ -89,7 +165,7 @@ def test_tiles_of_the_last_wave_are_shared_by_steps_over_k(interpret, ranks, sha
 )
 def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
     ranks, shape, dtype, *rest = case
-    results = interpret(ranks, "multiply_and_reduce", shape, dtype, *rest, plan)
+    results = interpret(ranks, multiply_and_reduce, shape, dtype, *rest, plan)
     for error, bits, is_same, ran in results:
         assert error <= 2 * ROUNDING[dtype]
         assert bits == results[0][1]
@@ -100,27 +176,53 @@ def test_few_rows_are_summed_alike_on_all_ranks(interpret, case, plan):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_library_does_the_same_and_says_so(interpret, dtype):
     accuracy = ROUNDING.get(dtype, 1e-15)
-    for error, is_gathered, _, ran in interpret(3, "gather_and_multiply", (5, 24, 16), dtype, False, True, "library"):
+    for error, is_gathered, _, ran in interpret(3, gather_and_multiply, (5, 24, 16), dtype, False, True, "library"):
         assert error <= accuracy
         assert is_gathered
         assert ran == {("all_gather_matmul", "library"): 3}
-    for error, _, ran in interpret(3, "multiply_and_scatter", (5, 24, 16), dtype, True, True, "library"):
+    for error, _, ran in interpret(3, multiply_and_scatter, (5, 24, 16), dtype, True, True, "library"):
         assert error <= 3 * accuracy
         assert ran == {("matmul_reduce_scatter", "library"): 3}
-    for error, _, _, ran in interpret(3, "multiply_and_reduce", (5, 24, 16), dtype, True, True, "library"):
+    for error, _, _, ran in interpret(3, multiply_and_reduce, (5, 24, 16), dtype, True, True, "library"):
         assert error <= 4 * accuracy
         assert ran == {("matmul_all_reduce", "library"): 3}
 
 
+def scatter_in_halves(transfer):
+    """Whether sums of small whole numbers are right where tiles are stored by pointers half by half, as large ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [(random_of(peer, 8, 67, dtype=torch.float32), random_of(9 + peer, 300, 67)) for peer in range(world)]
+    pairs = [tuple((4 * one).round().bfloat16() for one in pair) for pair in pairs]
+    plan = ops.KernelConfig(blocks=ops.Blocks(16, 64, 32, 1, 4, 3, 2), transfer=transfer)
+    with mock.patch.object(tile, "_CONVERTED_BYTES", tl.constexpr(1 << 10)):
+        out = ops.matmul_reduce_scatter(*pairs[rank], reduce_dtype=torch.float32, implementation=plan)
+    expected = sum(x.float() @ weight.float().T for x, weight in pairs).chunk(world)[rank]
+    return torch.equal(out, expected.bfloat16())
+
+
 @pytest.mark.parametrize("transfer", ["programs", "copies"])
 def test_tiles_that_are_stored_in_halves_are_whole(interpret, transfer):
-    assert interpret(2, "scatter_in_halves", transfer) == [True] * 2
+    assert interpret(2, scatter_in_halves, transfer) == [True] * 2
+
+
+def cancel(reduce_dtype, plan):
+    """257 - 256 by two ranks in bf16, of which 257 is no number; (the sum, and of what kind it is)."""
+    weight = torch.tensor([[256.0, 1.0], [-256.0, 0.0]][dist.get_rank()]).repeat(3, 1).bfloat16()
+    x, how = torch.ones(4, 2).bfloat16(), find_plan(plan)
+    out = ops.matmul_reduce_scatter(x, weight, reduce_dtype=reduce_dtype, implementation=how)
+    return out.unique().tolist(), out.dtype
 
 
 @pytest.mark.parametrize("plan", ["auto", "copies", "tiles"])
 @pytest.mark.parametrize(("reduce_dtype", "total"), [(None, 0.0), (torch.bfloat16, 0.0), (torch.float32, 1.0)])
 def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, total, plan):
-    assert interpret(2, "cancel", reduce_dtype, plan) == [([total], torch.bfloat16)] * 2
+    assert interpret(2, cancel, reduce_dtype, plan) == [([total], torch.bfloat16)] * 2
+
+
+def add_in_order(operator, plan):
+    """Of 4 ranks: fp32 sums of 2^24, 1, -2^24 and 1, which depend on their order."""
+    weight = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0])[dist.get_rank()].repeat(3, 1)
+    return getattr(ops, operator)(torch.ones(8, 1), weight, implementation=find_plan(plan)).unique().tolist()
 
 
 @pytest.mark.parametrize(
@@ -136,91 +238,59 @@ def test_partial_sums_in_fp32_lose_nothing_on_the_wire(interpret, reduce_dtype, 
     ],
 )
 def test_partial_sums_are_added_in_rank_order(interpret, operator, plan):
-    assert interpret(4, "add_in_order", operator, plan) == [[1.0]] * 4
+    assert interpret(4, add_in_order, operator, plan) == [[1.0]] * 4
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
-@pytest.mark.parametrize("way", ["saved", "gathered again", "both outputs used"])
-def test_gradients_of_all_gather_matmul_are_the_unfused_layers(interpret, way, needs, dtype):
-    arguments = ((21, 40, 24), dtype, needs, way == "saved", way == "both outputs used")
-    for errors in interpret(3, "differentiate_gather", *arguments):
-        assert max(errors.values()) <= 3 * ROUNDING[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
-def test_gradients_of_matmul_reduce_scatter_are_the_unfused_layers(interpret, needs, dtype):
-    for errors in interpret(3, "differentiate_scatter", (21, 40, 24), dtype, needs):
-        assert max(errors.values()) <= 3 * ROUNDING[dtype]
-
-
-@pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
-def test_gradients_of_matmul_all_reduce_are_the_unfused_layers(interpret, needs):
-    for errors in interpret(3, "differentiate_all_reduce", (5, 40, 24), torch.float32, needs):
-        assert max(errors.values()) <= 3 * ROUNDING[torch.float32]
-
-
-@pytest.mark.parametrize(("activation", "is_gated"), [("gelu", False), ("silu", True), ("relu-squared", False)])
-@pytest.mark.parametrize("needs_gradients", [True, False])
-def test_an_mlp_is_the_whole_ones_rows(interpret, activation, is_gated, needs_gradients):
-    for errors in interpret(2, "differentiate_an_mlp", (20, 32, 24), activation, is_gated, needs_gradients):
-        assert max(errors.values()) <= 5e-6, errors
-
-
-def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret):
-    assert interpret(4, "call_in_many_shapes", 6, 5) == [[]] * 4
+def call_with_nothing():
+    """Sizes of 0 need no kernel."""
+    assert ops.all_gather_matmul(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    assert ops.matmul_reduce_scatter(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    bias = torch.arange(4.0)
+    assert torch.equal(ops.all_gather_matmul(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(6, 1))
+    assert torch.equal(ops.matmul_reduce_scatter(torch.zeros(6, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
+    assert ops.all_gather_matmul(torch.zeros(3, 8), torch.zeros(0, 8)).shape == (6, 0)
+    assert ops.matmul_all_reduce(torch.zeros(0, 8), torch.zeros(4, 8)).shape == (0, 4)
+    assert torch.equal(ops.matmul_all_reduce(torch.zeros(3, 0), torch.zeros(4, 0), bias=bias), bias.repeat(3, 1))
 
 
 def test_sizes_of_zero_are_no_special_case_to_the_caller(interpret):
-    interpret(2, "call_with_nothing")
+    interpret(2, call_with_nothing)
+
+
+def ask_wrongly():
+    x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
+    for operator in (ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce):
+        name = operator.__name__
+        for arguments, words in (
+            ((x[None], weight), f"{name} takes x .* of two dims each, not .1, 4, 8. and .6, 8."),
+            ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
+            ((x, weight.bfloat16()), "x is torch.float32 and weight torch.bfloat16"),
+            ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
+            ((x.double(), weight.double()), 'float64: convert x, weight and bias, or give implementation="library"'),
+            ((x, weight.to("meta")), "x is on cpu and weight on meta"),
+            ((torch.zeros(8, 4).t(), weight), r"takes a contiguous x, not strides \(1, 4\): call contiguous\(\)"),
+            ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                operator(*arguments)
+        with pytest.raises(ValueError, match=r"a bias for weight \[6, 8\] is \[6\], not \[5\]"):
+            operator(x, weight, bias=torch.zeros(5))
+    with pytest.raises(ValueError, match="2 ranks do not divide x's 3 rows: 4 rows will do"):
+        ops.matmul_reduce_scatter(x[:3], weight)
+    with pytest.raises(ValueError, match=r"travel in torch.float32 or torch.float32, not torch.bfloat16"):
+        ops.matmul_reduce_scatter(x, weight, reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"an mlp's activation is one of gelu, .*, not 'tanh'"):
+        ops.mlp(x, weight, weight.t(), activation="tanh")
+    with pytest.raises(ValueError, match=r"an mlp's gate is of up's shape, \[6, 8\], not \[4, 8\]"):
+        ops.mlp(x, weight, weight.t(), gate=x)
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"this process \(rank 1\) is not in the group"):
+            ops.all_gather_matmul(x, weight, group)
 
 
 def test_what_cannot_be_computed_is_refused_before_anything_runs(interpret):
-    interpret(2, "ask_wrongly")
+    interpret(2, ask_wrongly)
 
 
-def test_the_operators_are_registered_as_torch_asks(interpret):
-    interpret(2, "check_registration", (8, 16, 16), timeout=200.0)
-
-
-def test_a_trace_has_the_operators_and_not_what_they_do(interpret):
-    assert interpret(2, "trace") == [["stretto::all_gather_matmul", "stretto::matmul_reduce_scatter"]] * 2
-
-
-def test_torch_compile_takes_them_without_a_graph_break(interpret):
-    assert interpret(2, "compile_an_mlp", (16, 32, 16), timeout=200.0) == [[True] * 4] * 2
-
-
-@pytest.mark.parametrize(("debugs", "rows"), [(False, (18, 15)), (True, (12, 24))])
-def test_ranks_that_call_different_things_are_told_so_before_a_launch(interpret, debugs, rows):
-    """Always at calls of a new kind; of known ones with STRETTO_DEBUG=1. The group is as good as before."""
-    said = interpret(3, "disagree", debugs)
-    for rank, (message, shape, left) in enumerate(said):
-        assert f"rank {rank} calls all_gather_matmul m={rows[rank == 1]} " in message
-        assert f"rank {0 if rank == 1 else 1} calls all_gather_matmul m={rows[rank != 1]} " in message
-        assert shape == [12, 16]
-        assert left == 1  # of what this rank has said, in the store
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],
-)
-def test_who_is_a_call_behind_has_what_its_call_was_sent(interpret, name, plan):
-    assert interpret(2, "fall_behind", name, plan, 5) == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("operator", "plan"),
-    [
-        ("all_gather_matmul", "copies"),
-        ("all_gather_matmul", "pushes"),
-        ("matmul_reduce_scatter", "copies"),
-        ("matmul_reduce_scatter", "tiles"),
-    ],
-)
-def test_a_kernel_that_cannot_be_launched_costs_its_own_call_alone(interpret, operator, plan):
-    assert interpret(2, "call_after_a_failed_launch", operator, plan) == [True] * 2
+HOPPER = Machine(132, True, True)

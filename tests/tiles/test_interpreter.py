@@ -6,22 +6,23 @@ import subprocess
 import sys
 
 import pytest
+from tests.tiles import interpreted
 
 
 @pytest.mark.parametrize(
-    "name",
+    "check",
     [
-        "let_programs_wait_for_each_other",
-        "compute_in_bf16",
-        "give_a_row_of_a_product_the_same_bits_anywhere",
-        "end_all_when_one_fails",
-        "launch_from_two_threads",
-        "refuse_what_is_wrong",
-        "count_with_scalars",
+        interpreted.let_programs_wait_for_each_other,
+        interpreted.compute_in_bf16,
+        interpreted.give_a_row_of_a_product_the_same_bits_anywhere,
+        interpreted.end_all_when_one_fails,
+        interpreted.launch_from_two_threads,
+        interpreted.refuse_what_is_wrong,
+        interpreted.count_with_scalars,
     ],
 )
-def test_the_interpreter_can(interpret, name):
-    interpret(1, name, module="interpreted")
+def test_the_interpreter_can(interpret, check):
+    interpret(1, check)
 
 
 def run(code, **environment):
@@ -35,11 +36,13 @@ def test_stretto_needs_no_triton():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 def test_a_variable_that_is_set_too_late_is_refused():
     ran = run("import os, triton; os.environ['TRITON_INTERPRET'] = '1'; import stretto.tiles")
     assert "set it before anything imports triton" in ran.stderr
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 def test_compiled_kernels_leave_the_interpreter_alone():
     ran = run("import stretto.tiles, sys; print('stretto.tiles.interpreter' in sys.modules)", TRITON_INTERPRET="0")
     assert ran.stdout.strip() == "False", ran.stderr

@@ -85,6 +85,7 @@ def test_a_sharded_tensor_is_gathered_where_torch_knows_no_gpus(ranks, tmp_path)
     ranks(2).run(gather_shards, str(tmp_path / "store"))
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 def test_a_script_under_torchrun_needs_nothing_but_the_backends_name(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

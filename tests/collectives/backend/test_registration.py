@@ -85,6 +85,7 @@ print(call_counts())
 """
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 @pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_without_a_compiler_the_error_says_what_is_missing(tmp_path):
     done = run_python(START, PATH="", STRETTO_CACHE=str(tmp_path))
@@ -102,6 +103,7 @@ def test_without_a_compiler_the_backend_runs_in_python(tmp_path):
     assert "the backend runs in Python" in done.stderr
 
 
+@pytest.mark.usefixtures("forks_torch_processes")
 @pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     compiler = tmp_path / "broken"

@@ -9,19 +9,25 @@ import pytest
 from stretto.train.data import demo, demo_corpus, open_dataset, write_demo_corpus
 
 
-def test_the_corpus_is_a_megabyte_of_documentation_and_imports_nothing() -> None:
+@pytest.fixture(scope="module")
+def corpus() -> str:
+    """The demo's text, which takes seconds to make; nothing was imported for it."""
     imported = set(sys.modules)
-    corpus = demo_corpus()
+    text = demo_corpus()
     assert set(sys.modules) == imported
+    return text
+
+
+def test_the_corpus_is_a_megabyte_of_documentation_and_imports_nothing(corpus: str) -> None:
     assert len(corpus.encode()) > 1_000_000
     assert "\x00" not in corpus
     assert 'The "assert" statement' in corpus
     assert "textwrap.TextWrapper.wrap\n" in corpus
 
 
-def test_the_written_corpus_can_be_trained_on(tmp_path: Path) -> None:
+def test_the_written_corpus_can_be_trained_on(corpus: str, tmp_path: Path) -> None:
     path = write_demo_corpus(tmp_path / "new" / "corpus.txt")
-    assert path.read_text(encoding="utf-8") == demo_corpus()  # the same in both calls
+    assert path.read_text(encoding="utf-8") == corpus  # the same in both calls
     assert [file.name for file in path.parent.iterdir()] == ["corpus.txt"]
     dataset = open_dataset(str(path), seq_len=256)
     assert dataset.tokens == path.stat().st_size

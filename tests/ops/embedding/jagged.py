@@ -4,6 +4,9 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from stretto import ops
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -114,3 +117,25 @@ def is_close(result, expected, dtype):
     scale = expected.abs().max().item() if expected.numel() else 1.0
     bound = ROUNDING[dtype] * scale + ROUNDING[torch.float32]
     return bool(((result.double() - expected).abs() <= bound).all())
+
+
+def look_up_case(case, tables=None, **options):
+    """This rank's output of a case."""
+    own = case.owners[dist.get_rank()]
+    tables = own.tables if tables is None else tables
+    return ops.embedding_all_to_all(
+        own.indices,
+        own.offsets,
+        tables,
+        weights=own.weights,
+        mode=case.mode,
+        batch=case.batch,
+        name=str(case.seed),
+        **options,
+    )
+
+
+def own_rows(case, whole):
+    """This rank's rows of what is of the global batch."""
+    rows = case.batch // dist.get_world_size()
+    return whole[dist.get_rank() * rows : (dist.get_rank() + 1) * rows]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding look-ups that are refused: wrong arguments, indices out of range, ranks that disagree or do not come."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto import ops
+from stretto.memory import PeerError
+from stretto.ops.embedding.output_ring import find_output_rings
+
+
+def look_up_with_faults():
+    """What each kind of bad input raises, on the rank that has it alone; and that the next call is right again."""
+    rank = dist.get_rank()
+    tables = [torch.ones(5, 4), torch.ones(3, 4)]
+    indices = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    offsets = torch.tensor([0, 2, 3, 4, 5, 6, 7, 7, 8])  # two tables, a global batch of 4
+    bad_index, negative, falling, beyond = indices.clone(), indices.clone(), offsets.clone(), offsets.clone()
+    bad_index[5], negative[1], falling[3], beyond[8] = 3, -7, 9, 12
+    said = []
+    for wrong, bounds in ((bad_index, offsets), (negative, offsets), (indices, falling), (indices, beyond)):
+        try:
+            ops.embedding_all_to_all(wrong if rank == 1 else indices, bounds if rank == 1 else offsets, tables)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    out = ops.embedding_all_to_all(indices, offsets, tables)
+    ops.check_indices()
+    return said, out[:, ::4].tolist()
+
+
+def test_a_bad_index_or_offset_is_named_by_its_rank_and_harms_nobody(interpret):
+    (silent, out), (said, other) = interpret(2, look_up_with_faults)
+    assert silent == [""] * 4
+    assert out == [[2.0, 1.0] * 2, [1.0, 1.0] * 2]
+    assert other == [[1.0, 0.0] * 2, [1.0, 1.0] * 2]
+    index, negative, falling, beyond = said
+    assert "rank 1: indices[5] is 3, but table 1 of this rank has 3 rows: 0 to 2 will do" in index
+    assert "rank 1: indices[1] is -7, but table 0 of this rank has 5 rows" in negative
+    assert "rank 1: the offsets of bag" in falling
+    assert "never fall" in falling
+    assert "the offsets of bag 7 (table 1 of this rank) go from 7 to 12" in beyond
+
+
+def read_rows_out_of_range_as_zeros():
+    """An index that is out of range adds nothing to the others of its bag, and gets no gradient."""
+    table = torch.ones(5, 4, requires_grad=True)
+    indices, offsets = torch.tensor([4, 5, 0]), torch.tensor([0, 2, 3])
+    with pytest.raises(ValueError, match=r"indices\[1\] is 5"):
+        ops.embedding_all_to_all(indices, offsets, [table])
+    operator = torch.ops.stretto.embedding_all_to_all_gradients
+    grads = operator(torch.ones(2, 4), indices, offsets, None, "sum", 2, [5], [4], "", dist.group.WORLD.group_name)
+    return grads[0][:, 0].tolist()
+
+
+def test_an_index_out_of_range_is_read_as_zeros_and_gets_no_gradient(interpret):
+    assert interpret(1, read_rows_out_of_range_as_zeros) == [[1.0, 0.0, 0.0, 0.0, 1.0]]
+
+
+def look_up_other_tables_under_one_name():
+    """Two sets of tables under one name, of which one rank has the same part; what each rank is told."""
+    rank = dist.get_rank()
+    indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
+    for dims in ((4, 8), (8, 4)):  # of rank 0's table and rank 1's
+        ops.embedding_all_to_all(indices, offsets, [torch.ones(2, dims[rank])])
+    with pytest.raises(ValueError, match=f"rank {1 - rank} has looked up other tables in this call.*: give each set"):
+        ops.embedding_all_to_all(indices, offsets, [torch.ones(2, 4)])  # each has had it, beside another one
+    return ops.embedding_all_to_all(indices, offsets, [torch.ones(2, 4)], name="narrow").tolist()
+
+
+def test_ranks_that_see_other_tables_say_so(interpret):
+    assert interpret(2, look_up_other_tables_under_one_name) == [[[1.0] * 8]] * 2
+
+
+def wait_for_nobody():
+    """A rank that does not come to a call is named when the time has run out."""
+    rank = dist.get_rank()
+    indices, offsets, tables = torch.zeros(2, dtype=torch.int64), torch.arange(3), [torch.ones(2, 4)]
+    ops.embedding_all_to_all(indices, offsets, tables)
+    if rank == 1:
+        time.sleep(2.5)
+        return "late"
+    for ring in find_output_rings(dist.group.WORLD.group_name):
+        ring.channel._clock[1] = 500_000_000
+    with pytest.raises(PeerError, match="waited in vain for rank 1"):
+        ops.embedding_all_to_all(indices, offsets, tables)
+    with pytest.raises(PeerError, match=r"embedding_all_to_all, call 2: .* The channel is broken"):
+        ops.embedding_all_to_all(indices, offsets, tables)
+    return "named"
+
+
+def test_a_rank_that_does_not_come_is_named(interpret):
+    assert interpret(2, wait_for_nobody) == ["named", "late"]
+
+
+def ask_wrongly():
+    indices, offsets, table = torch.zeros(3, dtype=torch.int64), torch.arange(5), torch.zeros(2, 8)
+    for arguments, options, words in (
+        ((indices, offsets, [table]), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        (
+            (indices.float(), offsets, [table]),
+            {},
+            "indices as a contiguous tensor of one dim, int32 or int64, not torch.f",
+        ),
+        ((indices, offsets[None], [table]), {}, r"offsets as a contiguous .* not torch.int64 \[1, 5\]"),
+        ((indices, offsets[::2], [table]), {}, r"not torch.int64 \[3\] with strides \(2,\)"),
+        ((indices, offsets, [table[0]]), {}, r"table 0 is no contiguous tensor \[rows, dim\]"),
+        (
+            (indices, offsets, [table, table[:, :6].contiguous()]),
+            {},
+            "multiple of 4 up to 2048, and table 1 has 6: 8 will",
+        ),
+        ((indices, offsets, [torch.zeros(1, 4096)]), {}, "up to 2048, and table 0 has 4096: 2048 will do"),
+        ((indices, offsets, [torch.zeros(0, 8)]), {}, "table 0 has no rows"),
+        ((indices, offsets, [table.double()]), {}, "takes tables of .*, and table 0 is torch.float64"),
+        ((indices, offsets, [table, table.half()]), {}, "table 0 is torch.float32 and table 1 torch.float16"),
+        ((indices, offsets, [table.to("meta")]), {}, "table 0 is on meta and offsets on cpu"),
+        ((indices.to("meta"), offsets, [table]), {}, "offsets are on cpu and indices on meta"),
+        (
+            (indices, offsets, [table, table.clone().requires_grad_()]),
+            {},
+            "table 0 and table 1 differ in requires_grad",
+        ),
+        ((indices, offsets, [table] * 3), {}, r"offsets of 3 tables have 3 x the global batch \+ 1 elements, not 5"),
+        ((indices, offsets[:4], [table]), {}, "2 ranks do not divide the global batch of 3: 4 will do"),
+        ((indices, offsets, [table]), {"batch": 6}, "offsets are for a global batch of 4, and batch says 6"),
+        ((indices, offsets[:1], []), {}, "this rank has no tables, .*: give batch="),
+        ((indices, offsets, []), {"batch": 4}, "offsets for no tables have one element, not 5"),
+        ((indices, offsets, [table]), {"weights": torch.ones(2)}, r"one an index, \[3\] on cpu, not \[2\]"),
+        ((indices, offsets, [table]), {"weights": torch.ones(6)[::2]}, r"not \[3\] with strides \(2,\) on cpu"),
+        ((indices, offsets, [table]), {"weights": torch.ones(3).double()}, "takes weights of .*, not torch.float64"),
+        ((indices, offsets, [table]), {"weights": torch.ones(3).requires_grad_()}, "no gradient: detach"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.embedding_all_to_all(*arguments, **options)
+    rank, grad = dist.get_rank(), torch.zeros(2, 16)
+    settings = torch.zeros(2)
+    for arguments, options, words in (
+        ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"gradient is torch.float32 \[2, 16\] on cpu"),
+        ((grad,), {"optimizer": "adam", "settings": settings}, "optimizer is one of sgd, adagrad, not 'adam'"),
+        ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings are fp32 \[2\]"),
+        ((grad,), {"optimizer": "sgd", "settings": torch.zeros(4)[::2]}, r"contiguous, .* with strides \(2,\) on cpu"),
+        ((grad,), {"optimizer": "sgd", "settings": settings.to("meta")}, "contiguous, on cpu: .* on meta"),
+        (
+            (grad,),
+            {"optimizer": "adagrad", "settings": settings, "states": [settings.to("meta")]},
+            r"the state of table 0 is fp32 \[2\], contiguous, on cpu, not .* on meta",
+        ),
+        ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], **options)
+    with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
+        ops.EmbeddingAllToAll([(2, 4)], optimizer="adam")
+    for shape, options, words in (
+        ((0, 4), {}, "table 0 has no rows"),
+        ((2, 6), {}, "multiple of 4 up to 2048, and table 0 has 6: 8 will do"),
+        ((2, 4), {"dtype": torch.float64}, "takes tables of .*, and table 0 is torch.float64"),
+        ((2, 4), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": -0.1}, "learning_rate is -0.1 and epsilon 1e-08, but both must"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": float("nan")}, "learning_rate is nan"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.EmbeddingAllToAll([shape], **options)
+    with pytest.raises(ValueError, match="none can be sparse"):
+        ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", sparse=True)
+    for place, (own, words) in enumerate(
+        (
+            (([table], [table.half()]), "one tables' dtype: rank 0's is float32, rank 1's float16"),
+            (([table], [table.clone().requires_grad_()]), "tables' requires_grad: rank 0's is False, rank 1's True"),
+            (([table], [torch.zeros(2, 8), torch.zeros(2, 8)]), "one global batch: rank 0's is 4, rank 1's 2"),
+            (([], []), "no rank of the group has a table"),
+        )
+    ):
+        tables = own[rank]
+        bounds = offsets if tables else offsets[:1]
+        with pytest.raises(ValueError, match=words):
+            ops.embedding_all_to_all(indices, bounds, tables, name=f"disagree {place}", batch=None if tables else 4)
+
+
+def test_what_cannot_be_looked_up_is_refused_before_anything_runs(interpret):
+    interpret(2, ask_wrongly)
