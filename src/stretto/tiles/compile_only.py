@@ -9,7 +9,7 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import DependenciesFinder, JITFunction, create_function_from_signature
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -46,3 +46,21 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], t
     parsed, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, rest)
     source = ASTSource(kernel, signature, constants, attributes)
     return compile(source, target=TARGETS[target], options=parsed.__dict__)
+
+
+def _hash_dependencies_first() -> None:
+    """Give kernels the same keys in Triton's cache in every process, as Triton 3.9 does.
+
+    Before 3.9 a kernel's key has the globals of a function that it calls only if that function was hashed earlier. So it
+    depends on what the process compiled before, and a kernel that is in the cache is compiled again.
+    """
+    update = DependenciesFinder._update_hash
+
+    def update_hash(finder: DependenciesFinder, function: Any) -> None:
+        function.cache_key  # noqa: B018  (a property that hashes)
+        update(finder, function)
+
+    DependenciesFinder._update_hash = update_hash
+
+
+_hash_dependencies_first()
