@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled keeps the order that the primitives promise: seen in PTX, with no GPU."""
 
+import gc
 import re
 
 import pytest
@@ -22,8 +23,10 @@ from tests.tiles.machine_code import (
     make_channel,
 )
 from triton.compiler import CompilationError
+from triton.runtime.jit import JITCallable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto import tiles
 from stretto.tiles import signals
 from stretto.tiles.compile_only import TARGETS, compile_kernel
 
@@ -150,3 +153,13 @@ def test_the_clock_and_the_limit_are_looked_at_only_where_a_wait_lasts():
     skips = find(lines, r"@%p\d+ bra", first_look)
     assert find(lines, r"%globaltimer", first_look) > skips
     assert find(lines, r"%globaltimer") > first_look
+
+
+def test_a_kernels_key_in_tritons_cache_does_not_depend_on_what_was_compiled_before():
+    keys = set()
+    for first in (tiles.end_call, tiles.end_unsignalled_call, kernels.exchange_packets):
+        for one in gc.get_objects():
+            if issubclass(type(one), JITCallable):  # forget its key
+                one.hash, one.used_global_vals = None, {}
+        keys.add((first.cache_key, tiles.end_call.cache_key, kernels.exchange_packets.cache_key)[1:])
+    assert len(keys) == 1

@@ -51,8 +51,8 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], t
 def _hash_dependencies_first() -> None:
     """Give kernels the same keys in Triton's cache in every process, as Triton 3.9 does.
 
-    Before 3.9 a kernel's key has the globals of a function that it calls only if that function was hashed earlier. So it
-    depends on what the process compiled before, and a kernel that is in the cache is compiled again.
+    Before 3.9 a kernel's key has the globals of a function that it calls only if that function was hashed earlier. The
+    key depends on what the process compiled before, and a kernel that is in the cache is compiled again.
     """
     update = DependenciesFinder._update_hash
 
