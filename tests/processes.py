@@ -51,8 +51,11 @@ def run_python():
 
 variables = dict(os.environ)
 is_safe = False
-while sys.argv[1:2] in (["-B"], ["-P"]):  # multiprocessing passes on -B
-    is_safe |= sys.argv.pop(1) == "-P"
+while sys.argv[1:2] in (["-B"], ["-P"], ["-u"]):  # multiprocessing passes on -B, torchrun -u
+    option = sys.argv.pop(1)
+    is_safe |= option == "-P"
+    if option == "-u":
+        variables["PYTHONUNBUFFERED"] = "1"
 if {{name: variables.get(name) for name in {fixed}}} != {values} or not sys.argv[1:]:
     run_python()
 if sys.argv[1] not in ("-m", "-c") and sys.argv[1].startswith("-"):

@@ -17,7 +17,7 @@ REASONS = ("needs a GPU", "needs two GPUs", "needs several machines", "needs the
 
 def pythons() -> tuple[str, str]:
     """The Pythons that fork: a plain one, and one whose kernels are interpreted."""
-    return shared_server().python, shared_server(interprets=True).python
+    return shared_server("commands").python, shared_server("interpreted commands").python
 
 
 def test_every_block_has_a_language_and_is_run_or_says_why_not() -> None:
