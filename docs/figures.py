@@ -1,82 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the docs: `make docs-figures`."""
+"""Draws the pictures of the docs: `make docs-figures`.
 
+The timeline is drawn from timeline.json, which `python docs/figures.py runs/timeline/trace.json` takes from a trace.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-COLOURS = {(0, 0): "#9ecae1", (1, 0): "#fdae6b", (0, 1): "#a1d99b", (1, 1): "#bcbddc"}
+from stretto.report.style import (
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    TEXT,
+    VERMILION,
+    drawing,
+    hide_frame,
+    tint,
+)
+from stretto.report.timeline import plot_timeline
+from stretto.train.observe.timeline import Span, Timeline, TracedStep, read_timeline
+
+FOLDER = Path(__file__).parent
+ARROW = {"arrowstyle": "->", "color": INK}
+
+
+def draw_box(axes: Axes, left: float, bottom: float, size: tuple[float, float], colour: str, text: str = "") -> None:
+    """A box with a text in its middle."""
+    box = Rectangle((left, bottom), *size)
+    box.set(facecolor=colour, edgecolor="white", linewidth=1.5)
+    axes.add_patch(box)
+    if text:
+        axes.text(left + size[0] / 2, bottom + size[1] / 2, text, ha="center", va="center_baseline", fontsize=TEXT)
 
 
 def draw_matrix(axes: Axes, title: str, rows: tuple[str, str], columns: tuple[str, str], copies: str) -> None:
     """A matrix in 2 x 2 (or 4 x 2) blocks; each cell names the coordinates of the ranks that hold it."""
     row_axis, row_name = rows
     column_axis, column_name = columns
+    colours = {(0, 0): tint(SKY), (1, 0): tint(ORANGE), (0, 1): tint(GREEN), (1, 1): tint(PURPLE)}
     is_weight = row_axis == "xz"
     count = 4 if is_weight else 2
     for row in range(count):
         for column in range(2):
             outer = row // 2 if is_weight else row
-            height = 1 / count
-            box = Rectangle((column / 2, 1 - (row + 1) * height), 0.5, height)
-            box.set(facecolor=COLOURS[column, outer], edgecolor="white", linewidth=2)
-            axes.add_patch(box)
             held_by = f"x={outer} z={row % 2}" if is_weight else f"{row_axis}={row}"
-            axes.text(
-                column / 2 + 0.25,
-                1 - (row + 0.5) * height,
+            draw_box(
+                axes,
+                column / 2,
+                1 - (row + 1) / count,
+                (0.5, 1 / count),
+                colours[column, outer],
                 f"{column_axis}={column}, {held_by}",
-                ha="center",
-                va="center",
-                fontsize=9,
             )
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
-    axes.set_xlabel(column_name, fontsize=10)
-    axes.set_ylabel(row_name, fontsize=10)
-    axes.set_title(f"{title}\n{copies}", fontsize=10)
-    axes.set_frame_on(False)
+    hide_frame(axes)
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel=column_name, ylabel=row_name, title=f"{title}\n{copies}")
 
 
 def draw_grid(path: Path) -> None:
     """How a colwise linear's input, weight and output lie on a grid of x=2, y=2, z=2."""
-    figure = Figure(figsize=(10.5, 3.9), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    draw_matrix(left, "input", ("z", "batch: over z"), ("y", "in features: over y"), "the same on every x")
-    draw_matrix(
-        middle,
-        "weight (as stored)",
-        ("xz", "out features: over x, then rows over z"),
-        ("y", "in features: over y"),
-        "all-gathered over z before use",
-    )
-    draw_matrix(
-        right,
-        "output",
-        ("z", "batch: over z"),
-        ("x", "out features: over x"),
-        "summed over y; the same on every y",
-    )
-    figure.suptitle("A colwise linear. The next one is rowwise: read x for y and y for x", fontsize=11)
-    figure.savefig(path, dpi=130)
-
-
-BLOCK_COLOURS = ("#9ecae1", "#4292c6", "#fdae6b", "#e6550d", "#a1d99b", "#41ab5d")
+    with drawing(path, 10, 3.4) as picture:
+        left, middle, right = picture.panels(1, 3)[0]
+        draw_matrix(left, "input", ("z", "batch: over z"), ("y", "in features: over y"), "the same on every x")
+        draw_matrix(
+            middle,
+            "weight (as stored)",
+            ("xz", "out features: over x, then rows over z"),
+            ("y", "in features: over y"),
+            "all-gathered over z before use",
+        )
+        draw_matrix(
+            right,
+            "output",
+            ("z", "batch: over z"),
+            ("x", "out features: over x"),
+            "summed over y; the same on every y",
+        )
+        picture.title = "A colwise linear on a grid of x=2, y=2, z=2"
+        picture.caption = (
+            "A block names the ranks that hold it by their places on the axes. The next linear is rowwise: read x for "
+            "y, and y for x."
+        )
 
 
 def draw_blocks(axes: Axes, title: str, held: list[list[int]]) -> None:
     """A row a rank: the blocks in its memory, in order; a gap between nodes."""
+    colours = (tint(SKY), SKY, tint(ORANGE), ORANGE, tint(GREEN), GREEN)
     for rank, blocks in enumerate(held):
         top = -rank - 0.6 * (rank // 2)
         for column, block in enumerate(blocks):
-            box = Rectangle((column, top - 0.85), 0.92, 0.85)
-            box.set(facecolor=BLOCK_COLOURS[block], edgecolor="none")
-            axes.add_patch(box)
-            axes.text(column + 0.46, top - 0.42, str(block), ha="center", va="center", fontsize=10)
-    axes.set(xlim=(0, 6), ylim=(-7.3, 0.1), xticks=[], yticks=[])
-    axes.set_title(title, fontsize=10)
-    axes.set_frame_on(False)
+            draw_box(axes, column, top - 0.9, (1, 0.9), colours[block], str(block))
+    hide_frame(axes)
+    axes.set(ylim=(-7.3, 0.1), title=title)
 
 
 def draw_two_level(path: Path) -> None:
@@ -85,79 +107,125 @@ def draw_two_level(path: Path) -> None:
     # on node n, slot i is of node n + i
     between = [[(rank + 2 * slot) % 6 for slot in range(3)] for rank in ranks]
     inside = [between[rank - rank % 2] + between[rank - rank % 2 + 1] for rank in ranks]
-    figure = Figure(figsize=(11, 3.3), layout="constrained")
-    panels = figure.subplots(1, 4, width_ratios=(2, 3, 5, 5))
-    for panel, (title, held) in zip(
-        panels,
-        (
-            ("at first", [[rank] for rank in ranks]),
-            ("1. between nodes", between),
-            ("2. inside nodes", inside),
-            ("3. shuffled", [list(ranks) for _ in ranks]),
-        ),
-        strict=True,
-    ):
-        draw_blocks(panel, title, held)
-        panel.set_xlim(0, max(2, len(held[0])))
-    for rank in ranks:
-        panels[0].text(-0.2, -rank - 0.6 * (rank // 2) - 0.42, f"rank {rank}", ha="right", va="center", fontsize=9)
-    for node in range(3):
-        panels[0].text(-1.9, -2.6 * node - 0.9, f"node {node}", ha="right", va="center", fontsize=9, weight="bold")
-    figure.savefig(path, dpi=130)
+    phases = {
+        "at first": [[rank] for rank in ranks],
+        "1. between nodes": between,
+        "2. inside nodes": inside,
+        "3. shuffled": [list(ranks) for _ in ranks],
+    }
+    with drawing(path, 10, 3) as picture:
+        panels = picture.panels(1, 4, width_ratios=(1.2, 3, 6, 6))[0]
+        for panel, (title, held) in zip(panels, phases.items(), strict=True):
+            draw_blocks(panel, title, held)
+            panel.set_xlim(0, len(held[0]))
+        names = [f"{f'node {rank // 2}, ' if rank % 2 == 0 else ''}rank {rank}" for rank in ranks]
+        panels[0].set_yticks([-rank - 0.6 * (rank // 2) - 0.45 for rank in ranks], names)
+        panels[0].tick_params(axis="y", length=0)
+        picture.title = "A two-level all-gather on 3 nodes of 2 ranks: what each rank holds after each phase"
+        picture.caption = (
+            "A box is the block of the rank with its number, and blocks of one node have one colour. Only phase 1 "
+            "crosses the network."
+        )
 
 
 def draw_fused_kernel(path: Path) -> None:
     """Chunks as rows, and one thread's elements as a column through all of them."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes = figure.subplots()
     rows = ["in[0]", "in[1]", "mailbox of rank 1", "mailbox of rank 2", "out[0]", "out[1]"]
-    for row, name in enumerate(rows):
-        for column in range(16):
-            colour = "#fdae6b" if column == 5 else "#e6eef5"
-            box = Rectangle((column, -row), 0.94, 0.8)
-            box.set(facecolor=colour, edgecolor="white")
-            axes.add_patch(box)
-        axes.text(-0.2, -row + 0.4, name, ha="right", va="center", fontsize=9)
-    for above, below in ((0, 2), (2, 3), (3, 4)):
-        arrow = {"arrowstyle": "->", "color": "#8c510a", "connectionstyle": "arc3,rad=0.35"}
-        axes.annotate("", (5.5, -below + 0.6), (5.5, -above + 0.2), arrowprops=arrow)
-    axes.text(5.5, 1.15, "element 5: one thread\nloads, sends, adds, stores", ha="center", fontsize=9)
-    axes.text(12, 1.15, "other elements, other threads:\nno waits between them", ha="center", fontsize=9)
-    axes.set(xlim=(-4, 16.2), ylim=(-5.3, 2.2), xticks=[], yticks=[])
-    axes.set_frame_on(False)
-    figure.savefig(path, dpi=120)
+    with drawing(path, 8.5, 2.6) as picture:
+        axes = picture.panels(1, 1)[0, 0]
+        for row in range(len(rows)):
+            for column in range(16):
+                draw_box(axes, column, -row, (1, 0.86), tint(ORANGE) if column == 5 else "#e6eef5")
+        for above, below in ((0, 2), (2, 3), (3, 4)):
+            arrow = {"arrowstyle": "->", "color": VERMILION, "linewidth": 1.4, "connectionstyle": "arc3,rad=0.35"}
+            axes.annotate("", (5.5, -below + 0.62), (5.5, -above + 0.24), arrowprops=arrow)
+        hide_frame(axes)
+        axes.set(xlim=(0, 16), ylim=(-5.1, 1))
+        axes.set_yticks([-row + 0.43 for row in range(len(rows))], rows)
+        axes.set_xticks([column + 0.5 for column in range(16)], [str(column) for column in range(16)])
+        axes.tick_params(length=0)
+        axes.set_xlabel("element of a chunk")
+        picture.title = "The fused kernel: a thread owns one element of every chunk"
+        picture.caption = (
+            "A row is a chunk, or a mailbox in the memory of another rank. The thread of element 5 executes all of the "
+            "rank's steps on it: loads, sends, adds and stores. Other elements belong to other threads, which do "
+            "not wait for it."
+        )
 
 
 def draw_channels(path: Path) -> None:
     """Tiles that two ranks push, the channels that they signal, and the tiles that wait for these."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots()
     parts = (  # place, width, title, (first row, number of rows, label) of each box
-        (0, 3, "shard_tiles(48, 2, 16): they signal", [(16 * tile, 16, f"tile {tile}") for tile in range(6)]),
+        (0, 3, "tiles that signal:\nshard_tiles(48, 2, 16)", [(16 * tile, 16, f"tile {tile}") for tile in range(6)]),
         (5, 2.4, "channels", [(0, 32, "0"), (32, 16, "1"), (48, 32, "2"), (80, 16, "3")]),
-        (9.4, 3, "whole_tiles(48, 2, 32): they wait", [(32 * tile, 32, f"tile {tile}") for tile in range(3)]),
+        (9.4, 3, "tiles that wait:\nwhole_tiles(48, 2, 32)", [(32 * tile, 32, f"tile {tile}") for tile in range(3)]),
     )
-    for left, width, title, boxes in parts:
-        for low, rows, label in boxes:
-            box = Rectangle((left, -low - rows + 1.5), width, rows - 3)
-            box.set(facecolor="#9ecae1" if low + rows <= 48 else "#fdae6b" if low >= 48 else "#d9d9d9")
-            axes.add_patch(box)
-            axes.text(left + width / 2, -low - rows / 2, label, ha="center", va="center", fontsize=9)
-        axes.text(left + width / 2, 5, title, ha="center", fontsize=9)
-    arrow = {"arrowstyle": "->", "color": "#636363"}
-    for tile, channel in enumerate((16, 16, 40, 64, 64, 88)):
-        axes.annotate("", (4.9, -channel), (3.1, -16 * tile - 8), arrowprops=arrow)
-    for channel, tile in ((16, 0), (40, 1), (64, 1), (64, 2), (88, 2)):
-        axes.annotate("", (9.3, -32 * tile - 16), (7.5, -channel), arrowprops=arrow)
-    for rank in range(2):
-        axes.text(-0.3, -48 * rank - 24, f"rows of\nrank {rank}", ha="right", va="center", fontsize=9)
-    axes.set(xlim=(-2, 12.6), ylim=(-97, 12), xticks=[], yticks=[])
-    axes.set_frame_on(False)
-    figure.savefig(path, dpi=120)
+    with drawing(path, 8.5, 3.4) as picture:
+        axes = picture.panels(1, 1)[0, 0]
+        for left, width, title, boxes in parts:
+            for low, rows, label in boxes:
+                colour = tint(SKY) if low + rows <= 48 else tint(ORANGE) if low >= 48 else "#d9d9d9"
+                draw_box(axes, left, -low - rows + 1.5, (width, rows - 3), colour, label)
+            axes.text(left + width / 2, 4, title, ha="center", va="bottom", fontsize=TEXT)
+        for tile, channel in enumerate((16, 16, 40, 64, 64, 88)):
+            axes.annotate("", (4.9, -channel), (3.1, -16 * tile - 8), arrowprops=ARROW)
+        for channel, tile in ((16, 0), (40, 1), (64, 1), (64, 2), (88, 2)):
+            axes.annotate("", (9.3, -32 * tile - 16), (7.5, -channel), arrowprops=ARROW)
+        hide_frame(axes)
+        axes.set(xlim=(-0.2, 12.6), ylim=(-97, 13))
+        axes.set_yticks([-24, -72], ["rows of\nrank 0", "rows of\nrank 1"])
+        axes.tick_params(length=0)
+        picture.title = "From tiles to channels to tiles: two ranks of 48 rows"
+        picture.caption = (
+            "A channel is a group of rows with one signal. Grey: a tile with rows of both ranks, which waits for the "
+            "channels of both."
+        )
+
+
+def draw_timeline(path: Path) -> None:
+    """The timeline of a run on CPU processes, from timeline.json."""
+    content = json.loads((FOLDER / "timeline.json").read_text())
+    timeline = Timeline(
+        grid=content["grid"],
+        rank=content["rank"],
+        steps=tuple(TracedStep(**step) for step in content["steps"]),
+        spans=tuple(Span(row, row, *part) for row, parts in content["busy"].items() for part in parts),
+    )
+    plot_timeline(timeline, path)
+
+
+def take_timeline(trace: Path) -> None:
+    """Write timeline.json: of a trace, what a timeline draws, in seconds."""
+    timeline = read_timeline(trace)
+    content = {
+        "grid": timeline.grid,
+        "rank": timeline.rank,
+        "steps": [asdict(step) for step in timeline.steps],
+        "busy": {row: [[round(start, 6), round(end, 6)] for start, end in timeline.busy(row)] for row in timeline.rows},
+    }
+    (FOLDER / "timeline.json").write_text(json.dumps(content) + "\n")
+
+
+def draw_schedules(folder: Path) -> None:
+    """The schedules of docs/collectives.md, by examples/collectives.py."""
+    spec = importlib.util.spec_from_file_location("collectives", FOLDER.parent / "examples" / "collectives.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(folder)
+
+
+def main() -> None:
+    for trace in sys.argv[1:]:
+        take_timeline(Path(trace))
+    draw_grid(FOLDER / "grid.png")
+    draw_two_level(FOLDER / "two-level.png")
+    draw_fused_kernel(FOLDER / "fused-kernel.png")
+    draw_channels(FOLDER / "channels.png")
+    draw_timeline(FOLDER / "timeline.png")
+    draw_schedules(FOLDER / "collectives")
 
 
 if __name__ == "__main__":
-    draw_grid(Path(__file__).parent / "grid.png")
-    draw_two_level(Path(__file__).parent / "two-level.png")
-    draw_fused_kernel(Path(__file__).parent / "fused-kernel.png")
-    draw_channels(Path(__file__).parent / "channels.png")
+    main()

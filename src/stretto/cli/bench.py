@@ -154,6 +154,22 @@ def _count_gpus(ranks: int | None) -> int:
     return ranks or there
 
 
+@app.command("redraw")
+def redraw(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Results, in it and in its subfolders.")],
+    as_json: Json = False,
+) -> None:
+    """Draw the pictures of results again from their JSON, and the losses of runs; nothing is measured."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.bench.pictures import redraw
+
+        pictures = redraw(folder)
+    if as_json:
+        print_json({"pictures": pictures})
+    else:
+        print("\n".join(map(str, pictures)))
+
+
 @_command("train", ThroughputSetting)
 def train(setting: ThroughputSetting, out: Path) -> Any:
     """Training throughput on every grid of the ranks, beside torch's FSDP2 of the same model."""

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-# Distinguishable with colour blindness, and by line width: later curves are drawn over earlier ones.
-COLOURS = ("#1f5fa8", "#d8731f", "#3a8a4d", "#8f4a9e", "#7a6a58")
+from stretto.report.style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILION, drawing
+
 SMOOTHED_FROM = 200  # steps: below, each step's loss is clear enough by itself
+
+# The first of several curves is drawn wide and pale, so that a curve which covers it does not hide it.
+_UNDER, _COLOURS, _ALONE = SKY, (VERMILION, GREEN, PURPLE, ORANGE), BLUE
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1.5, 1, 1.5)))
 
 Curve = tuple[Sequence[int], Sequence[float]]
 
@@ -25,35 +28,34 @@ def plot_loss(curves: Mapping[str, Curve], file: Path, *, unit: str = "token") -
     """
     if not curves:
         raise ValueError("there is no curve to draw: give at least one")
-    # Figure is used without pyplot, which needs no window system and has no global state.
-    figure = Figure(figsize=(7.2, 5.4 if len(curves) == 2 else 4.2), dpi=150, layout="constrained")
-    if len(curves) == 2:
-        axes, difference = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-        _draw_difference(difference, *curves.values())
-    else:
-        axes = difference = figure.subplots()
-    for number, (name, curve) in enumerate(curves.items()):
-        _draw(axes, name, curve, COLOURS[number % len(COLOURS)], is_under=number == 0 and len(curves) > 1)
-    axes.set_ylabel(f"loss (nats a {unit})")
-    axes.legend(frameon=False)
-    difference.set_xlabel("step")
-    difference.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    for each in figure.axes:
-        each.grid(color="#e4e4e4", linewidth=0.6)
-        each.spines[["top", "right"]].set_visible(False)
-        each.set_axisbelow(True)
-    figure.savefig(file)
+    with drawing(file, 7.5, 4.8 if len(curves) == 2 else 3.6) as picture:
+        if len(curves) == 2:
+            axes, difference = picture.panels(2, 1, sharex=True, height_ratios=(3, 1))[:, 0]
+            _draw_difference(difference, *curves.values())
+        else:
+            axes = difference = picture.panels(1, 1)[0, 0]
+        for number, (name, curve) in enumerate(curves.items()):
+            _draw(axes, name, curve, number, len(curves))
+        axes.set_ylabel(f"loss (nats a {unit})")
+        difference.set_xlabel("step")
+        difference.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        picture.title = f"Training loss: the mean over the {unit}s of each step's batch"
+        if any(len(steps) >= SMOOTHED_FROM for steps, _ in curves.values()):
+            picture.caption = "Pale: each step. Strong: a running mean over a fiftieth of the curve."
 
 
-def _draw(axes: Axes, name: str, curve: Curve, colour: str, *, is_under: bool) -> None:
+def _draw(axes: Axes, name: str, curve: Curve, number: int, count: int) -> None:
     steps, losses = np.asarray(curve[0]), np.asarray(curve[1])
-    width = 4.0 if is_under else 1.6
+    is_under = number == 0 and count > 1
+    colour = _ALONE if count == 1 else _UNDER if is_under else _COLOURS[(number - 1) % len(_COLOURS)]
+    width = 5.0 if is_under else 1.4
+    dashes = "-" if is_under else _DASHES[max(0, number - 1) % len(_DASHES)]
     marker = "o" if len(steps) == 1 else None
-    if len(steps) < SMOOTHED_FROM:
-        axes.plot(steps, losses, color=colour, linewidth=width, marker=marker, alpha=0.5 if is_under else 1, label=name)
-        return
-    axes.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.25)
-    axes.plot(steps, running_mean(losses), color=colour, linewidth=width, alpha=0.5 if is_under else 1, label=name)
+    strong = losses
+    if len(steps) >= SMOOTHED_FROM:
+        axes.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.3)
+        strong = running_mean(losses)
+    axes.plot(steps, strong, color=colour, linewidth=width, linestyle=dashes, marker=marker, label=name)
 
 
 def _draw_difference(axes: Axes, one: Curve, other: Curve) -> None:
@@ -64,7 +66,7 @@ def _draw_difference(axes: Axes, one: Curve, other: Curve) -> None:
     sizes = np.array([abs(losses[step] - others[step]) for step in steps])
     axes.set_ylabel("|difference|")
     if (sizes > 0).any():  # a logarithmic scale has no zero
-        axes.semilogy(steps, np.where(sizes > 0, sizes, np.nan), ".", color="#555555", markersize=4)
+        axes.semilogy(steps, np.where(sizes > 0, sizes, np.nan), ".", color=INK, markersize=4)
 
 
 def running_mean(losses: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stretto.cluster import name_grid, read_bounded
-from stretto.report.loss_plot import plot_loss
-from stretto.report.timeline import plot_timeline
 from stretto.train.checkpoint import newest_checkpoint
 from stretto.train.config import DLRMTrainConfig, JobConfig, TrainConfig, load_config
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
@@ -84,10 +82,11 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
     run = read_run(out)
     (out / TIMELINE_PLOT).unlink(missing_ok=True)  # it may be an earlier run's
     if (out / TRACE_FILE).is_file():
+        from stretto.report.timeline import plot_timeline
+
         plot_timeline(read_timeline(out / TRACE_FILE), out / TIMELINE_PLOT)
     other = None if beside is None else read_run(beside)
-    curves = {each.label: (each.steps, each.losses) for each in (run, other) if each}
-    plot_loss(curves, out / LOSS_PLOT, unit=run.config.unit[:-1])
+    draw_loss(run, other)
     sections = [
         *(_overview(run), _loss(run, other), _timeline(run), _measured(run)),
         *(_bytes_sent(run), _configuration(run), _checkpoint(run)),
@@ -96,6 +95,16 @@ def write_report(out: Path, *, beside: Path | None = None, sample: str | None = 
         sections.insert(2, f"## What it writes\n\n```text\n{sample.replace('```', '')}\n```")
     (out / SUMMARY).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
     return run
+
+
+def draw_loss(run: RunRecord, other: RunRecord | None = None) -> Path:
+    """Draw a run's loss.png into its folder, beside another run's loss if there is one. Returns the picture's path."""
+    from stretto.report.loss_plot import plot_loss
+
+    curves = {each.label: (each.steps, each.losses) for each in (run, other) if each}
+    picture = run.out / LOSS_PLOT
+    plot_loss(curves, picture, unit=run.config.unit[:-1])
+    return picture
 
 
 def remove_report(out: Path) -> None:

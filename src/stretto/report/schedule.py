@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots a schedule: a row for each thread block, a box for each step, an arrow for each message."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from matplotlib.collections import LineCollection, PatchCollection
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.patches import FancyArrowPatch
 
 from stretto.collectives.schedule import Schedule, StepType
 from stretto.collectives.verifier.graph import Graph, build_graph, linear_order
+from stretto.report.style import BLUE, GREEN, INK, LIGHT, ORANGE, PURPLE, SKY, SMALL, VERMILION, YELLOW, drawing
 
 MAX_ROWS = 256
 MAX_STEPS = 20_000
 ARROWS_WITH_HEADS = 600
 BOX = 0.62
+COLUMN, ROW = 0.72, 0.36  # inches of a step and of a thread block
 
-# Distinguishable with colour blindness and in lightness; the letters in the boxes give the type, too.
+# The letters in the boxes give the type, too.
 COLOURS = {
-    StepType.SEND: "#56b4e9",
-    StepType.RECEIVE: "#009e73",
-    StepType.RECEIVE_COPY_SEND: "#0072b2",
-    StepType.RECEIVE_REDUCE_COPY: "#e69f00",
-    StepType.RECEIVE_REDUCE_SEND: "#d55e00",
-    StepType.RECEIVE_REDUCE_COPY_SEND: "#cc79a7",
-    StepType.COPY: "#f0e442",
+    StepType.SEND: SKY,
+    StepType.RECEIVE: GREEN,
+    StepType.RECEIVE_COPY_SEND: BLUE,
+    StepType.RECEIVE_REDUCE_COPY: ORANGE,
+    StepType.RECEIVE_REDUCE_SEND: VERMILION,
+    StepType.RECEIVE_REDUCE_COPY_SEND: PURPLE,
+    StepType.COPY: YELLOW,
     StepType.REDUCE: "#b8860b",
-    StepType.NOP: "#dddddd",
+    StepType.NOP: LIGHT,
 }
 NAMES = {
     StepType.SEND: "send",
@@ -36,10 +40,12 @@ NAMES = {
     StepType.RECEIVE_REDUCE_COPY_SEND: "receive, reduce, copy, send",
     StepType.COPY: "copy",
     StepType.REDUCE: "reduce",
-    StepType.NOP: "wait",
+    StepType.NOP: "wait for another thread block",
 }
 
 DARK = {StepType.RECEIVE, StepType.RECEIVE_COPY_SEND, StepType.RECEIVE_REDUCE_SEND}
+
+Places = Mapping[int, tuple[int, int]]  # of a step's number: its column and its row
 
 
 def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) -> None:
@@ -67,67 +73,67 @@ def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) ->
             f"{len(rows)} thread blocks and {len(drawn)} steps are too many for a picture (at most {MAX_ROWS} and "
             f"{MAX_STEPS}): show fewer ranks"
         )
-    width = max((times[number] for number in drawn), default=0) + 1
-    figure = Figure(
-        figsize=(min(40.0, 3 + 0.5 * width), min(60.0, 1.8 + 0.32 * len(rows))), dpi=120, layout="constrained"
-    )
-    axes = figure.subplots()
-    where = {number: (times[number], rows[graph.places[number][:2]]) for number in drawn}
-    patches, colours = [], []
-    for number, (time, row) in where.items():
-        patches.append(Rectangle((time, row - 0.4), BOX, 0.8))
-        colours.append(COLOURS[graph.steps[number].type])
-        if len(drawn) <= MAX_STEPS // 10:
-            kind = graph.steps[number].type
+    columns = max((times[number] for number in drawn), default=0) + 1
+    places = {number: (times[number], rows[graph.places[number][:2]]) for number in drawn}
+    with drawing(file, min(40.0, max(6.5, 2.8 + COLUMN * columns)), min(60.0, 0.6 + ROW * len(rows))) as picture:
+        axes = picture.panels(1, 1)[0, 0]
+        _draw_steps(axes, graph, places)
+        _draw_messages(axes, graph, places)
+        for row, (_, block) in enumerate(rows):
+            if block == 0 and row:
+                axes.axhline(row - 0.5, color="#999999", linewidth=0.5)
+        axes.set_xlim(-0.2, columns - 1 + BOX + 0.2)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xticks([column + BOX / 2 for column in range(columns)], [str(column) for column in range(columns)])
+        axes.set_yticks(range(len(rows)), [_row_name(schedule, *place) for place in rows])
+        axes.set_xlabel("how many steps must come before")
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        picture.title = (
+            f"{schedule.name}: {schedule.collective.name}, {schedule.collective.ranks} ranks, {schedule.protocol}"
+        )
+        picture.caption = (
+            "A row is a thread block: the rank that it receives from → the rank that it sends to. Under a box's type "
+            "are its chunks: i of the input, o of the output, s of scratch. An arrow is a message."
+        )
+
+
+def _draw_steps(axes: Axes, graph: Graph, places: Places) -> None:
+    boxes: dict[StepType, list[list[tuple[float, float]]]] = {}
+    for number, (column, row) in places.items():
+        kind = graph.steps[number].type
+        left, right, low, high = column, column + BOX, row - 0.4, row + 0.4
+        boxes.setdefault(kind, []).append([(left, low), (right, low), (right, high), (left, high)])
+        if len(places) <= MAX_STEPS // 10:
             ink = "white" if kind in DARK else "black"
-            axes.text(time + BOX / 2, row, _label(graph, number), ha="center", va="center", fontsize=5, color=ink)
-    axes.add_collection(PatchCollection(patches, facecolors=colours, edgecolors="#444444", linewidths=0.4))
+            text = _label(graph, number)
+            axes.text(column + BOX / 2, row, text, ha="center", va="center", fontsize=SMALL - 1, color=ink)
+    for kind in StepType:
+        if kind in boxes:
+            label = f"{kind.value}: {NAMES[kind]}"
+            style: dict[str, Any] = {"facecolors": COLOURS[kind], "edgecolors": INK, "linewidths": 0.4}
+            axes.add_collection(PolyCollection(boxes[kind], label=label, **style))
+
+
+def _draw_messages(axes: Axes, graph: Graph, places: Places) -> None:
     arrows = [
-        ((where[number][0] + BOX, where[number][1]), (where[receiver][0], where[receiver][1]))
+        ((places[number][0] + BOX, places[number][1]), places[receiver])
         for number, receiver in enumerate(graph.receiver)
-        if number in where and receiver in where
+        if number in places and receiver in places
     ]
-    if len(arrows) <= ARROWS_WITH_HEADS:
-        for start, end in arrows:
-            axes.add_patch(
-                FancyArrowPatch(
-                    start,
-                    end,
-                    arrowstyle="-|>",
-                    mutation_scale=7,
-                    color="#222222",
-                    alpha=0.55,
-                    linewidth=0.7,
-                    shrinkB=0,
-                )
-            )
-    else:
+    if len(arrows) > ARROWS_WITH_HEADS:
         axes.add_collection(LineCollection(arrows, colors="#222222", alpha=0.25, linewidths=0.4))
-    axes.set_xlim(-0.2, width + 0.2)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [_row_name(schedule, *place) for place in rows], fontsize=6)
-    axes.set_xlabel("steps that must come before")
-    axes.set_title(
-        f"{schedule.name}: {schedule.collective.name}, {schedule.collective.ranks} ranks, {schedule.protocol}",
-        loc="left",
-        fontsize=11,
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    for row, (_, block) in enumerate(rows):
-        if block == 0 and row:
-            axes.axhline(row - 0.5, color="#999999", linewidth=0.5)
-    used = {graph.steps[number].type for number in drawn}
-    figure.legend(
-        handles=[
-            Patch(facecolor=COLOURS[kind], label=f"{kind.value}: {NAMES[kind]}") for kind in StepType if kind in used
-        ],
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-        fontsize=7,
-    )
-    figure.savefig(file)
+        return
+    style: dict[str, Any] = {
+        "arrowstyle": "-|>",
+        "mutation_scale": 7,
+        "color": "#222222",
+        "alpha": 0.55,
+        "linewidth": 0.7,
+    }
+    for start, end in arrows:
+        axes.add_patch(FancyArrowPatch(start, end, shrinkB=0, **style))
 
 
 def _times(schedule: Schedule) -> tuple[Graph, list[int]]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stretto bench checkouts` reports: ratios with their confidence intervals, verdicts, tables and the picture."""
+"""What `stretto bench checkouts` reports: ratios with their confidence intervals, verdicts and tables."""
 
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -11,12 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from stretto.bench.checkouts.cases import CheckoutCase
 from stretto.bench.checkouts.settings import CheckoutsSetting
 from stretto.bench.harness import Column, print_table, write_result
-from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
+from stretto.bench.pictures import draw_result
 
 BOUND = 0.02
 """Medians of ratios that differ from 1 by less count as equal."""
@@ -114,7 +111,7 @@ def write_comparison(setting: CheckoutsSetting, outcome: Comparison, out: Path) 
     lines = [f"{name}: {describe(found)}" for name, found in summary.items()]
     table = path.with_suffix(".md")
     table.write_text("\n\n".join([table.read_text().rstrip(), *lines]) + "\n")
-    plot_checkouts(path, path.with_suffix(".png"))
+    draw_result(path)
     return {"rows": rows, "refused": outcome.refused, "failure": outcome.failure, "summary": summary}
 
 
@@ -179,26 +176,6 @@ def _digest(source: Path) -> str:
         if path.suffix in (".py", ".cu", ".cpp", ".hpp"):
             found.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
-
-
-def plot_checkouts(result: Path, picture: Path) -> None:
-    """Draw a line a case: the median of after / before with its interval; dotted bounds; GPU-filling kernels in red."""
-    data = json.loads(result.read_text())
-    rows = data["rows"][::-1]
-    figure = Figure(figsize=(8, 0.14 * len(rows) + 1.4), layout="constrained")
-    panel = figure.add_subplot()
-    for place, row in enumerate(rows):
-        colour = EXPOSED if row["is_bounded"] else OURS
-        panel.plot([row["low"], row["high"]], [place, place], color=colour, linewidth=1)
-        panel.plot([row["ratio"]], [place], ".", color=colour, markersize=5)
-    panel.axvline(1, color=PEER, linewidth=0.8)
-    for bound in (1 - data["bound"], 1 + data["bound"]):
-        panel.axvline(bound, color=PEER, linewidth=0.8, linestyle=":")
-    panel.set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=5)
-    panel.set_ylim(-1, len(rows))
-    panel.set_xlabel("after / before (median, 95% interval); in red: kernels that fill the GPU and wait")
-    figure.suptitle(f"{data['ranks']} ranks on one device, {describe_origin(data)}", fontsize=9)
-    figure.savefig(picture, dpi=130)
 
 
 def log(text: str) -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.collectives.ablations_plot import plot_composition, plot_pipelining
 from stretto.bench.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from stretto.bench.collectives.settings import AblationsSetting
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
+from stretto.bench.pictures import draw_result
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
@@ -52,17 +52,17 @@ def write_ablations(
     measured: dictionaries of "ablation", "algorithm", "mode", "bytes" and "microseconds" (by the name of a run).
     """
     makers = {
-        "pipelining": (pipelining_row, _pipelining_columns(setting.tiles), plot_pipelining),
-        "composition": (composition_row, _COMPOSITION_COLUMNS, plot_composition),
+        "pipelining": (pipelining_row, _pipelining_columns(setting.tiles)),
+        "composition": (composition_row, _COMPOSITION_COLUMNS),
     }
     made = {}
     for ablation in setting.ablations:
-        make, columns, plot = makers[ablation]
+        make, columns = makers[ablation]
         rows = [make(one) for one in measured if one["ablation"] == ablation]
         print_table(f"{ablation.capitalize()}, {ranks} ranks, whole arrays", columns, rows)
         about = {"ranks": ranks, "protocol": setting.protocol, "instances": setting.instances}
         path = write_result(out, ablation, columns, rows, **about)
-        plot(path, path.with_suffix(".png"))
+        draw_result(path)
         made[ablation] = rows
     return made
 

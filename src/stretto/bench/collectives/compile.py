@@ -7,9 +7,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.pictures import draw_result
 from stretto.collectives import verify
 from stretto.collectives.algorithms import find
 
@@ -45,8 +44,7 @@ def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]
             with get_context("spawn").Pool(1) as pool:
                 rows.append(pool.apply(measure, (name, sizes)))
     print_table("Compile and verify, one process", COLUMNS, rows)
-    write_result(out, "compile", COLUMNS, rows)
-    _plot(rows, out / "compile.png")
+    draw_result(write_result(out, "compile", COLUMNS, rows))
     return rows
 
 
@@ -68,26 +66,3 @@ def measure(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
         # Linux counts in KiB.
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
-
-
-def _plot(rows: list[dict[str, Any]], file: Path) -> None:
-    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for marker, name in zip("osD^", dict.fromkeys(row["algorithm"] for row in rows), strict=False):
-        mine = [row for row in rows if row["algorithm"] == name]
-        axes.plot(
-            [row["steps"] for row in mine],
-            [row["compile_seconds"] + row["verify_seconds"] for row in mine],
-            marker=marker,
-            label=name,
-        )
-    steps = sorted(row["steps"] for row in rows)
-    slope = min((row["compile_seconds"] + row["verify_seconds"]) / row["steps"] for row in rows)
-    axes.plot(steps, [slope * each for each in steps], color="#999999", linestyle=":", label="linear")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("steps of the schedule")
-    axes.set_ylabel("seconds to compile and verify")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file)

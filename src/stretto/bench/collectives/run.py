@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench collectives`: Stretto's kernels, NCCL and torch's symmetric-memory operators, interleaved."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
 from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, handwritten_runs, nccl_run
 from stretto.bench.collectives.settings import CollectivesSetting
 from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
-from stretto.bench.plots import OTHER_PEER, OURS, PEER, describe_origin
+from stretto.bench.pictures import draw_result
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
 from stretto.collectives.selection import (
     COPY_ENGINE_MIN_BYTES,
@@ -29,8 +27,6 @@ from stretto.memory import empty
 from stretto.parallel import Grid
 from stretto.tuning import TuningStore
 
-# GB/s that one of four linked H200 can send to its peers with plain stores, and with a copy engine.
-LIMITS = {"stores to all peers": 351, "copy engine, one peer": 391}
 COLUMNS = (
     Column("collective", "collective"),
     Column("dtype", "dtype"),
@@ -54,7 +50,7 @@ def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> lis
     rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
     path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
-    plot_collectives(path, path.with_suffix(".png"))
+    draw_result(path)
     return rows
 
 
@@ -171,40 +167,3 @@ def _is_hopeless(choice: AlgorithmChoice, size: int) -> bool:
     if choice.protocol == "Copy":
         return size < COPY_ENGINE_MIN_BYTES
     return choice.algorithm == "one-shot-all-reduce" and size > 8 << 20
-
-
-def plot_collectives(result: Path, picture: Path) -> None:
-    """Draw a row a collective: microseconds, GB/s with the machine's limits, ratio. Prefers bf16 and graphs."""
-    data = json.loads(result.read_text())
-    mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
-    dtype = "bf16" if any(row["dtype"] == "bf16" for row in data["rows"]) else data["rows"][0]["dtype"]
-    shown = [row for row in data["rows"] if row["mode"] == mode and row["dtype"] == dtype]
-    names = list(dict.fromkeys(row["collective"] for row in shown))
-    figure = Figure(figsize=(12, 2.8 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 3, squeeze=False)
-    for (latency, bandwidth, ratio), name in zip(panels, names, strict=True):
-        rows = sorted((row for row in shown if row["collective"] == name), key=lambda row: row["bytes"])
-        sizes = [row["bytes"] for row in rows]
-        latency.plot(sizes, [row["nccl"] for row in rows], color=PEER, marker=".", label="NCCL")
-        if any(row["torch"] for row in rows):
-            latency.plot(sizes, [row["torch"] for row in rows], color=OTHER_PEER, marker=".", label="torch's best")
-        latency.plot(sizes, [row["stretto"] for row in rows], color=OURS, marker=".", label="Stretto")
-        latency.set_yscale("log")
-        latency.set_ylabel(f"{name}\nmicroseconds")
-        scale = [row["busbw"] * row["stretto"] for row in rows]
-        bandwidth.plot(sizes, [s / row["nccl"] for s, row in zip(scale, rows, strict=True)], color=PEER, marker=".")
-        bandwidth.plot(sizes, [row["busbw"] for row in rows], color=OURS, marker=".")
-        for limit, value in LIMITS.items():
-            bandwidth.axhline(value, color="black", linewidth=0.6, linestyle=":")
-            bandwidth.annotate(limit, (sizes[0], value), fontsize=6, va="bottom")
-        bandwidth.set_ylabel("busbw (GB/s)")
-        ratio.plot(sizes, [row["ratio"] for row in rows], color=OURS, marker=".")
-        ratio.axhline(1, color=PEER, linewidth=1)
-        ratio.set_ylabel("NCCL / Stretto")
-        for panel in (latency, bandwidth, ratio):
-            panel.set_xscale("log", base=2)
-        latency.legend(fontsize=7)
-    for panel in panels[-1]:
-        panel.set_xlabel("bytes of the whole array")
-    figure.suptitle(f"{data['ranks']} ranks, {dtype}, {mode}, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=110)

@@ -6,11 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
+from stretto.bench.pictures import describe_origin
+from stretto.report.style import (
+    EXPOSED,
+    FOURTH_PEER,
+    OTHER_PEER,
+    PEER,
+    STRETTO,
+    THIRD_PEER,
+    Picture,
+    drawing,
+    group_bars,
+    name_bars,
+)
 
-_BARS = (("bags", "EmbeddingBags"), ("batched", "batched"), ("chunked", "chunked"), ("alone", "look-up alone"))
+_BARS = (
+    ("bags", "EmbeddingBags, then all-to-all", PEER),
+    ("batched", "batched kernel, then all-to-all", OTHER_PEER),
+    ("chunked", "the same, in chunks on two streams", FOURTH_PEER),
+    ("alone", "batched kernel alone", THIRD_PEER),
+)
+_PEERS_CAPTION = (
+    "Bars above the line took longer than Stretto's look-up, which is fused with its all-to-all. The batched kernel "
+    "alone sends nothing. Cases: global batch x tables a rank x columns x rows in a bag; mlperf: the 26 tables and "
+    "bags of MLPerf's DLRM-v2."
+)
+_STUDY_CAPTION = "Skew: how much longer the slowest rank takes than the fastest."
+_TIMELINE_CAPTION = "A program is an instance of the kernel, and a slice the part of the batch that it sends as one."
 
 
 def plot_embedding(result: Path, picture: Path) -> None:
@@ -21,50 +45,64 @@ def plot_embedding(result: Path, picture: Path) -> None:
     for row in rows:
         key = (row["what"], "" if row["study"] == "peers" else row["case"])
         panels.setdefault(key, []).append(row)
-    figure = Figure(figsize=(11, 3.2 * len(panels)), layout="constrained")
-    for index, ((what, case), shown) in enumerate(panels.items()):
-        panel = figure.add_subplot(len(panels), 1, index + 1)
-        match what:
-            case "forward" | "backward":
-                _plot_peers(panel, what, shown)
-            case "timeline":
-                _plot_timeline(panel, case, shown[-1]["timeline"])
-            case _:
-                _plot_study(panel, what, case, shown)
-    figure.suptitle(f"Embedding look-ups, {data['ranks']} ranks, {data['dtype']}, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=110)
+    width = max(8.5, *(1.2 * len(shown) for shown in panels.values()))
+    captions = []
+    with drawing(picture, width, 2.3 * len(panels)) as drawn:
+        for panel, ((what, case), shown) in zip(drawn.panels(len(panels), 1)[:, 0], panels.items(), strict=True):
+            match what:
+                case "forward" | "backward":
+                    _plot_peers(panel, what, shown)
+                    captions.append(_PEERS_CAPTION)
+                case "timeline":
+                    _plot_timeline(panel, case, shown[-1]["timeline"])
+                    captions.append(_TIMELINE_CAPTION)
+                case _:
+                    _plot_study(drawn, panel, what, case, shown)
+                    captions.append(_STUDY_CAPTION)
+        drawn.title = f"Embedding look-ups: {data['ranks']} ranks, {data['dtype']}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = " ".join(dict.fromkeys(captions))
 
 
 def _plot_peers(panel: Axes, what: str, rows: list[dict[str, Any]]) -> None:
     """Bars of the peers' times divided by Stretto's, case by case."""
-    bars = [(key, name) for key, name in _BARS if any(row.get(key) is not None for row in rows)]
-    for place, (key, name) in enumerate(bars):
-        heights = [(row.get(key) or 0.0) / row["stretto"] for row in rows]
-        at = [number + 0.8 * place / len(bars) for number in range(len(rows))]
-        shade = 0.9 - 0.5 * place / len(bars)
-        panel.bar(at, heights, 0.8 / len(bars), label=name, color=PEER, alpha=shade)
-    panel.axhline(1, color=OURS, linewidth=1.5, label="Stretto")
-    panel.set_xticks([number + 0.3 for number in range(len(rows))], [row["case"] for row in rows], fontsize=7)
-    panel.set_ylabel(f"{what}: times Stretto's")
-    panel.legend(fontsize=7)
+    bars = [bar for bar in _BARS if any(row.get(bar[0]) is not None for row in rows)]
+    centres, width = group_bars(len(rows), len(bars))
+    for at, (key, label, look) in zip(centres, bars, strict=True):
+        found = [(x, row[key] / row["stretto"]) for x, row in zip(at, rows, strict=True) if row.get(key) is not None]
+        panel.bar([x for x, _ in found], [y for _, y in found], width, label=label, **look.bar)
+    panel.axhline(1, color=STRETTO.colour, linewidth=1.8, label="Stretto")
+    name_bars(panel, range(len(rows)), [row["case"] for row in rows], is_horizontal=False)
+    panel.set_xlim(-0.5, len(rows) - 0.5)
+    panel.set_ylabel(f"{what} pass:\ntime / Stretto's")
 
 
-def _plot_study(panel: Axes, what: str, case: str, rows: list[dict[str, Any]]) -> None:
+def _plot_study(drawn: Picture, panel: Axes, what: str, case: str, rows: list[dict[str, Any]]) -> None:
     """Bars of milliseconds, one a setting, labelled with the skew between ranks."""
-    names = [row["setting"] for row in rows]
-    panel.bar(range(len(rows)), [row["stretto"] for row in rows], 0.6, color=OURS)
-    for place, row in enumerate(rows):
-        panel.annotate(f"skew {row['skew']:.1%}", (place, row["stretto"]), ha="center", va="bottom", fontsize=6)
-    panel.set_xticks(range(len(rows)), names, fontsize=6, rotation=20)
-    panel.set_ylabel(f"{what} ({case}), ms")
+    bars = panel.bar(range(len(rows)), [row["stretto"] for row in rows], 0.6, **STRETTO.bar)
+    drawn.label_bars(panel, bars, [f"skew {row['skew']:.1%}" for row in rows])
+    names = [str(row["setting"]).replace(", ", ",\n") for row in rows]
+    name_bars(panel, range(len(rows)), names, is_horizontal=False)
+    panel.set_xlim(-0.5, len(rows) - 0.5)
+    panel.set_ylabel(f"{what} ({case}),\nms")
 
 
 def _plot_timeline(panel: Axes, case: str, timeline: dict[str, Any]) -> None:
     """Draw a line a program over microseconds: slices for other ranks, own slices, and the wait at the end."""
-    for program, destination, begin, end in timeline["slices"]:
-        color = PEER if destination == timeline["rank"] else OURS
-        panel.barh(program, end - begin, 0.8, left=begin, color=color, edgecolor="white", linewidth=0.2)
-    for program, (_, waits, end) in enumerate(timeline["programs"]):
-        panel.barh(program, end - waits, 0.8, left=waits, color=EXPOSED)
-    panel.set_xlabel("microseconds; blue: slices for other ranks, grey: own ones, red: waiting", fontsize=7)
-    panel.set_ylabel(f"program ({case})")
+    kinds = (
+        ("slices for other ranks", STRETTO, [each for each in timeline["slices"] if each[1] != timeline["rank"]]),
+        ("slices for the rank itself", PEER, [each for each in timeline["slices"] if each[1] == timeline["rank"]]),
+    )
+    for label, look, slices in kinds:
+        places, begins, ends = ([each[index] for each in slices] for index in (0, 2, 3))
+        lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        if slices:
+            style = look.bar | {"linewidth": 0.2}
+            panel.barh(places, lengths, 0.8, left=begins, label=label, **style)
+    waits = [(program, begin, end - begin) for program, (_, begin, end) in enumerate(timeline["programs"])]
+    places, begins, lengths = ([each[index] for each in waits] for index in range(3))
+    panel.barh(places, lengths, 0.8, left=begins, label="waiting for other ranks", **EXPOSED.bar)
+    panel.set_xlabel("microseconds")
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_ylim(-0.6, len(waits) - 0.4)
+    panel.set_ylabel(f"program\n({case})")

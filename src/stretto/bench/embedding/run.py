@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
-from stretto.bench.embedding.plot import plot_embedding
 from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape
 from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.pictures import draw_result
 from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
 from stretto.ops.embedding.launch_config import LaunchConfig
@@ -75,7 +75,7 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
                     shown = {key: value for key, value in rows[-1].items() if key != "timeline"}
                     print(" ".join(f"{key}={value}" for key, value in shown.items() if value is not None), flush=True)
                     path = write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
-                    plot_embedding(path, path.with_suffix(".png"))
+                    draw_result(path)
         ops.check_indices()
         del batch
         if device.type == "cuda":

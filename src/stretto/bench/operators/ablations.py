@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
-from stretto.bench.operators.plot import plot_ablations
 from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_shape
+from stretto.bench.pictures import draw_result
 from stretto.ops import Blocks, KernelConfig
 from stretto.ops.dispatch import choose_config, describe_problem
 from stretto.ops.tuning import RotatingOperands
@@ -43,7 +43,7 @@ def bench_operator_ablations(ranks: int, out: Path, setting: OperatorsSetting) -
     path = out / "operator-ablations.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, one choice varied, {ranks} ranks", COLUMNS, rows)
-    plot_ablations(path, path.with_suffix(".png"))
+    draw_result(path)
     return rows
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from stretto.bench.plots import OTHER_PEER, OURS, PEER, describe_origin
+from stretto.bench.pictures import describe_origin
+from stretto.report.style import GUIDE, OTHER_PEER, PEER, STRETTO, Picture, drawing, name_bars
 
-_WAYS = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "async-TP", OTHER_PEER), ("stretto", "Stretto", OURS))
+_SERIES = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "torch's async-TP", OTHER_PEER), ("stretto", "Stretto", STRETTO))
+_NAMES = {"gather": "all-gather + GEMM", "scatter": "GEMM + reduce-scatter", "reduce": "GEMM + all-reduce"}
+_MODES = {"graph": "in CUDA graphs", "eager": "without CUDA graphs"}
+_BAR = 0.2  # inches
 
 
 def plot_operators(result: Path, picture: Path) -> None:
@@ -19,61 +22,97 @@ def plot_operators(result: Path, picture: Path) -> None:
     data = json.loads(result.read_text())
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     shown = [row for row in data["rows"] if row["mode"] == mode]
-    names = list(dict.fromkeys(row["operator"] for row in shown))
-    figure = Figure(figsize=(14, 3.4 * max(1, len(names))), layout="constrained")
-    panels = figure.subplots(max(1, len(names)), 3, squeeze=False)
-    for (times, efficiency, speed), name in zip(panels, names, strict=False):
-        rows = [row for row in shown if row["operator"] == name]
-        flux = sorted((row for row in rows if row["case"] == "flux"), key=lambda row: row["m"])
-        _plot_times(times, flux)
-        _plot_efficiency(efficiency, flux)
-        _plot_speed(speed, rows)
-        times.set_title(f"{name}: Flux's shapes", fontsize=9)
-        speed.set_title(f"{name}: how many times as fast as GEMM + NCCL", fontsize=9)
-    dtype = data.get("dtype", "bf16")
-    figure.suptitle(f"{data['ranks']} ranks, {dtype}, {mode}, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=110)
+    rows_of = {
+        name: [row for row in shown if row["operator"] == name]
+        for name in dict.fromkeys(row["operator"] for row in shown)
+    }
+    heights = [max(2.0, _BAR * len(rows) + 0.5) for rows in rows_of.values()]
+    with drawing(picture, 10, sum(heights)) as drawn:
+        panels = drawn.panels(len(rows_of), 3, height_ratios=heights)
+        for (times, efficiency, speed), (name, rows) in zip(panels, rows_of.items(), strict=True):
+            flux = sorted((row for row in rows if row["case"] == "flux"), key=lambda row: row["m"])
+            if flux:
+                _plot_times(times, flux)
+                _plot_efficiency(efficiency, flux)
+                for panel in (times, efficiency):
+                    drawn.log_ticks(panel.xaxis, [row["m"] for row in flux])
+            _plot_speed(drawn, speed, rows)
+            times.set_ylabel(f"{_NAMES.get(name, name)}\nmicroseconds")
+            efficiency.set_ylabel("%")
+        titles = ("time beyond the GEMM alone", "overlap efficiency", "GEMM + NCCL's time / Stretto's")
+        for panel, title in zip(panels[0], titles, strict=True):
+            panel.set_title(title)
+        for panel in panels[-1, :2]:
+            panel.set_xlabel("m, rows of the product")
+        dtype = data.get("dtype", "bf16")
+        drawn.title = f"GEMMs fused with their collective: {data['ranks']} ranks, {dtype}, {_MODES[mode]}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = _caption(shown)
+
+
+def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the picture does not say by itself."""
+    parts = [
+        "Overlap efficiency (Flux, eq. 2): the part of the time which NCCL adds to the GEMM that the operator hides."
+    ]
+    if any(row["case"] == "flux" and row["efficiency"] > 1 for row in rows):
+        parts.append("Above 100% the operator takes less time than torch's GEMM alone.")
+    shapes = {(row["operator"], row["n"], row["k"]) for row in rows if row["case"] == "flux"}
+    if shapes:
+        sizes = sorted({f"{n} x {k}" for _, n, k in shapes})
+        parts.append(f"Flux's shapes: a rank's product is m x {' or m x '.join(sizes)}.")
+    if any(row["operator"] == "reduce" for row in rows) and any(row.get("async_tp") is not None for row in rows):
+        parts.append("async-TP has no all-reduce, and does not run in a CUDA graph.")
+    if any(row["ran"] != "kernel" for row in rows):
+        parts.append("Starred: Stretto called the library.")
+    return " ".join(parts)
+
+
+def _plot_times(panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    for key, label, look in _SERIES:
+        points = [(row["m"], (row[key] - row["gemm"]) * 1e3) for row in rows if row.get(key) is not None]
+        if points:
+            panel.plot([m for m, _ in points], [value for _, value in points], label=label, **look.line)
+    panel.axhline(0, **GUIDE)
+
+
+def _plot_efficiency(panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    percents = [100 * row["efficiency"] for row in rows]
+    panel.plot([row["m"] for row in rows], percents, **STRETTO.line)
+    for value in (0, 100):
+        panel.axhline(value, **GUIDE)
+    panel.set_ylim(min(0, *percents) - 5, max(100, *percents) * 1.06)
+
+
+def _plot_speed(drawn: Picture, panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    labels = []
+    for row in rows[::-1]:
+        case = "" if row["case"] == "flux" else f"{row['case']}, "
+        labels.append(f"{case}m = {row['m']}" + ("" if row["ran"] == "kernel" else " *"))
+    values = [row["to_nccl"] for row in rows[::-1]]
+    bars = panel.barh(range(len(rows)), values, 0.75, **STRETTO.bar)
+    drawn.label_bars(panel, bars, [f"{value:.2f}" for value in values])
+    name_bars(panel, range(len(rows)), labels)
+    panel.axvline(1, **GUIDE)
 
 
 def plot_ablations(result: Path, picture: Path) -> None:
     """Draw a panel an operator and m: the time of each variation, as a bar."""
     data = json.loads(result.read_text())
-    panels = list(dict.fromkeys((row["operator"], row["case"], row["m"]) for row in data["rows"]))
-    figure = Figure(figsize=(9, 4.5 * max(1, len(panels))), layout="constrained")
-    for axes, key in zip(figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0], panels, strict=False):
-        rows = [row for row in data["rows"] if (row["operator"], row["case"], row["m"]) == key][::-1]
-        bars = axes.barh([row["variation"] for row in rows], [row["milliseconds"] for row in rows], color=OURS)
-        axes.bar_label(bars, fmt="{:.3f}", padding=3, fontsize=8)
-        axes.set_title(f"{key[0]}, {key[1]}, m = {key[2]}", fontsize=9)
-        axes.set_xlabel("ms")
-        axes.margins(x=0.12, y=0.02)
-    figure.suptitle(f"{data['ranks']} ranks, bf16, CUDA graphs, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=110)
-
-
-def _plot_times(panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    for key, label, colour in _WAYS:
-        points = [(row["m"], (row[key] - row["gemm"]) * 1e3) for row in rows if row.get(key) is not None]
-        panel.plot([m for m, _ in points], [value for _, value in points], color=colour, marker=".", label=label)
-    panel.axhline(0, color="black", linewidth=0.6)
-    panel.set_xscale("log", base=2)
-    panel.set_xlabel("m")
-    panel.set_ylabel("beyond the GEMM alone (us)")
-    panel.legend(fontsize=7)
-
-
-def _plot_efficiency(panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    panel.plot([row["m"] for row in rows], [100 * row["efficiency"] for row in rows], color=OURS, marker=".")
-    panel.axhline(0, color=PEER, linewidth=1)
-    panel.set_xscale("log", base=2)
-    panel.set_ylim(top=100)
-    panel.set_xlabel("m")
-    panel.set_ylabel("overlap efficiency (%)")
-
-
-def _plot_speed(panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    labels = [f"{row['case']}, {row['m']}" + ("" if row["ran"] == "kernel" else "*") for row in rows]
-    panel.barh(labels[::-1], [row["to_nccl"] for row in rows][::-1], color=OURS)
-    panel.axvline(1, color=PEER, linewidth=1)
-    panel.tick_params(axis="y", labelsize=6)
-    panel.set_xlabel("* the library ran" if any(label.endswith("*") for label in labels) else "")
+    rows_of: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        rows_of.setdefault((row["operator"], row["case"], row["m"]), []).append(row)
+    heights = [_BAR * len(rows) + 0.7 for rows in rows_of.values()]
+    with drawing(picture, 8, sum(heights)) as drawn:
+        panels = drawn.panels(len(rows_of), 1, height_ratios=heights)[:, 0]
+        for panel, ((operator, case, m), rows) in zip(panels, rows_of.items(), strict=True):
+            times = [row["milliseconds"] for row in rows[::-1]]
+            looks = [STRETTO if row["variation"] == "as chosen" else PEER for row in rows[::-1]]
+            bars = panel.barh(range(len(rows)), times, 0.75, color=[look.colour for look in looks])
+            drawn.label_bars(panel, bars, [f"{time:.3f}" for time in times])
+            name_bars(panel, range(len(rows)), [row["variation"] for row in rows[::-1]])
+            panel.set_title(f"{_NAMES.get(operator, operator)}, {case}, m = {m}", loc="left")
+            panel.set_xlabel("ms")
+        drawn.title = f"One choice of the operators changed at a time: {data['ranks']} ranks, bf16, in CUDA graphs"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = "Blue: the operator as it is. Grey: with one choice changed, which the row names."

@@ -20,8 +20,8 @@ from stretto import ops
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
-from stretto.bench.operators.plot import plot_operators
 from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
+from stretto.bench.pictures import draw_result
 from stretto.ops.dispatch import choose_config, describe_problem
 from stretto.ops.gemm.config import FP8
 from stretto.ops.tuning import RotatingOperands
@@ -59,7 +59,7 @@ def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[di
     path = out / f"{setting.file_name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, {setting.dtype}, {ranks} ranks", COLUMNS, rows)
-    plot_operators(path, path.with_suffix(".png"))
+    draw_result(path)
     return rows
 
 

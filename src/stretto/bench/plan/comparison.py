@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares predictions with measurements: ratios a grid, rank correlation, the planner's choice, and a picture."""
+"""Compares predictions with measurements: ratios a grid, rank correlation and the planner's choice."""
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from stretto.bench.plots import PEER, describe_origin
 
 # A predicted fastest grid that is slower than the truly fastest by less than this is within a run's noise.
 NEAR = 0.03
@@ -79,29 +72,3 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
 
 def _time(row: Mapping[str, Any]) -> float | None:
     return row.get("measured_milliseconds")
-
-
-def plot_plan(result: Path, picture: Path) -> None:
-    """Draw predicted over measured step time and peak memory, a colour a workload."""
-    data = json.loads(result.read_text())
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    time, memory = figure.subplots(1, 2)
-    for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["workload"] == workload]
-        _plot_pairs(time, rows, "measured_milliseconds", "predicted_milliseconds", workload)
-        _plot_pairs(memory, rows, "measured_gib", "predicted_gib", workload)
-    for panel, what in ((time, "step (ms)"), (memory, "peak memory (GiB)")):
-        start = panel.dataLim.xmin if panel.has_data() else 0.0
-        panel.axline((start, start), slope=1, color=PEER, linewidth=1)
-        panel.set_xlabel(f"measured {what}")
-        panel.set_ylabel(f"predicted {what}")
-    time.legend(fontsize=7)
-    figure.suptitle(f"Predicted before it was measured, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=130)
-
-
-def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, label: str) -> None:
-    pairs = [(row[x], row[y], row["grid"]) for row in rows if row.get(x) is not None and row.get(y) is not None]
-    panel.scatter([pair[0] for pair in pairs], [pair[1] for pair in pairs], s=18, label=label)
-    for measured, predicted, grid in pairs:
-        panel.annotate(grid, (measured, predicted), fontsize=5, xytext=(3, 3), textcoords="offset points")

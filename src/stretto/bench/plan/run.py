@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
-from stretto.bench.plan.comparison import compare, plot_plan, summarize
+from stretto.bench.pictures import draw_result
+from stretto.bench.plan.comparison import compare, summarize
 from stretto.bench.plan.settings import Planned
 from stretto.bench.training.runs import grids_of, make_grid, measure, stretto_run
 from stretto.bench.training.settings import TrainingWorkload
@@ -166,7 +167,7 @@ def _write(kept: dict[str, list[dict[str, Any]]], predictions: Path, out: Path) 
     )
     with path.with_suffix(".md").open("a") as file:
         file.write("\n" + "\n".join(markdown_table(SUMMARY_COLUMNS, summaries)) + "\n")
-    plot_plan(path, path.with_suffix(".png"))
+    draw_result(path)
     return {"rows": rows, "summaries": summaries}
 
 

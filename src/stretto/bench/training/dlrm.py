@@ -27,7 +27,7 @@ from stretto.bench.harness import (
     time_steps,
     write_result,
 )
-from stretto.bench.training.plot import plot_dlrm
+from stretto.bench.pictures import draw_result
 from stretto.bench.training.settings import DlrmWorkload
 from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
@@ -66,7 +66,7 @@ def bench_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, 
     rows = run_ranks(ranks, measure_dlrm, workload, ranks, out)
     tables = workload.model.tables
     print_table(f"DLRM of {tables} tables, global batch {workload.batch}, {ranks} ranks", _columns(rows), rows)
-    plot_dlrm(_write(workload, ranks, out, rows), out / "dlrm.png")
+    draw_result(_write(workload, ranks, out, rows))
     return rows
 
 

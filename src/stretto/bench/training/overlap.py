@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.pictures import draw_result
 from stretto.bench.training.exposed import profile_exposed
-from stretto.bench.training.plot import plot_overlap
 from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure, parse_grids
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
@@ -51,7 +51,7 @@ def bench_overlap(name: str, workload: TrainingWorkload, ranks: int, grids: str,
     columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
     print_table(f"{name}, global batch {workload.batch} x {workload.seq_len} tokens, {ranks} ranks", columns, rows)
     path = write_result(out, "overlap", columns, rows, model=name, ranks=ranks, workload=asdict(workload))
-    plot_overlap(path, path.with_suffix(".png"))
+    draw_result(path)
     return rows
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.training.plot import plot_peers
+from stretto.bench.pictures import draw_result
 from stretto.bench.training.runs import (
     Step,
     TrainingRun,
@@ -84,7 +84,7 @@ def bench_peers(
         path = write_result(
             out, f"peers-{name}-{batch}", columns, rows, model=name, ranks=ranks, workload=asdict(this), speedup=ratio
         )
-        plot_peers(path, path.with_suffix(".png"))
+        draw_result(path)
         results[batch] = rows
     return results
 

@@ -2,20 +2,39 @@
 """Pictures of `stretto bench train`, `peers`, `overlap` and `dlrm`, drawn from their JSON."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from stretto.bench.pictures import describe_origin
+from stretto.report.style import EXPOSED, PEER, STRETTO, Look, drawing, name_bars
 
-from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
+_BAR = 0.24  # inches
+_TERMS = {
+    r"\b(data|x|y|z)=": "data, x, y, z: the sizes of Stretto's grid.",
+    "FSDP2": "FSDP2: torch's fully sharded data parallelism.",
+    "TP=": "TP: torch's tensor parallelism with DTensor.",
+    "weights kept": "Weights kept: gathered once a step, and not again in the backward pass.",
+    "bf16 reduction": "bf16 reduction: gradients are reduced in bf16, elsewhere in fp32.",
+    "bf16 weights": "bf16 weights: with fp32 copies in the optimizer.",
+    "autocast": "Autocast: torch.autocast over fp32 weights.",
+    "async": "Async: torch's async tensor parallelism.",
+    "sequence": "Sequence sharded: tokens are sharded over x between blocks.",
+    "compiled": "Compiled: by torch.compile.",
+    "captured": "Captured: a step is one CUDA graph.",
+}
+"""What words of a run's name mean, by patterns."""
 
 
 def plot_train(result: Path, picture: Path) -> None:
     """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
     data = json.loads(result.read_text())
     model = data["workload"]["model"]
-    what = f"GPT, {model['layers']} layers of hidden {model['hidden']}, sequence length {data['workload']['seq_len']}"
+    what = (
+        f"Training a GPT on every grid: {model['layers']} layers, hidden {model['hidden']}, "
+        f"sequence length {data['workload']['seq_len']}"
+    )
     _plot_runs(data, lambda row: "FSDP" in row["name"], what, picture)
 
 
@@ -23,66 +42,96 @@ def plot_peers(result: Path, picture: Path) -> None:
     """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
     data = json.loads(result.read_text())
     work = data["workload"]
-    what = f"{data['model']}, {work['model']['layers']} layers, global batch {work['batch']} x {work['seq_len']} tokens"
+    what = (
+        f"Training {data['model']}, {work['model']['layers']} layers, "
+        f"with a global batch of {work['batch']} x {work['seq_len']} tokens"
+    )
     _plot_runs(data, lambda row: row["is_peer"], what, picture)
-
-
-def plot_overlap(result: Path, picture: Path) -> None:
-    """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) in red."""
-    data = json.loads(result.read_text())
-    rows = [row for row in data["rows"] if "step_milliseconds" in row]
-    grids = list(dict.fromkeys(row["grid"] for row in rows))
-    figure = Figure(figsize=(4.5 * max(1, len(grids)), 3), layout="constrained")
-    for index, grid in enumerate(grids):
-        panel = figure.add_subplot(1, len(grids), index + 1)
-        stages = [row for row in rows if row["grid"] == grid][::-1]
-        names = [row["overlap"] for row in stages]
-        exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]
-        rest = [row["step_milliseconds"] - part for row, part in zip(stages, exposed, strict=True)]
-        panel.barh(names, rest, color=OURS)
-        bars = panel.barh(names, exposed, left=rest, color=EXPOSED)
-        labels = [f"{row['step_milliseconds']:,.0f}" for row in stages]
-        panel.bar_label(bars, labels=labels, padding=3, fontsize=8)
-        panel.set_title(grid, fontsize=9)
-        panel.set_xlabel("step (ms), exposed communication in red")
-        panel.margins(x=0.15)
-    figure.suptitle(f"{data['model']}, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=130)
-
-
-def plot_dlrm(result: Path, picture: Path) -> None:
-    """Draw the step time of each implementation as a bar, with the look-up and its all-to-all in red."""
-    data = json.loads(result.read_text())
-    rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
-    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.6), layout="constrained")
-    panel = figure.add_subplot()
-    names = [row["name"] for row in rows]
-    forward = [row["forward_milliseconds"] for row in rows]
-    rest = [row["step_milliseconds"] - part for row, part in zip(rows, forward, strict=True)]
-    panel.barh(names, rest, color=OURS)
-    bars = panel.barh(names, forward, left=rest, color=EXPOSED)
-    panel.bar_label(bars, labels=[f"{row['step_milliseconds']:,.2f}" for row in rows], padding=3, fontsize=8)
-    panel.set_xlabel("training step (ms), forward look-up and exchange in red")
-    panel.margins(x=0.15)
-    setting = data["setting"]
-    tables = len(setting["model"]["rows"])
-    figure.suptitle(f"DLRM, {tables} tables, global batch {setting['batch']}, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=130)
 
 
 def _plot_runs(data: Mapping[str, Any], is_peer: Callable[[Mapping[str, Any]], bool], what: str, picture: Path) -> None:
     rows = [row for row in data["rows"] if "tokens_per_second_per_gpu" in row][::-1]
-    figure = Figure(figsize=(9, 0.4 * len(rows) + 1.6), layout="constrained")
-    speed, memory = figure.subplots(1, 2, sharey=True)
-    names = [row["name"] for row in rows]
-    colours = [PEER if is_peer(row) else OURS for row in rows]
-    bars = speed.barh(names, [row["tokens_per_second_per_gpu"] for row in rows], color=colours)
-    speed.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
-    speed.set_xlabel("tokens/s a GPU")
-    speed.margins(x=0.18, y=0.02)
-    bars = memory.barh(names, [row["peak_memory_gib"] or 0.0 for row in rows], color=colours)
-    memory.bar_label(bars, fmt="{:.0f}", padding=3, fontsize=8)
-    memory.set_xlabel("peak memory (GiB)")
-    memory.margins(x=0.15, y=0.02)
-    figure.suptitle(f"{what}, {describe_origin(data)}", fontsize=10)
-    figure.savefig(picture, dpi=130)
+    has_memory = any(row["peak_memory_gib"] for row in rows)
+    with drawing(picture, 9, _BAR * len(rows) + 0.6) as drawn:
+        panels = drawn.panels(1, 2 if has_memory else 1, sharey=True)[0]
+        columns: list[tuple[str, list[float], str]] = [
+            ("tokens/s a GPU", [row["tokens_per_second_per_gpu"] for row in rows], "{:,.0f}"),
+            ("peak memory (GiB)", [row["peak_memory_gib"] or 0.0 for row in rows], "{:.0f}"),
+        ]
+        for panel, (title, values, form) in zip(panels, columns, strict=False):
+            for label, look, is_drawn in (("Stretto", STRETTO, False), ("torch", PEER, True)):
+                mine = [(place, values[place]) for place, row in enumerate(rows) if is_peer(row) == is_drawn]
+                if mine:
+                    bars = panel.barh(
+                        [at for at, _ in mine], [value for _, value in mine], 0.75, label=label, **look.bar
+                    )
+                    drawn.label_bars(panel, bars, [form.format(value) for _, value in mine])
+            panel.set_xlabel(title)
+            panel.set_ylim(-0.6, len(rows) - 0.4)
+            name_bars(panel, range(len(rows)), [row["name"].removeprefix("Stretto ") for row in rows])
+        drawn.title = what
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = _explain(data["rows"])
+
+
+def _explain(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The terms in the names of the runs that are drawn, and why others have no bar."""
+    names = " ".join(row["name"] for row in rows if "tokens_per_second_per_gpu" in row)
+    sentences = [meaning for term, meaning in _TERMS.items() if re.search(term, names)]
+    for error in dict.fromkeys(row.get("error") for row in rows if row.get("error")):
+        count = sum(row.get("error") == error for row in rows)
+        sentences.append(f"{count} more run{'s' if count > 1 else ''} could not be made: {error}.")
+    return " ".join(sentences)
+
+
+def plot_overlap(result: Path, picture: Path) -> None:
+    """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if "step_milliseconds" in row]
+    grids = list(dict.fromkeys(row["grid"] for row in rows))
+    most = max((sum(row["grid"] == grid for row in rows) for grid in grids), default=1)
+    has_exposed = any(row.get("exposed_milliseconds") for row in rows)
+    with drawing(picture, max(6.0, 4.4 * len(grids)), _BAR * most + 0.9) as drawn:
+        for panel, grid in zip(drawn.panels(1, len(grids))[0], grids, strict=False):
+            stages = [row for row in rows if row["grid"] == grid][::-1]
+            exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]
+            rest = [row["step_milliseconds"] - part for row, part in zip(stages, exposed, strict=True)]
+            places = range(len(stages))
+            bars = panel.barh(places, rest, 0.75, label="computation, and what runs beside it", **STRETTO.bar)
+            if has_exposed:
+                bars = panel.barh(places, exposed, 0.75, left=rest, label="exposed communication", **EXPOSED.bar)
+            drawn.label_bars(panel, bars, [f"{row['step_milliseconds']:,.0f}" for row in stages])
+            name_bars(panel, places, [row["overlap"] for row in stages])
+            panel.set_title(grid)
+            panel.set_xlabel("ms a step")
+        drawn.title = f"What overlap is worth: {data['model']}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = "Each row switches on one more option of [overlap]." + (
+            " Exposed: only communication runs." if has_exposed else ""
+        )
+
+
+def plot_dlrm(result: Path, picture: Path) -> None:
+    """Draw the step time of each implementation as a bar, with the look-up and its all-to-all hatched."""
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
+    names = {"library": "PyTorch's functions", "kernel": "Stretto's fused operator"}
+    looks: tuple[Look, Look] = (STRETTO, EXPOSED)
+    with drawing(picture, 8, 0.4 * len(rows) + 0.6) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        forward = [row["forward_milliseconds"] for row in rows]
+        rest = [row["step_milliseconds"] - part for row, part in zip(rows, forward, strict=True)]
+        panel.barh(range(len(rows)), rest, 0.7, label="the rest of the step", **looks[0].bar)
+        bars = panel.barh(
+            range(len(rows)), forward, 0.7, left=rest, label="forward look-up and all-to-all", **looks[1].bar
+        )
+        drawn.label_bars(panel, bars, [f"{row['step_milliseconds']:,.2f}" for row in rows])
+        name_bars(panel, range(len(rows)), [names.get(row["name"], row["name"]) for row in rows])
+        panel.set_xlabel("ms a training step")
+        setting = data["setting"]
+        tables = len(setting["model"]["rows"])
+        drawn.title = f"A DLRM's training step: {tables} tables, global batch {setting['batch']:,}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            "The fused operator looks up and sends at once; its tables' optimizer is fused into the backward pass."
+        )

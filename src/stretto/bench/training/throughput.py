@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.training.plot import plot_train
+from stretto.bench.pictures import draw_result
 from stretto.bench.training.runs import Step, TrainingRun, grids_of, make_grid, measure, meta_gpt, stretto_run
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.bench.training.torch_peers import TorchSetup, build_torch
@@ -50,7 +50,7 @@ def bench_train(
     path = write_result(
         out, "train", columns, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops
     )
-    plot_train(path, path.with_suffix(".png"))
+    draw_result(path)
     return rows
 
 

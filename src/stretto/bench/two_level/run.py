@@ -17,10 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from stretto.bench.harness import Column, markdown_table, print_table, write_result
-from stretto.bench.plots import EXPOSED, OURS, PEER, describe_origin
+from stretto.bench.pictures import draw_result
 from stretto.bench.two_level.namespaces import INTERFACE, namespace_of, require_namespaces, shaped_network
 from stretto.bench.two_level.settings import TwoLevelSetting
 from stretto.collectives.two_level import Links, choose, find_crossovers, predict
@@ -77,7 +75,7 @@ def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
         + "\n".join(markdown_table(CROSSOVERS, crossovers))
         + "\n"
     )
-    plot_two_level(path, path.with_suffix(".png"))
+    draw_result(path)
     return {"rows": rows, "crossovers": crossovers}
 
 
@@ -185,34 +183,3 @@ def _measured(of_size: dict[float, dict[str, Any]], name: Algorithm, size: float
 
 def _predicted(collective: Collective, name: Algorithm, setting: TwoLevelSetting, links: Links, size: float) -> float:
     return predict(collective, name, size, setting.nodes, setting.ranks_per_node, links)
-
-
-def plot_two_level(result: Path, picture: Path) -> None:
-    """Draw a panel a collective: times over size, predictions dashed, and where recursive and ring cross."""
-    data = json.loads(result.read_text())
-    collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
-    figure = Figure(figsize=(5.2 * len(collectives), 4.2), layout="constrained")
-    for panel, collective in zip(figure.subplots(1, len(collectives), squeeze=False)[0], collectives, strict=True):
-        rows = [row for row in data["rows"] if row["collective"] == collective]
-        sizes = [row["shard_kib"] for row in rows]
-        for name, colour in (("recursive", OURS), ("ring", EXPOSED), ("flat", PEER)):
-            panel.plot(sizes, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name, markersize=4)
-            panel.plot(sizes, [row[f"{name}_model_ms"] for row in rows], "--", color=colour, linewidth=1)
-        crossing = next(
-            row for row in data["crossovers"] if row["collective"] == collective and row["between"] == "recursive, ring"
-        )
-        for key, style, label in (("measured_kib", "-", "measured"), ("predicted_kib", "--", "predicted")):
-            if crossing[key] is not None:
-                panel.axvline(crossing[key], color="#333333", linestyle=style, linewidth=0.8)
-                panel.plot([], [], color="#333333", linestyle=style, linewidth=0.8, label=f"crossing, {label}")
-        panel.set(xscale="log", yscale="log", xlabel="KiB a rank", ylabel="ms", title=collective.replace("_", "-"))
-        panel.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)
-        panel.minorticks_off()
-        panel.legend(frameon=False, fontsize=8)
-    setting = data["setting"]
-    figure.suptitle(
-        f"{setting['nodes']} namespaces of {setting['ranks_per_node']} ranks, {setting['bandwidth']:g} Mbit/s, "
-        f"{setting['delay']:g} ms; dashed: the model. {describe_origin(data)}",
-        fontsize=9,
-    )
-    figure.savefig(picture, dpi=130)

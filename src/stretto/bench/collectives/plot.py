@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of `stretto bench collectives`, `ablations` and `compile`, drawn from their JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from stretto.bench.interleaved import name_size
+from stretto.bench.pictures import describe_origin
+from stretto.report.style import (
+    FOURTH_PEER,
+    GREY,
+    GUIDE,
+    INK,
+    OTHER_PEER,
+    PEER,
+    SERIES,
+    STRETTO,
+    THIRD_PEER,
+    Look,
+    drawing,
+    plain_log,
+)
+
+# GB/s that one of so many linked H200 can send: with plain stores to all peers, and with a copy engine to one.
+LIMITS = {
+    "4x NVIDIA H200": {"limit of stores to all peers": 351, "limit of a copy engine": 391},
+    "2x NVIDIA H200": {"limit of a copy engine": 391},
+}
+_LIMIT_DASHES = ("--", ":")
+_NAMES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+_MODES = {"graph": "in CUDA graphs", "eager": "without CUDA graphs"}
+
+
+def plot_collectives(result: Path, picture: Path) -> None:
+    """Draw a row a collective: microseconds, GB/s with the machine's limits, ratio. Prefers bf16 and graphs."""
+    data = json.loads(result.read_text())
+    mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
+    dtype = "bf16" if any(row["dtype"] == "bf16" for row in data["rows"]) else data["rows"][0]["dtype"]
+    shown = [row for row in data["rows"] if row["mode"] == mode and row["dtype"] == dtype]
+    names = list(dict.fromkeys(row["collective"] for row in shown))
+    with drawing(picture, 9.5, 1.75 * len(names) + 0.5) as drawn:
+        panels = drawn.panels(len(names), 3)
+        for row_of_panels, name in zip(panels, names, strict=True):
+            rows = sorted((row for row in shown if row["collective"] == name), key=lambda row: row["bytes"])
+            _plot_collective(row_of_panels, rows, LIMITS.get(data["machine"]["devices"], {}))
+            row_of_panels[0].set_ylabel(f"{_NAMES.get(name, name)}\nmicroseconds")
+            for panel in row_of_panels:
+                drawn.log_ticks(panel.xaxis, [row["bytes"] for row in rows], name_size)
+        for panel, title in zip(panels[0], ("time", "bus bandwidth", "NCCL's time / Stretto's"), strict=True):
+            panel.set_title(title)
+        for panel in panels[:-1].flat:
+            panel.tick_params(labelbottom=False)
+        for panel in panels[-1]:
+            panel.set_xlabel("size of the whole array")
+        drawn.title = f"Collectives: {data['ranks']} ranks, {dtype}, {_MODES[mode]}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            "Bus bandwidth, as nccl-tests define it: the bytes that every algorithm must send from each of n ranks, "
+            "over the time. That is 2\u00a0(n\u00a0-\u00a01)\u00a0/\u00a0n of the array for an all-reduce, and "
+            "(n\u00a0-\u00a01)\u00a0/\u00a0n for the others."
+        )
+        if any(row["torch"] is not None for row in shown):
+            drawn.caption += " torch's best: the fastest of its symmetric-memory operators, which are all-reduces."
+
+
+def _plot_collective(panels: Sequence[Axes], rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> None:
+    latency, bandwidth, ratio = panels
+    sizes = [row["bytes"] for row in rows]
+    latency.plot(sizes, [row["nccl"] for row in rows], label="NCCL", **PEER.line)
+    with_torch = [row for row in rows if row["torch"] is not None]
+    if with_torch:
+        times = [row["torch"] for row in with_torch]
+        latency.plot([row["bytes"] for row in with_torch], times, label="torch's best", **OTHER_PEER.line)
+    of_nccl = [row["busbw"] * row["stretto"] / row["nccl"] for row in rows]
+    bandwidth.plot(sizes, of_nccl, **PEER.line)
+    latency.plot(sizes, [row["stretto"] for row in rows], label="Stretto", **STRETTO.line)
+    bandwidth.plot(sizes, [row["busbw"] for row in rows], **STRETTO.line)
+    ratio.plot(sizes, [row["ratio"] for row in rows], **STRETTO.line)
+    ratio.axhline(1, **GUIDE)
+    by_library = [row for row in rows if row["way"] == "NCCL"]
+    for panel, key in ((latency, "stretto"), (bandwidth, "busbw"), (ratio, "ratio")):
+        if by_library:
+            panel.plot(
+                [row["bytes"] for row in by_library],
+                [row[key] for row in by_library],
+                linestyle="none",
+                marker="o",
+                markerfacecolor="white",
+                markeredgecolor=STRETTO.colour,
+                label="Stretto, which calls NCCL here" if panel is latency else None,
+            )
+    for (label, value), dashes in zip(limits.items(), _LIMIT_DASHES, strict=False):
+        bandwidth.axhline(value, color=INK, linewidth=1, linestyle=dashes, label=label)
+    plain_log(latency.yaxis)
+    bandwidth.set_ylabel("GB/s")
+    bandwidth.set_ylim(0, 1.06 * max(*limits.values(), *of_nccl, *(row["busbw"] for row in rows)))
+    ratio.set_ylim(bottom=0)
+
+
+def plot_pipelining(result: Path, picture: Path) -> None:
+    """A panel an algorithm and mode: microseconds over size, one tile beside every tile size."""
+    data = json.loads(result.read_text())
+    tiles = sorted({name for row in data["rows"] for name in row if name.startswith("tile ")}, key=_tile_bytes)
+    series = [("whole", "a chunk in one tile", PEER)]
+    labels = [f"tiles of {name_size(_tile_bytes(name))}" for name in tiles]
+    series += zip(tiles, labels, [SERIES[number % len(SERIES)] for number in range(len(tiles))], strict=True)
+    _plot_ablation(
+        data,
+        picture,
+        series,
+        "Pipelining over tiles",
+        "With tiles, a thread block passes a part of a chunk on before it has received the rest.",
+    )
+
+
+def plot_composition(result: Path, picture: Path) -> None:
+    """A panel an algorithm and mode: microseconds over size, one kernel beside library calls."""
+    series = [
+        ("composed", "the algorithm, composed of NCCL calls", PEER),
+        ("library", "NCCL's own collective", OTHER_PEER),
+        ("interpreted", "the algorithm in one kernel, interpreted", THIRD_PEER),
+        ("kernel", "the algorithm in one kernel, fused", STRETTO),
+    ]
+    _plot_ablation(
+        json.loads(result.read_text()),
+        picture,
+        series,
+        "One kernel beside the same algorithm composed of calls",
+        "Interpreted: the kernel reads the schedule's steps from memory. Fused: it is generated for the schedule.",
+    )
+
+
+def _plot_ablation(
+    data: Mapping[str, Any], picture: Path, series: Sequence[tuple[str, str, Look]], title: str, caption: str
+) -> None:
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in data["rows"]))
+    modes = list(dict.fromkeys(row["mode"] for row in data["rows"]))
+    with drawing(picture, max(6.0, 3.1 * len(algorithms)), 2.3 * max(1, len(modes))) as drawn:
+        panels = drawn.panels(len(modes), len(algorithms), sharey="col")
+        for across, mode in zip(panels, modes, strict=False):
+            for panel, algorithm in zip(across, algorithms, strict=False):
+                rows = [row for row in data["rows"] if (row["algorithm"], row["mode"]) == (algorithm, mode)]
+                rows.sort(key=lambda row: row["bytes"])
+                for key, label, look in series:
+                    points = [(row["bytes"], row[key]) for row in rows if row.get(key) is not None]
+                    if points:
+                        panel.plot([x for x, _ in points], [y for _, y in points], label=label, **look.line)
+                drawn.log_ticks(panel.xaxis, [row["bytes"] for row in rows], name_size)
+        for panel in panels.flat:
+            if panel.has_data():
+                plain_log(panel.yaxis)
+        for panel in panels[-1]:
+            panel.set_xlabel("size of the whole array")
+        for panel, mode in zip(panels[:, 0], modes, strict=False):
+            panel.set_ylabel(f"{_MODES.get(mode, mode)},\nmicroseconds")
+        for panel, algorithm in zip(panels[0], algorithms, strict=False):
+            panel.set_title(algorithm)
+        drawn.title = f"{title}: {data['ranks']} ranks, {data['protocol']}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = caption
+
+
+def plot_compile(result: Path, picture: Path) -> None:
+    """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
+    data = json.loads(result.read_text())
+    rows = data["rows"]
+    seconds = [row["compile_seconds"] + row["verify_seconds"] for row in rows]
+    with drawing(picture, 7, 3.8) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        looks = (STRETTO, *SERIES[1:3], FOURTH_PEER, *SERIES[4:])
+        for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
+            mine = [(row["steps"], spent) for row, spent in zip(rows, seconds, strict=True) if row["algorithm"] == name]
+            look = looks[number % len(looks)]
+            panel.plot([steps for steps, _ in mine], [spent for _, spent in mine], label=name, **look.line)
+        steps = sorted(row["steps"] for row in rows)
+        slope = min(spent / row["steps"] for row, spent in zip(rows, seconds, strict=True))
+        panel.plot(
+            steps,
+            [slope * each for each in steps],
+            color=GREY,
+            linewidth=1,
+            label=f"{slope * 1e6:.0f} µs for each step",
+        )
+        plain_log(panel.xaxis)
+        plain_log(panel.yaxis)
+        panel.set_xlabel("steps of the schedule")
+        panel.set_ylabel("seconds to compile and verify")
+        drawn.title = "Compiling and verifying a collective, in one process"
+        drawn.subtitle = describe_origin(data)
+
+
+def _tile_bytes(name: str) -> int:
+    return int(name.removeprefix("tile "))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the results of benches: which function draws which file, after a measurement and for `stretto bench redraw`.
+
+A picture lies beside the JSON that it is drawn from, and has its name.
+"""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# Of file names to functions; the first pattern that matches counts. Imported on use: they import matplotlib.
+_PLOTS = {
+    "train.json": "training.plot:plot_train",
+    "peers-*.json": "training.plot:plot_peers",
+    "overlap.json": "training.plot:plot_overlap",
+    "dlrm.json": "training.plot:plot_dlrm",
+    "plan.json": "plan.plot:plot_plan",
+    "collectives.json": "collectives.plot:plot_collectives",
+    "compile.json": "collectives.plot:plot_compile",
+    "pipelining.json": "collectives.plot:plot_pipelining",
+    "composition.json": "collectives.plot:plot_composition",
+    "operators.json": "operators.plot:plot_operators",
+    "operators-fp8.json": "operators.plot:plot_operators",
+    "operator-ablations*.json": "operators.plot:plot_ablations",
+    "embedding.json": "embedding.plot:plot_embedding",
+    "two-level.json": "two_level.plot:plot_two_level",
+    "checkouts.json": "checkouts.plot:plot_checkouts",
+}
+
+
+def draw_result(result: Path) -> Path:
+    """Draw a bench's JSON. Returns the picture's path. Raises ValueError for a file that has no picture."""
+    plot = _find_plot(result)
+    if plot is None:
+        raise ValueError(f"{result} has no picture: {', '.join(_PLOTS)} have one")
+    picture = result.with_suffix(".png")
+    module, name = plot.split(":")
+    draw: Callable[[Path, Path], None] = getattr(import_module(f"stretto.bench.{module}"), name)
+    draw(result, picture)
+    return picture
+
+
+def redraw(folder: Path) -> list[Path]:
+    """Draw every result in a folder and its subfolders again, and the loss of every run. Returns the pictures' paths.
+
+    A run (a folder with config.toml and metrics.jsonl) is drawn beside the run in its subfolder `one-rank`, as the
+    demo's is. Raises ValueError if there is nothing to draw.
+    """
+    pictures = [draw_result(path) for path in sorted(folder.rglob("*.json")) if _find_plot(path) is not None]
+    for config in sorted(folder.rglob("config.toml")):
+        out = config.parent
+        if (out / "metrics.jsonl").is_file() and out.name != "one-rank":
+            from stretto.report.run import draw_loss, read_run
+
+            beside = out / "one-rank"
+            pictures.append(draw_loss(read_run(out), read_run(beside) if beside.is_dir() else None))
+    if not pictures:
+        raise ValueError(f"{folder} has no result of a bench that has a picture ({', '.join(_PLOTS)}), and no run")
+    return pictures
+
+
+def describe_origin(data: Mapping[str, Any]) -> str:
+    """The devices and the date of a result, as `harness.write_result` has written them."""
+    return f"{data['machine']['devices']}, {data['date']}"
+
+
+def _find_plot(result: Path) -> str | None:
+    return next((plot for pattern, plot in _PLOTS.items() if fnmatch(result.name, pattern)), None)

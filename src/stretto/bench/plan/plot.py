@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picture of `stretto bench plan`, drawn from its JSON: predictions beside measurements, grid by grid."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from stretto.bench.pictures import describe_origin
+from stretto.report.style import GREY, ORANGE, STRETTO, drawing
+
+_ROW = 0.2  # inches
+_QUANTITIES = (("step time", "milliseconds", "ms"), ("peak memory", "gib", "GiB"))
+
+
+def plot_plan(result: Path, picture: Path) -> None:
+    """Draw a row of panels a workload: a line a grid, from its predicted to its measured time, and memory."""
+    data = json.loads(result.read_text())
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        if row.get("measured_milliseconds") is not None:
+            rows_of.setdefault(row["workload"], []).append(row)
+    quantities = [
+        each for each in _QUANTITIES if any(_has_both(row, each[1]) for rows in rows_of.values() for row in rows)
+    ]
+    heights = [_ROW * len(rows) + 1.0 for rows in rows_of.values()]
+    with drawing(picture, 9, sum(heights) or 1) as drawn:
+        panels = drawn.panels(len(heights), len(quantities), height_ratios=heights or None, sharey="row")
+        for across, (workload, rows) in zip(panels, rows_of.items(), strict=False):
+            for panel, (what, key, unit) in zip(across, quantities, strict=True):
+                _plot_pairs(panel, rows, key)
+                panel.set_xlabel(f"{what} ({unit})")
+            across[0].set_yticks(range(len(rows)), [row["grid"] for row in rows])
+            across[0].set_ylim(len(rows) - 0.4, -0.6)
+            chosen = min(rows, key=lambda row: row["predicted_milliseconds"])["grid"]
+            title = f"{workload}\npredicted to be the fastest: {chosen}; the fastest: {rows[0]['grid']}"
+            across[0].set_title(title, loc="left")
+        drawn.title = "Predicted before it was measured, grid by grid"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = "Grids are the sizes of data, x, y and z, the fastest measured first."
+        missing = sum(row.get("measured_milliseconds") is None for row in data["rows"])
+        if missing:
+            drawn.caption += f" Not drawn: {missing} predicted grids that were not measured (the table says why)."
+
+
+def _plot_pairs(panel: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    pairs = [
+        (place, row[f"predicted_{key}"], row[f"measured_{key}"])
+        for place, row in enumerate(rows)
+        if _has_both(row, key)
+    ]
+    places, predicted, measured = ([pair[index] for pair in pairs] for index in range(3))
+    panel.hlines(places, predicted, measured, color=GREY, linewidth=1.5, zorder=1)
+    panel.plot(measured, places, linestyle="none", marker="o", markersize=6, color=STRETTO.colour, label="measured")
+    panel.plot(
+        predicted,
+        places,
+        linestyle="none",
+        marker="D",
+        markersize=6,
+        markerfacecolor="none",
+        markeredgecolor=ORANGE,
+        markeredgewidth=1.6,
+        label="predicted",
+    )
+    panel.tick_params(axis="y", length=0)
+    panel.set_xlim(left=0)
+
+
+def _has_both(row: Mapping[str, Any], key: str) -> bool:
+    return row.get(f"predicted_{key}") is not None and row.get(f"measured_{key}") is not None

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The style of all pictures: colours, markers, fonts and sizes, and how a picture is laid out and written.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. Each series also has a marker, a line style and
+a hatch, and neighbouring bars differ in lightness, so that pictures are readable in grey. This module imports
+matplotlib: import it where something is drawn.
+
+    with drawing(file, 8, 3) as picture:
+        panel = picture.panels(1, 1)[0, 0]
+        panel.plot(sizes, times, label="Stretto", **STRETTO.line)
+        picture.title = "4 ranks, bf16"
+
+Panels have the given size. Title and legend are added above them and the caption below, so that none can cover
+another. The legend names what the panels have drawn with a label.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from numpy.typing import NDArray
+
+BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442"
+BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
+GREY, LIGHT, INK = "#999999", "#e4e4e4", "#444444"
+
+DPI = 130
+TITLE, TEXT, SMALL = 11, 9, 8
+"""Font sizes in points: the picture's title, labels of axes and panels' titles, and all else."""
+
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # matplotlib brings it along: pictures are the same on every machine
+    "font.size": TEXT,
+    "axes.titlesize": TEXT,
+    "axes.labelsize": TEXT,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "legend.fontsize": SMALL,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": LIGHT,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelcolor": BLACK,
+    "ytick.labelcolor": BLACK,
+    "hatch.linewidth": 0.8,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4.5,
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn, as a line or as bars."""
+
+    colour: str
+    marker: str
+    dashes: str | tuple[float, tuple[float, ...]] = "-"
+    hatch: str = ""
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Keyword arguments of `Axes.plot`."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.dashes}
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        """Keyword arguments of `Axes.bar` and `Axes.barh`."""
+        return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": "white", "linewidth": 0}
+
+
+STRETTO = Look(BLUE, "o")
+PEER = Look(GREY, "s", (0, (5, 1.5)))
+OTHER_PEER = Look(ORANGE, "^", (0, (5, 1.5, 1, 1.5)), "...")
+THIRD_PEER = Look(SKY, "D", (0, (1.5, 1)), "xxx")
+FOURTH_PEER = Look(PURPLE, "v", (0, (3, 1, 1, 1, 1, 1)), "\\\\\\")
+EXPOSED = Look(VERMILION, "X", (0, (3, 1)), "////")
+SERIES = (
+    STRETTO,
+    Look(ORANGE, "^", (0, (5, 1.5))),
+    Look(GREEN, "s", (0, (5, 1.5, 1, 1.5))),
+    Look(PURPLE, "v", (0, (1.5, 1))),
+    Look(SKY, "D", (0, (3, 1, 1, 1, 1, 1))),
+    Look(VERMILION, "X", (0, (8, 2))),
+)
+"""Looks for series that have no role."""
+
+GUIDE: dict[str, Any] = {"color": INK, "linewidth": 0.8}
+"""Keyword arguments of lines that mark a value, such as 1 in a panel of ratios."""
+
+_EDGE = 0.08  # inches between the picture's edge and its texts
+_GAP, _PANEL_GAP = 0.07, 0.14  # inches between title, subtitle and legend, and between these, panels and caption
+
+
+@contextmanager
+def drawing(file: Path, width: float, height: float) -> Iterator["Picture"]:
+    """Draw a picture and write it to `file` (.png or .svg). width, height: of all panels together, in inches."""
+    with rc_context(_STYLE):
+        # Without pyplot, which has global state and may need a window system.
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        picture = Picture(figure)
+        yield picture
+        picture.lay_out()
+        # The bounding box must stay: texts are wrapped to this width.
+        picture.figure.savefig(file, dpi=DPI)
+
+
+@dataclass
+class Picture:
+    """A figure in the style. title, subtitle, caption: texts, wrapped to the figure's width."""
+
+    figure: Figure
+    title: str = ""
+    subtitle: str = ""
+    caption: str = ""
+    has_legend: bool = True
+    _labels: list[tuple[Axes, str, Text]] = field(default_factory=list)
+    _ticks: list[tuple[Axis, list[float], Callable[[Any], str]]] = field(default_factory=list)
+
+    def panels(self, rows: int, columns: int, **options: Any) -> NDArray[Any]:
+        """Add panels. options: of `Figure.subplots`. Returns axes [rows, columns]."""
+        panels: NDArray[Any] = self.figure.subplots(max(1, rows), max(1, columns), squeeze=False, **options)
+        return panels
+
+    def label_bars(self, panel: Axes, bars: BarContainer, labels: Sequence[str]) -> None:
+        """Write a label at the end of each bar, centred on it; the axis is made long enough for all of them."""
+        is_horizontal = bars.orientation == "horizontal"
+        alignment: dict[str, Any] = {"ha": "center", "va": "bottom"}
+        if is_horizontal:
+            alignment = {"ha": "left", "va": "center_baseline"}
+        for bar, label in zip(bars.patches, labels, strict=True):
+            left, bottom, right, top = bar.get_bbox().extents
+            place = (right, (bottom + top) / 2) if is_horizontal else ((left + right) / 2, top)
+            shift = (3, 0) if is_horizontal else (0, 2)
+            text = panel.annotate(label, place, shift, textcoords="offset points", fontsize=SMALL, **alignment)
+            self._labels.append((panel, "x" if is_horizontal else "y", text))
+
+    def log_ticks(self, axis: Axis, values: Sequence[float], name: Callable[[Any], str] = "{:g}".format) -> None:
+        """Make an axis logarithmic with ticks at measured values. Of their names as many are shown as fit."""
+        axis.axes.set_xscale("log") if axis is axis.axes.xaxis else axis.axes.set_yscale("log")
+        axis.set_minor_locator(NullLocator())
+        self._ticks.append((axis, sorted(set(values)), name))
+        axis.set_major_locator(FixedLocator(sorted(set(values))))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: name(value)))
+
+    @property
+    def _renderer(self) -> Any:
+        return self.figure.canvas.get_renderer()  # type: ignore[attr-defined]
+
+    def lay_out(self) -> None:
+        """Place title, legend and caption around the panels, then make the axes fit their labels."""
+        figure = self.figure
+        width, height = figure.get_size_inches()
+        above: list[Text | Legend] = [
+            self._write(text, size, colour)
+            for text, size, colour in ((self.title, TITLE, BLACK), (self.subtitle, SMALL, INK))
+            if text
+        ]
+        legend = self._add_legend() if self.has_legend else None
+        if legend is not None:
+            above.append(legend)
+        below = [self._write(self.caption, SMALL, INK)] if self.caption else []
+        heights = {id(each): self._height(each) for each in above + below}
+        top = sum(heights[id(each)] + _GAP for each in above) + (_PANEL_GAP if above else 0)
+        bottom = sum(heights[id(each)] + _PANEL_GAP for each in below)
+        whole = height + top + bottom
+        figure.set_size_inches(width, whole)
+        y = whole - _EDGE
+        for each in above:
+            _place(each, _EDGE / width, y / whole)
+            y -= heights[id(each)] + _GAP
+        for each in below:
+            _place(each, _EDGE / width, (_EDGE + heights[id(each)]) / whole)
+        engine = figure.get_layout_engine()
+        assert engine is not None
+        engine.set(rect=(0, bottom / whole, 1, 1 - (top + bottom) / whole))  # type: ignore[call-arg]
+        for _ in range(2):  # what is shown of ticks and labels changes the panels' sizes a little
+            figure.draw_without_rendering()
+            self._thin_out_ticks()
+            self._make_room_for_labels()
+
+    def _write(self, text: str, size: float, colour: str) -> Text:
+        width = (self.figure.get_size_inches()[0] - 2 * _EDGE) * self.figure.dpi
+        written = self.figure.text(0, 0, "", fontsize=size, color=colour, va="top", linespacing=1.3)
+        lines: list[str] = []
+        for paragraph in text.splitlines():
+            lines.append("")
+            for word in paragraph.split(" "):
+                longer = f"{lines[-1]} {word}".lstrip()
+                written.set_text(longer)
+                if written.get_window_extent(self._renderer).width > width and lines[-1]:
+                    lines.append(word)
+                else:
+                    lines[-1] = longer
+        written.set_text("\n".join(lines))
+        return written
+
+    def _add_legend(self) -> Legend | None:
+        """A legend of what the panels have drawn with a label, in as many columns as fit."""
+        found: dict[str, Any] = {}
+        for panel in self.figure.axes:
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                found.setdefault(label, handle)
+        if not found:
+            return None
+        width = (self.figure.get_size_inches()[0] - 2 * _EDGE) * self.figure.dpi
+        for columns in range(len(found), 0, -1):
+            # matplotlib fills columns, but people read rows.
+            order = [place for column in range(columns) for place in range(column, len(found), columns)]
+            legend = self.figure.legend(
+                [list(found.values())[place] for place in order],
+                [list(found)[place] for place in order],
+                ncols=columns,
+                loc="upper left",
+                borderpad=0,
+                borderaxespad=0,
+                columnspacing=1.6,
+                handlelength=2.6,
+            )
+            legend.set_in_layout(False)
+            if columns == 1 or legend.get_window_extent(self._renderer).width <= width:
+                return legend
+            legend.remove()
+        return None
+
+    def _height(self, artist: Text | Legend) -> float:
+        return artist.get_window_extent(self._renderer).height / self.figure.dpi
+
+    def _thin_out_ticks(self) -> None:
+        """Name ticks from the last on, leaving out those whose names would touch the one named before."""
+        for axis, values, name in self._ticks:
+            axis.set_major_formatter(FuncFormatter(lambda value, _, name=name: name(value)))
+            labels = axis.get_majorticklabels()
+            is_x = axis is axis.axes.xaxis
+            room = (5 if is_x else 1) * self.figure.dpi / 72
+            named, reached = set(), np.inf
+            for value, label in zip(values[::-1], labels[::-1], strict=bool(labels)):  # a panel may hide them all
+                box = label.get_window_extent(self._renderer)
+                start, end = (box.x0, box.x1) if is_x else (box.y0, box.y1)
+                if end <= reached - room:
+                    named.add(value)
+                    reached = start
+            axis.set_major_formatter(
+                FuncFormatter(lambda value, _, named=named, name=name: name(value) if value in named else "")
+            )
+
+    def _make_room_for_labels(self) -> None:
+        """Lengthen axes from zero until each bar's label ends inside of the panel."""
+        renderer = self._renderer
+        needed: dict[tuple[Axes, str], float] = {}
+        for panel, side, text in self._labels:
+            box, frame = text.get_window_extent(renderer), panel.get_window_extent(renderer)
+            place = text.xy[0] if side == "x" else text.xy[1]  # type: ignore[attr-defined]
+            length, taken = (frame.width, box.width) if side == "x" else (frame.height, box.height)
+            taken += 8 * self.figure.dpi / 72
+            reach = place / (1 - min(0.9, taken / length))
+            needed[panel, side] = max(needed.get((panel, side), 0.0), reach)
+        for (panel, side), reach in needed.items():
+            if side == "x":
+                panel.set_xlim(right=max(reach, _widest(panel.dataLim.intervalx)))
+            else:
+                panel.set_ylim(top=max(reach, _widest(panel.dataLim.intervaly)))
+
+
+def group_bars(count: int, series: int, *, width: float = 0.8) -> tuple[NDArray[np.float64], float]:
+    """Centres [series, count] of grouped bars, whose groups are centred on 0, 1, ..., and a bar's width."""
+    each = min(0.4, width / max(1, series))
+    shifts = (np.arange(series) - (series - 1) / 2) * each
+    return np.arange(count)[None, :] + shifts[:, None], each
+
+
+def name_bars(panel: Axes, places: Sequence[float], names: Sequence[str], *, is_horizontal: bool = True) -> None:
+    """Name the bars, or groups of bars, at these places; the grid then marks their lengths alone."""
+    axis, lengths = (panel.yaxis, panel.xaxis) if is_horizontal else (panel.xaxis, panel.yaxis)
+    axis.set_ticks(list(places), list(names))
+    axis.set_tick_params(length=0)
+    axis.grid(visible=False)
+    if is_horizontal:
+        lengths.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        lengths.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def plain_log(axis: Axis) -> None:
+    """Make an axis logarithmic, with plain numbers ("1,000") at its ticks."""
+    axis.axes.set_xscale("log") if axis is axis.axes.xaxis else axis.axes.set_yscale("log")
+    low, high = sorted(axis.get_data_interval())
+    decades = np.log10(high / low) if 0 < low < high < np.inf else 1.0
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.7 else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def tint(colour: str, strength: float = 0.5) -> str:
+    """A colour mixed with white, as a ground for black text."""
+    red, green, blue = (1 - strength * (1 - part) for part in to_rgb(colour))
+    return to_hex((red, green, blue))
+
+
+def hide_frame(panel: Axes) -> None:
+    """Leave only what is drawn into a panel: no spines, ticks and grid."""
+    panel.set(xticks=[], yticks=[])
+    panel.grid(visible=False)
+    panel.spines[:].set_visible(False)
+
+
+def _widest(interval: NDArray[np.float64]) -> float:
+    return float(interval[1]) if np.isfinite(interval[1]) else 0.0
+
+
+def _place(artist: Text | Legend, x: float, y: float) -> None:
+    if isinstance(artist, Legend):
+        artist.set_bbox_to_anchor((x, y))
+    else:
+        artist.set_position((x, y))

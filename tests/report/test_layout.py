@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of picture, drawn from made-up results: no label covers another, and legends name what is drawn."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from tests.report.layout import find_faults
+
+from stretto.bench.pictures import _PLOTS, draw_result, redraw
+from stretto.collectives.algorithms import ring_all_reduce
+from stretto.report import Timeline, plot_loss, plot_timeline
+from stretto.report.schedule import plot_schedule
+from stretto.report.style import PEER, SERIES, STRETTO, drawing, group_bars, name_bars
+from stretto.train.observe.timeline import Span, TracedStep
+
+COUNTS = (1, 2, 3, 5)
+ABOUT = {"date": "2026-01-02", "machine": {"devices": "4x NVIDIA H200"}, "ranks": 4}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written while a test runs."""
+    figures: list[Figure] = []
+
+    def keep(figure: Figure, file: Path, **options: Any) -> None:
+        assert options == {"dpi": figure.dpi}  # boxes are measured in the file's pixels, and nothing is cropped
+        figure.draw_without_rendering()
+        Path(file).touch()
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def runs(count: int) -> list[dict[str, Any]]:
+    names = ("z=4", "FSDP2=2 TP=2, weights kept, bf16 reduction, compiled, captured", "Stretto x=2 z=2", "FSDP2", "y=4")
+    return [
+        {
+            "name": names[place],
+            "is_peer": "FSDP2" in names[place],
+            "tokens_per_second_per_gpu": 15_000.0 - 2000 * place,
+            "peak_memory_gib": 39.0 + 10 * place,
+        }
+        for place in range(count)
+    ] + [{"name": "FSDP2=4", "is_peer": True, "error": "a batch of 2 cannot be cut into 4 parts"}]
+
+
+def train(count: int) -> dict[str, Any]:
+    return {"workload": {"model": {"layers": 24, "hidden": 4096}, "seq_len": 2048}, "rows": runs(count)}
+
+
+def peers(count: int) -> dict[str, Any]:
+    work = {"model": {"layers": 32}, "batch": 2, "seq_len": 4096}
+    return {"model": "llama-7b", "workload": work, "rows": runs(count)}
+
+
+def overlap(count: int) -> dict[str, Any]:
+    stages = ("none", "+ all_reduce", "+ reduce_scatter", "+ all_gather", "+ data")
+    rows = [
+        {"grid": grid, "overlap": stage, "step_milliseconds": 1302.0 - place, "exposed_milliseconds": 53.0}
+        for grid in ("x=2 z=2", "z=4")
+        for place, stage in enumerate(stages[:count])
+    ]
+    return {"model": "gpt-5b", "rows": rows}
+
+
+def dlrm(count: int) -> dict[str, Any]:
+    rows = [
+        {"name": name, "step_milliseconds": 90.1 + place, "forward_milliseconds": 3.0}
+        for place, name in enumerate(("library", "kernel", "kernel of before", "another", "a last one")[:count])
+    ]
+    return {"setting": {"model": {"rows": [100] * 26}, "batch": 65_536}, "rows": rows}
+
+
+def plan(count: int) -> dict[str, Any]:
+    grids = ("z=4", "data=2 x=2", "x=2, sequence sharded", "data=2 y=2 z=2", "y=4")
+    rows = [
+        {
+            "workload": workload,
+            "grid": grid,
+            "predicted_milliseconds": 279.0 + place,  # so close that labels beside the points would collide
+            "measured_milliseconds": 280.0 + place,
+            "predicted_gib": 39.0,
+            "measured_gib": 39.1 + 40 * place,
+        }
+        for workload in (
+            "gpt-5b, 24 layers, batch 8 x 2048 tokens, 4 ranks",
+            "gpt2-small, 12 layers, batch 1 x 64 tokens",
+        )
+        for place, grid in enumerate(grids[:count])
+    ]
+    return {"rows": [*rows, rows[0] | {"grid": "data=4", "measured_milliseconds": None}]}
+
+
+def collectives(count: int) -> dict[str, Any]:
+    names = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
+    rows = [
+        {
+            "collective": name,
+            "dtype": "bf16",
+            "mode": "graph",
+            "bytes": size,
+            "nccl": size / 1e5 + 13,
+            "torch": size / 1e5 + 7 if name == "allreduce" else None,
+            "stretto": size / 1e5 + 3,
+            "way": "NCCL" if size > 1 << 26 else "ring-all-reduce LL",
+            "ratio": (size / 1e5 + 13) / (size / 1e5 + 3),
+            "busbw": size / (size / 1e5 + 3) / 1e3,
+        }
+        for name in names[:count]
+        for size in (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26, 1 << 30)[: 2 * count - 1]
+    ]
+    return {"rows": rows}
+
+
+def pipelining(count: int) -> dict[str, Any]:
+    tiles = {f"tile {16384 << place}": 50.0 * (place + 1) for place in range(count)}
+    return {"protocol": "LL128", "rows": ablation_rows(tiles | {"whole": 49.8})}
+
+
+def composition(count: int) -> dict[str, Any]:
+    times = {"kernel": 11.2, "composed": 97.0, "interpreted": 50.3, "library": 20.7}
+    return {"protocol": "LL128", "rows": ablation_rows(dict(list(times.items())[:count]))}
+
+
+def ablation_rows(times: dict[str, float]) -> list[dict[str, Any]]:
+    return [
+        {"algorithm": algorithm, "mode": mode, "bytes": size}
+        | {name: time * size / (1 << 20) for name, time in times.items()}
+        for algorithm in ("ring-all-reduce", "hierarchical-all-reduce")
+        for mode in ("graph", "eager")
+        for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+    ]
+
+
+def compile_(count: int) -> dict[str, Any]:
+    names = (
+        "ring-all-reduce",
+        "hierarchical-all-reduce",
+        "two-shot-all-reduce",
+        "recursive-halving-all-reduce",
+        "tree",
+    )
+    rows = [
+        {"algorithm": name, "steps": steps, "compile_seconds": steps / 1e4 * (place + 1), "verify_seconds": 0.01}
+        for place, name in enumerate(names[:count])
+        for steps in (120, 2000, 32_000)
+    ]
+    return {"rows": rows}
+
+
+def operators(count: int) -> dict[str, Any]:
+    rows = [
+        {
+            "operator": name,
+            "case": case,
+            "m": m,
+            "n": 12_288,
+            "k": 12_288,
+            "mode": "graph",
+            "gemm": m / 2000 + 0.07,
+            "nccl": m / 1900 + 0.09,
+            "async_tp": None if name == "reduce" else m / 1950 + 0.3,
+            "stretto": m / 1960 + 0.08,
+            "ran": "kernel" if m < 4096 else "library",
+            "efficiency": 4.7 if name == "reduce" else 0.7,
+            "to_nccl": 1.0 + m / 1e5,
+        }
+        for name in ("gather", "scatter", "reduce")
+        for case in ("flux", "attention-4096")
+        for m in (64, 512, 1024, 4096, 8192)[:count]
+    ]
+    return {"rows": rows}
+
+
+def operator_ablations(count: int) -> dict[str, Any]:
+    variations = ("as chosen", "no shift by rank", "128 x 128 tiles, two programs at once", "16 programs pull", "4 MB")
+    rows = [
+        {"operator": name, "case": "flux", "m": m, "variation": variation, "milliseconds": 0.5 + place}
+        for name in ("gather", "reduce")
+        for m in (64, 8192)
+        for place, variation in enumerate(variations[:count])
+    ]
+    return {"rows": rows}
+
+
+def embedding(count: int) -> dict[str, Any]:
+    peers = {"bags": 3.15, "batched": 1.31, "chunked": 1.2, "alone": 1.07}
+    rows: list[dict[str, Any]] = [
+        {"case": case, "study": "peers", "what": what, "stretto": 1.05}
+        | dict(list(peers.items())[: count if what == "forward" else 1])
+        for what in ("forward", "backward")
+        for case in ("256x16x256x70", "8192x256x256x70", "mlperf", "1024x64x128x70", "4096x64x128x70")[:count]
+    ]
+    rows += [
+        {"case": "mlperf", "study": "slices", "what": "slices", "setting": setting, "stretto": 1.0, "skew": 0.012}
+        for setting in ("slice 1", "slice 64 (chosen)", "tile 1 x 16", "16 programs", "own last")[:count]
+    ]
+    timeline = {
+        "rank": 0,
+        "programs": [[0.0, 30.0, 40.0]] * count,
+        "slices": [[program, (program + 1) % 2, 1.0 + program, 25.0] for program in range(count)],
+    }
+    rows.append({"case": "mlperf", "study": "timeline", "what": "timeline", "stretto": 1.0, "timeline": timeline})
+    return {"dtype": "float32", "rows": rows}
+
+
+def two_level(count: int) -> dict[str, Any]:
+    names = ("recursive", "ring", "flat")
+    rows = [
+        {"collective": collective, "shard_kib": size}
+        | {f"{name}_ms": 100.0 + place * size for place, name in enumerate(names)}
+        | {f"{name}_model_ms": 104.0 + place * size for place, name in enumerate(names)}
+        for collective in ("all_gather", "reduce_scatter")
+        for size in (4, 8, 64, 256, 512)[:count]
+    ]
+    crossing = {"between": "recursive, ring", "measured_kib": 5.0, "predicted_kib": None}
+    crossovers = [crossing | {"collective": name} for name in ("all_gather", "reduce_scatter")]
+    setting = {"nodes": 4, "ranks_per_node": 2, "bandwidth": 50.0, "delay": 40.0}
+    return {"setting": setting, "crossovers": crossovers, "rows": rows}
+
+
+def checkouts(count: int) -> dict[str, Any]:
+    rows = [
+        {"case": f"allreduce/bf16/{1 << place} MB/graph", "is_bounded": place % 2 == 1}
+        | {"ratio": 1.0, "low": 0.98, "high": 1.0 + place / 100}
+        for place in range(count)
+    ]
+    return {"bound": 0.02, "rows": rows}
+
+
+RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "train.json": train,
+    "peers-llama-7b-2.json": peers,
+    "overlap.json": overlap,
+    "dlrm.json": dlrm,
+    "plan.json": plan,
+    "collectives.json": collectives,
+    "compile.json": compile_,
+    "pipelining.json": pipelining,
+    "composition.json": composition,
+    "operators.json": operators,
+    "operators-fp8.json": operators,
+    "operator-ablations.json": operator_ablations,
+    "embedding.json": embedding,
+    "two-level.json": two_level,
+    "checkouts.json": checkouts,
+}
+
+
+def test_every_kind_of_result_is_drawn_here() -> None:
+    assert len(RESULTS) == len(_PLOTS)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", RESULTS)
+def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str, count: int) -> None:
+    result = tmp_path / name
+    result.write_text(json.dumps(ABOUT | RESULTS[name](count)))
+    assert draw_result(result) == result.with_suffix(".png")
+    assert find_faults(drawn[0]) == []
+
+
+def committed() -> Iterator[Path]:
+    for path in sorted((ROOT / "results").rglob("*.png")):
+        if path.with_suffix(".json").is_file():
+            yield path.relative_to(ROOT)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("picture", list(committed()), ids=str)
+def test_labels_of_committed_results_are_clear_of_each_other(
+    tmp_path: Path, drawn: list[Figure], picture: Path
+) -> None:
+    result = tmp_path / picture.with_suffix(".json").name
+    result.write_bytes((ROOT / picture.with_suffix(".json")).read_bytes())
+    draw_result(result)
+    assert find_faults(drawn[0]) == []
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("steps", [1, 3, 500])
+def test_labels_of_losses_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], count: int, steps: int) -> None:
+    numbers = range(1, steps + 1)
+    curves = {
+        f"{ranks} ranks, x={ranks}": (numbers, [5.0 / n + ranks / 1e4 for n in numbers]) for ranks in range(count)
+    }
+    plot_loss(curves, tmp_path / "loss.png")
+    assert find_faults(drawn[0]) == []
+    panels = drawn[0].axes
+    assert len(panels) == (2 if count == 2 else 1)
+    assert {line.get_label() for line in panels[0].lines if not line.get_label().startswith("_")} == set(curves)
+
+
+@pytest.mark.parametrize("rows", [("compute",), ("compute", "x"), ("compute", "x", "z", "other")])
+def test_labels_of_a_timeline_are_clear_of_each_other(
+    tmp_path: Path, drawn: list[Figure], rows: tuple[str, ...]
+) -> None:
+    spans = [Span(row, row, 0.1 * place, 0.1 * place + 0.15) for place, row in enumerate(rows)]
+    steps = (TracedStep(4, 0.0, 0.3), TracedStep(5, 0.3, 0.6))
+    plot_timeline(Timeline({"x": 2, "z": 2}, 0, steps, tuple(spans)), tmp_path / "timeline.png")
+    assert find_faults(drawn[0]) == []
+    named = {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
+    kinds = {"computation", "communication that overlaps with computation", "exposed communication"}
+    assert named == ({"computation"} if len(rows) == 1 else kinds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("instances", [1, 3])
+def test_labels_of_a_schedule_are_clear_of_each_other(
+    tmp_path: Path, drawn: list[Figure], ranks: int, instances: int
+) -> None:
+    plot_schedule(ring_all_reduce.compile(ranks=ranks, instances=instances), tmp_path / "ring.png")
+    assert find_faults(drawn[0]) == []
+
+
+@pytest.mark.parametrize("series", COUNTS)
+@pytest.mark.parametrize("groups", COUNTS)
+def test_groups_of_bars_are_centred_on_their_names(
+    tmp_path: Path, drawn: list[Figure], groups: int, series: int
+) -> None:
+    centres, width = group_bars(groups, series)
+    with drawing(tmp_path / "bars.png", 6, 3) as picture:
+        panel = picture.panels(1, 1)[0, 0]
+        for place, at in enumerate(centres):
+            bars = panel.bar(at, [3.0] * groups, width, label=f"series {place}", **SERIES[place].bar)
+            picture.label_bars(panel, bars, ["3"] * groups)
+        name_bars(panel, range(groups), [f"case {place}" for place in range(groups)], is_horizontal=False)
+    assert find_faults(drawn[0]) == []
+
+
+def draw_badly(panel: Axes, fault: str) -> None:
+    panel.bar([0, 1], [1, 2], 0.5, label="bars", **STRETTO.bar)
+    match fault:
+        case "overlaps":
+            panel.annotate("a long label", (0, 1))
+            panel.annotate("another label", (0, 1))
+        case "leaves":
+            panel.figure.text(0.95, 0.5, "a long label")
+        case "edge":
+            panel.annotate("a long label at the edge", (1, 1))
+        case "centred":
+            panel.annotate("1", (0.2, 1))
+        case "middle":
+            panel.set_xticks([0.2, 1], ["one", "two"])
+        case "nothing of it is drawn":
+            panel.plot([], [], label="nothing", **PEER.line)
+        case "legend of its own":
+            panel.legend()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["overlaps", "leaves", "edge", "centred", "middle", "nothing of it is drawn", "legend of its own"],
+)
+def test_a_fault_in_a_layout_is_found(tmp_path: Path, drawn: list[Figure], fault: str) -> None:
+    with drawing(tmp_path / "bad.png", 4, 3) as picture:
+        draw_badly(picture.panels(1, 1)[0, 0], fault)
+    assert any(fault in found for found in find_faults(drawn[0])), find_faults(drawn[0])
+
+
+def test_the_bars_of_the_embedding_bench_are_centred_whatever_their_number(tmp_path: Path, drawn: list[Figure]) -> None:
+    for count in COUNTS:
+        result = tmp_path / "embedding.json"
+        result.write_text(json.dumps(ABOUT | embedding(count)))
+        draw_result(result)
+        panel = drawn[-1].axes[0]
+        bars = [bar for container in panel.containers for bar in container.patches]
+        assert len(bars) == count * min(count, 4)
+        middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+        assert sum(middles) / len(middles) == pytest.approx(sum(panel.get_xticks()) / count)
+
+
+def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "compile.json").write_text(json.dumps(ABOUT | compile_(2)))
+    (tmp_path / "a" / "mutations.json").write_text("[]")  # has no picture
+    assert redraw(tmp_path) == [tmp_path / "a" / "compile.png"]
+    assert (tmp_path / "a" / "compile.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="has no picture"):
+        draw_result(tmp_path / "a" / "mutations.json")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no result of a bench that has a picture"):
+        redraw(tmp_path / "empty")
