@@ -37,7 +37,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#e69f00", "#56b4e9", "#009e73", 
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 GREY, LIGHT, INK = "#999999", "#e4e4e4", "#444444"
 
-DPI = 130
+DPI = 150
 TITLE, TEXT, SMALL = 11, 9, 8
 """Font sizes in points: the picture's title, labels of axes and panels' titles, and all else."""
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from stretto.bench.pictures import describe_origin
 from stretto.report.style import (
@@ -103,6 +102,6 @@ def _plot_timeline(panel: Axes, case: str, timeline: dict[str, Any]) -> None:
     places, begins, lengths = ([each[index] for each in waits] for index in range(3))
     panel.barh(places, lengths, 0.8, left=begins, label="waiting for other ranks", **EXPOSED.bar)
     panel.set_xlabel("microseconds")
-    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_yticks(range(0, len(waits), max(1, len(waits) // 8)))
     panel.set_ylim(-0.6, len(waits) - 0.4)
     panel.set_ylabel(f"program\n({case})")
