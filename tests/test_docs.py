@@ -66,6 +66,13 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert {page for page in pages if f": {page}\n" not in navigation} == set()
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_what_its_reader_can_do_with_it(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->", "", prose(page), flags=re.DOTALL).partition("\n")[2]
+    beginning = text.strip().partition("\n\n")[0]
+    assert re.search(r"\b([Yy]ou|Look up)\b", beginning), beginning
+
+
 def test_every_decision_is_in_their_list() -> None:
     folder = ROOT / "docs" / "decisions"
     listed = set(LINK.findall((folder / "README.md").read_text()))
