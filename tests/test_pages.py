@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every code block of the README and of docs/ runs, or says why it does not."""
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,16 @@ def test_every_block_has_a_language_and_is_run_or_says_why_not() -> None:
 def test_few_blocks_are_not_run_and_for_known_reasons() -> None:
     reasons = [block.reason for page in FOUND.values() for block in page.blocks if block.reason is not None]
     assert [reason for reason in reasons if not reason.startswith(REASONS)] == []
+
+
+def test_blocks_that_are_not_run_are_python_and_import_what_is_there() -> None:
+    skipped = [block for page in FOUND.values() for block in page.blocks if block.reason and block.language == "python"]
+    imports = [
+        node for block in skipped for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.ImportFrom)
+    ]
+    names = [(node.module, alias.name) for node in imports for alias in node.names]
+    assert ("stretto.collectives.executor.cuda", "CudaCommunicator") in names
+    assert [name for name in names if not hasattr(import_module(name[0]), name[1])] == []
 
 
 @pytest.mark.parametrize("name", [name for name, page in FOUND.items() if page.runs and page.ranks == 1])
