@@ -55,6 +55,7 @@ def test_every_bench_has_help(command):
         (["embedding", "--ranks", 2, "--studies", "magic"], "there is no study 'magic'"),
         (["embedding", "--ranks", 2, "--skip", "bag"], "there is no peer 'bag': there are bags, batched, chunked"),
         (["embedding", "--ranks", 2, "--cases", "4x2x8x0"], "a case has at least 1 sample, table and row a bag"),
+        (["redraw", "nowhere"], "there is no folder nowhere"),
         (["two-level", "--repeats", 0], "repeats is 0, but must be at least 1"),
         (["parity", "--ranks", 0], "parity is shown on 1 rank or more, not 0"),
         (["plan", "--ranks", 2, "--models", "gpt-5b:few"], "the layers in --models has 'few'"),

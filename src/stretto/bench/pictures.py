@@ -46,8 +46,10 @@ def redraw(folder: Path) -> list[Path]:
     """Draw every result in a folder and its subfolders again, and the loss of every run. Returns the pictures' paths.
 
     A run (a folder with config.toml and metrics.jsonl) is drawn beside the run in its subfolder `one-rank`, as the
-    demo's is. Raises ValueError if there is nothing to draw.
+    demo's is. Raises ValueError if there is no such folder, or nothing in it to draw.
     """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
     pictures = [draw_result(path) for path in sorted(folder.rglob("*.json")) if _find_plot(path) is not None]
     for config in sorted(folder.rglob("config.toml")):
         out = config.parent

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
-GREY, LIGHT, INK = "#999999", "#e4e4e4", "#444444"
+GREY, LIGHT, INK = "#808080", "#e4e4e4", "#444444"
 
 DPI = 150
 TITLE, TEXT, SMALL = 11, 9, 8

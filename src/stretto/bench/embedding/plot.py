@@ -44,7 +44,7 @@ def plot_embedding(result: Path, picture: Path) -> None:
     for row in rows:
         key = (row["what"], "" if row["study"] == "peers" else row["case"])
         panels.setdefault(key, []).append(row)
-    width = max(8.5, *(1.2 * len(shown) for shown in panels.values()))
+    width = max(8.5, *(1.3 * len(shown) for shown in panels.values()))
     captions = []
     with drawing(picture, width, 2.3 * len(panels)) as drawn:
         for panel, ((what, case), shown) in zip(drawn.panels(len(panels), 1)[:, 0], panels.items(), strict=True):
