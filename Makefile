@@ -22,8 +22,9 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/stretto demo
 
-# Compiled modules are kept, whatever this shell says: tests start hundreds of processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist loadfile
+# Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
+# tests takes over some of the other's.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --numprocesses 2 --dist worksteal
 
 test: $(VENV)/.installed
 	$(PYTEST) --durations 20

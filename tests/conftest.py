@@ -48,10 +48,21 @@ class Ranks:
         return self._pool.run(self._count, function, *args, timeout=timeout, **kwargs)
 
 
+_POOL = pytest.StashKey[Pool]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the server of the session's worker processes, which now has what they need, if a test uses them."""
+    session.config.stash[_POOL] = pool = Pool()
+    is_run = sys.platform == "linux" and not session.config.getoption("collectonly")
+    if is_run and any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        pool.fork_server()
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """The session's worker processes, started by the first test that uses them."""
-    pool = Pool()
+    pool = request.config.stash[_POOL]
     yield pool
     pool.close()
 
@@ -59,7 +70,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def interpreted_pool() -> Iterator[Pool]:
     """Processes that interpret Triton's kernels, apart from the others: Triton decides that when a kernel is made."""
-    pool = Pool(4, {"TRITON_INTERPRET": "1"})
+    pool = Pool(4, {"TRITON_INTERPRET": "1"}, modules=["stretto.ops", "stretto.parallel", "stretto.train.trainer"])
     yield pool
     pool.close()
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pool of worker processes for a whole test session, so that a test of several ranks takes milliseconds.
 
-Workers are forked from a server that has imported torch and the modules of Stretto that the session has imported. They
-start in a fraction of a second, also again after one has died. The server has the workers' environment variables,
-since Triton, for one, reads them at its import. Workers on GPUs are fresh processes.
+Workers are forked from a server that has imported what they need. They start in a fraction of a second, also again
+after one has died. The server is forked from pytest when that has collected the tests, with all that they import; or it
+is a Python of its own, which has the workers' environment variables at its imports: Triton, for one, reads them then.
+Workers on GPUs are fresh processes.
 
 A job sends every rank a function's name and arguments; each rank joins a fresh default process group (gloo), runs the
 function and leaves the group again. A rank that raises costs its own test only. A rank that dies or hangs takes the
@@ -14,12 +15,14 @@ that no rank closes its sockets while another still needs them. A rank that rais
 peers.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
 import functools
 import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import shutil
@@ -84,16 +87,23 @@ class _Worker:
 class Pool:
     """A pool of `size` processes, which runs jobs of up to `size` ranks. They start with the first job.
 
-    environment: variables of the workers, set before they import what reads them once. backend: of the process groups;
-    where it names one for "cuda", rank r has GPU r modulo their number, and else none.
+    environment: variables of the workers, set before they import what reads them once. modules: what the server imports
+    for them beside torch; None for all of Stretto that this session has imported. backend: of the process groups; where
+    it names one for "cuda", rank r has GPU r modulo their number, and else none.
     Close it when done (`close`): until then its processes and one temporary folder stay.
     """
 
     def __init__(
-        self, size: int = POOL_SIZE, environment: dict[str, str] | None = None, *, backend: str = "gloo"
+        self,
+        size: int = POOL_SIZE,
+        environment: dict[str, str] | None = None,
+        *,
+        modules: list[str] | None = None,
+        backend: str = "gloo",
     ) -> None:
         self.size = size
         self._environment = environment or {}
+        self._modules = modules
         self._backend = backend
         self._server = forkserver.ForkServer()
         self._workers: list[_Worker] = []
@@ -259,11 +269,19 @@ class Pool:
         if _uses_gpus(self._backend):
             yield
             return
-        self._server.set_forkserver_preload(_modules_to_preload())
+        self._server.set_forkserver_preload(_modules_to_preload(self._modules))
         with mock.patch.dict(os.environ, self._environment):  # which the server's imports read
             self._server.ensure_running()
         with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             yield
+
+    def fork_server(self) -> None:
+        """Fork the workers' server from this process, with all that it has imported, rather than start a Python.
+
+        Before this process has threads or has run a backward pass: in what is forked after one, torch refuses another.
+        """
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork_program), self._forking():
+            pass
 
     def pids(self) -> list[int]:
         """The workers' process ids; none before the first job."""
@@ -295,10 +313,32 @@ class _RankRaised(Exception):
         self.error = error
 
 
-def _modules_to_preload() -> list[str]:
-    """The modules that a server imports before it forks: what workers need, and slow modules of this session."""
+def _modules_to_preload(modules: list[str] | None) -> list[str]:
+    """The modules that a server imports before it forks: what workers need, and `modules`, or this session's."""
     needed = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.debug", "pytest"]
-    return needed + [name for name in sys.modules if name.partition(".")[0] in ("stretto", "transformers")]
+    if modules is None:
+        modules = [name for name in sys.modules if name.partition(".")[0] in ("stretto", "transformers")]
+    return needed + modules
+
+
+def _fork_program(python: bytes, arguments: list[str], descriptors: list[int]) -> int:
+    """Run the program of `python -c PROGRAM` in a forked process, which keeps these open files; its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        # What this process has open stays open for its parent alone; the numbers stay taken for who still has them.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in (nothing, *descriptors):
+                with contextlib.suppress(OSError):  # of the listing itself
+                    os.fstat(descriptor)
+                    os.dup2(nothing, descriptor)
+        atexit._clear()
+        gc.freeze()
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def _uses_gpus(backend: str) -> bool:

@@ -156,7 +156,7 @@ def test_more_ranks_than_the_pool_has_are_refused(ranks):
 
 def test_closing_a_pool_leaves_no_process_and_no_file():
     children = set(multiprocessing.active_children())
-    pool = Pool(2)
+    pool = Pool(2, modules=[])
     pool.run(2, process_id, timeout=60)
     pids, folder = pool.pids(), pool._folder
     pool.close()

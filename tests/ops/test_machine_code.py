@@ -228,7 +228,7 @@ def test_odd_sizes_compile_by_pointers_everywhere(name, target):
         assert "cp.async.bulk.tensor" not in forms.get("ptx", "")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize("name", KERNELS)
 def test_sizes_of_one_which_triton_compiles_in_compile_too(name, rank):
     kernel, arguments = KERNELS[name]
@@ -238,6 +238,7 @@ def test_sizes_of_one_which_triton_compiles_in_compile_too(name, rank):
         compile_kernel(kernel, (first, *others), {"num_warps": 4, "num_stages": 2}, "sm_90")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", LARGE)
@@ -482,6 +483,7 @@ def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
         assert find_spills(to_ptx(name, blocks=blocks), tmp_path) == 0
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("m", [1, 20, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -496,7 +498,14 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
 
 @pytest.mark.parametrize(
     ("name", "m"),
-    [("exchange", 1), ("exchange", 20), ("exchange", 64), *((name, m) for name in LARGE for m in (512, 4096, 16384))],
+    [
+        *(("exchange", m) for m in (1, 64)),
+        *((name, m) for name in LARGE for m in (512, 16384)),
+        *(
+            pytest.param(name, m, marks=pytest.mark.exhaustive)
+            for name, m in (("exchange", 20), *((name, 4096) for name in LARGE))
+        ),
+    ],
 )
 def test_fp8_goes_to_tensor_cores_and_spills_nothing(name, m, tmp_path):
     blocks = default_blocks(GemmProblem(OPERATORS[name], m, 12288, 12288, FP8, False, WORLD), Machine(132, True, True))

@@ -43,7 +43,7 @@ def lose(what, loser):
     rank, world = dist.get_rank(), dist.get_world_size()
     producer, consumer = map_gather(24, world)
     count = tiles.count_tiles(consumer)
-    channel = make_channel(timeout=3.0)
+    channel = make_channel(timeout=1.5)
     try:
         if what == "begin" and rank == loser:
             return None
@@ -85,7 +85,7 @@ def test_a_rank_that_never_arrives_is_named_with_operator_and_tile(interpret, wh
     outcomes = interpret(3, lose, what, 1)
     for rank in (0, 2):
         first, second = outcomes[rank]
-        assert re.match(f"rank {rank} of 3: first, call 1: waited in vain for {words}, 3 s: its signal is at ", first)
+        assert re.match(f"rank {rank} of 3: first, call 1: waited in vain for {words}, 1.5 s: its signal is at ", first)
         assert second == first  # the channel is broken
 
 
