@@ -31,18 +31,10 @@ from stretto.memory.failures import RECORD_WORDS, SUMMARY_ADDRESS
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
 THREADS = 8
-STANDARD = (
-    "algorithm", "atomic", "chrono", "cmath", "cstdio", "cstdlib", "cstring", "functional", "memory", "thread",
-    "ucontext.h", "vector",
-)  # fmt: skip
 OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
 LAUNCH = """
 extern "C" void launch(u32 first, u32 end, u32 blocks, u32 threads, u64* a) {
-  auto run_block = [=](u32 index) { Block(index, threads, blocks, [=] { %s(%s); }).run(); };
-  std::vector<std::thread> all;
-  for (u32 b = first + 1; b < end; ++b) all.emplace_back(run_block, b);
-  run_block(first);
-  for (auto& one : all) one.join();
+  launch_blocks(first, end, blocks, threads, [](u64* a) { %s(%s); }, a);
 }
 """
 
@@ -95,12 +87,11 @@ class EmulatedFunction:
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
         if not library.exists():
-            header = _precompile(folder)
+            emulation = _compile_emulation(folder)
             with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes may compile the same
                 source, made = Path(own, "kernel.cpp"), Path(own, "kernel.so")
                 source.write_text(text)
-                command = [COMPILER, *OPTIONS, "-shared", f"-I{HERE}", "-include", header, source, "-o", made]
-                subprocess.run(command, check=True)
+                _compile(source, made, emulation)
                 made.rename(library)
         self._launch = ctypes.CDLL(str(library)).launch
         self._at = {name: index for index, name in enumerate(names)}
@@ -121,18 +112,20 @@ def _run(function, *arguments):
     function(*arguments)
 
 
-def _precompile(folder):
-    """A header of all that the emulation takes from the library: most of a compiler's time goes there."""
-    header = folder / "standard.h"
+def _compile_emulation(folder):
+    """The library of what is the same for all kernels, which takes most of a compiler's time."""
+    library = folder / "emulation.so"
     with LOCK:
-        if not header.exists():
+        if not library.exists():
             with tempfile.TemporaryDirectory(dir=folder) as own:
-                source, made = Path(own, "standard.h"), Path(own, "standard.h.gch")
-                source.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
-                subprocess.run([COMPILER, *OPTIONS, "-x", "c++-header", source, "-o", made], check=True)
-                made.rename(folder / made.name)
-                source.rename(header)
-    return header
+                made = Path(own, library.name)
+                _compile(HERE / "emulation.cpp", made)
+                made.rename(library)
+    return library
+
+
+def _compile(source, library, *others):
+    subprocess.run([COMPILER, *OPTIONS, "-shared", f"-I{HERE}", source, *others, "-o", library], check=True)
 
 
 def _spread(signature):
