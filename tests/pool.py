@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 
 POOL_SIZE = 8
+FEW = 4  # workers that are started at first: the others only for a job of more ranks
 START_LIMIT = 120.0  # seconds for all workers to come up
 MANY_MODULES = 100
 JOIN_LIMIT = 30.0  # seconds for all ranks to join the process group
@@ -85,7 +86,7 @@ class _Worker:
 
 
 class Pool:
-    """A pool of `size` processes, which runs jobs of up to `size` ranks. They start with the first job.
+    """A pool of `size` processes, which runs jobs of up to `size` ranks. They start with the first job that needs them.
 
     environment: variables of the workers, set before they import what reads them once. modules: what the server imports
     for them beside torch; None for all of Stretto that this session has imported. backend: of the process groups; where
@@ -122,7 +123,7 @@ class Pool:
             raise ValueError(f"{world_size} ranks asked of a pool of {self.size}: 1 to {self.size} will do")
         call = _pickle_call(function, args, kwargs)
         try:
-            self._start()
+            self._start(world_size)
             self._begin_job(world_size, call)
             return self._run_job(self._workers[:world_size], timeout)
         except _RankRaised as failure:
@@ -160,7 +161,7 @@ class Pool:
                 raise RankError(self._describe_hang(workers, sorted(missing), JOIN_LIMIT))
             print(f"the pool's ranks {sorted(missing)} of {world_size} have not joined: new workers try again")
             self.kill()
-            self._start()
+            self._start(world_size)
 
     def _store_path(self) -> Path:
         """The current job's store."""
@@ -239,15 +240,17 @@ class Pool:
         names = ", ".join(map(str, ranks))
         return f"rank {names} of {len(workers)} did not end within {limit:g} s:\n" + "\n".join(stacks)
 
-    def _start(self) -> None:
-        """Start the workers if none run."""
-        if self._workers:
+    def _start(self, world_size: int) -> None:
+        """Start the workers that a job of so many ranks needs and that do not run yet, but no fewer than a few."""
+        first = len(self._workers)
+        count = self.size if _uses_gpus(self._backend) else min(self.size, FEW if world_size <= FEW else self.size)
+        if first >= count:
             return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="stretto-tests-"))
         context = multiprocessing.get_context("spawn" if _uses_gpus(self._backend) else "forkserver")
         with self._forking():
-            for _ in range(self.size):
+            for _ in range(first, count):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_work, args=(theirs, str(self._folder), self._environment, self._backend), daemon=True
@@ -255,12 +258,12 @@ class Pool:
                 process.start()
                 theirs.close()
                 self._workers.append(_Worker(process, ours))
-        remaining = set(range(self.size))
+        remaining = set(range(first, count))
         deadline = time.monotonic() + START_LIMIT
         while remaining:
             messages = self._receive(self._workers, sorted(remaining), deadline)
             if not messages:
-                raise RankError(f"{len(remaining)} of {self.size} workers did not start within {START_LIMIT:g} s")
+                raise RankError(f"{len(remaining)} of {count} workers did not start within {START_LIMIT:g} s")
             remaining -= {rank for rank, _ in messages}
 
     @contextlib.contextmanager
